@@ -58,7 +58,10 @@ class GatheredTokens:
             self.gathering = self.ranks.start_all_gather(local.flatten(0, 1))
 
     def values(self, *saved: Tensor | None) -> Tensor:
-        """Returns the gathered tokens [B, T, C]."""
+        """Returns the gathered tokens [B, T, C]: saved ones, or those of an all-gather.
+
+        It starts one unless `fetch` has, and lets the current stream wait for it.
+        """
         self.fetch(saved)
         if self.saves_gathered:
             assert saved[0] is not None
@@ -231,6 +234,7 @@ class SequenceParallelRegion:
 
     @property
     def _local_slice(self) -> slice:
+        """This rank's tokens among the B T, without padding."""
         tokens = self.shape[0] * self.shape[1]
         first = self.ranks.rank * self._tokens_per_rank
         return slice(min(first, tokens), min(first + self._tokens_per_rank, tokens))

@@ -81,7 +81,7 @@ class Continuations:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest row."""
+        """The number of tokens of the longest row."""
         return max(len(tokens) for tokens in self.tokens)
 
     @property

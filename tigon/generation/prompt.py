@@ -65,7 +65,7 @@ class Steps(Protocol):
         ...
 
     def select(self, index: Tensor) -> None:
-        """Keep these of the b rows."""
+        """Keep the rows `index` [n] of the b rows."""
         ...
 
 
@@ -81,7 +81,7 @@ class PromptBatch(NamedTuple):
         return [t] * b if self.mask is None else self.mask.sum(1).tolist()
 
     def repeat(self, n: int) -> Self:
-        """Every row n times, one after the other."""
+        """Returns prompts with n copies of each row, next to each other."""
         if n == 1:
             return self
         mask = None if self.mask is None else self.mask.repeat_interleave(n, 0)

@@ -174,6 +174,7 @@ def _check_values(values: Mapping[str, Any], files: Mapping[str, str]) -> None:
 
 
 def _is_factor(value: float) -> bool:
+    """Whether scores in fp32 can be divided by it: a positive number of a usual size."""
     return SMALLEST_FACTOR <= value <= LARGEST_FACTOR
 
 

@@ -96,6 +96,7 @@ class SpeculativeSteps:
         self._replay = self._new_replay()
 
     def __call__(self, remaining: int) -> Tensor:
+        """The next tokens [b, k + 1] of each row, ABSENT behind those that are accepted."""
         if self._logits is None:
             self._grow()
             return self._replay(self._step, remaining)
@@ -105,6 +106,7 @@ class SpeculativeSteps:
         return self._append(no_proposals, torch.zeros_like(new), new)
 
     def select(self, index: Tensor) -> None:
+        """Keeps the rows of the index, in both caches."""
         index = index.to(self._tokens.device)
         for state in (self._cache, self._draft_cache, self._draws):
             state.select(index)
@@ -114,8 +116,8 @@ class SpeculativeSteps:
         self._replay = self._new_replay()
 
     def _grow(self) -> None:
-        """Allocate memory for a step's tokens; the host waits for the device only if it may be
-        short."""
+        """Allocate memory for more tokens if a step's may not fit; only then the host waits for the
+        device, to learn how many there are."""
         new = self._k + 1
         if self._capacity < self._final and self._max_generated + new > self._capacity:
             self._max_generated = int(self._generated.max())

@@ -207,7 +207,7 @@ class GraphedStep:
         return result
 
     def _capture(self, step: Callable[[], Tensor]) -> None:
-        """Captures the step in a CUDA graph."""
+        """Captures the step in a CUDA graph, and the tensor that it returns, without running it."""
         graph = torch.cuda.CUDAGraph()
         inference = torch.is_inference_mode_enabled()
         # Generators create tensors here, which graphs outside of inference mode may use later
@@ -261,6 +261,7 @@ class DynamicSteps:
         self._generated = ids.new_zeros(1)  # tokens after the prompt, of every row
 
     def __call__(self, remaining: int) -> Tensor:
+        """The next tokens [b, 1]; at `cache_restart` tokens, the whole text is read again."""
         n = self._length
         if n == self._tokens.shape[1]:
             self._extend(min(remaining, n))
@@ -359,6 +360,7 @@ class StaticSteps:
         self._replay = self._new_replay()
 
     def __call__(self, remaining: int) -> Tensor:
+        """The next tokens [b, 1]; the cache doubles when it is full."""
         if self._logits is None:
             if self._length == self._cache.capacity:
                 self._cache.grow(self._length + min(remaining, self._length))

@@ -68,6 +68,7 @@ class LayerState:
         return new
 
     def _tensors(self) -> list[Tensor]:
+        """Returns the tensors among the attributes, also those inside of tuples."""
         return [x for x in tree_leaves(vars(self)) if isinstance(x, Tensor)]
 
 
@@ -95,6 +96,7 @@ class KVState(LayerState):
 
     @property
     def layout(self) -> str:
+        """Names kv heads and head dim alone."""
         return f"{self.kv_heads} kv heads with head dim {self.head_dim}"
 
     def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
@@ -129,6 +131,7 @@ class GrowingKV(KVState):
         self.values: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs, **kwargs: Any) -> Tensor:
+        """Stores k and v, and returns attention [B, T, H, D] of q to all tokens by `ctx.mask`."""
         past = 0 if ctx.append is None else ctx.append.cached_tokens
         keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
@@ -200,6 +203,10 @@ class StaticKV(KVState):
         window: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """As in the base, and rotates q and k by `angles` where `rotates` is True.
+
+        Raises ValueError if a gradient is required.
+        """
         if q.requires_grad or k.requires_grad or v.requires_grad:
             raise ValueError(
                 "a StaticCache keeps no gradients: call the model inside torch.no_grad() or "
@@ -316,7 +323,7 @@ class KVCache(Cache):
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
-        """Notes how many tokens the cache holds once a pass is over."""
+        """Adds the tokens of the pass to `length`, and notes whether they were packed sequences."""
         self._length += mask.tokens
         self.append, self.packed = None, mask.segment_ids is not None
 

@@ -69,7 +69,7 @@ class TensorPass:
 
     @property
     def region(self) -> SequenceParallelRegion:
-        """How ranks share the tokens of the pass."""
+        """How ranks share the tokens of the pass; outside of one, each has all."""
         if _region is None:
             return SequenceParallelRegion(self.ranks, (0, 0), replicated=True)
         region, tokens = _region
@@ -138,6 +138,7 @@ class ColumnParallelLinear(FusedLinear):
     tensor: TensorPass
 
     def gather_input(self, x: Tensor) -> Tensor:
+        """Gathers all tokens of the region; backward sums their gradients over the ranks."""
         return self.tensor.region.gather_from_region(x, single_reader=True)
 
 
@@ -156,6 +157,7 @@ class RowParallelLinear(Linear):
         return None if self.bias is None else self.bias / self.tensor.ranks.size
 
     def reduce_output(self, y: Tensor) -> Tensor:
+        """Sums the ranks' outputs: this rank's tokens of the region, or all in decoding."""
         return self.tensor.reduce(y)
 
 

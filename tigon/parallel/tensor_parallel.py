@@ -246,7 +246,7 @@ def _adapters(
 
 
 def _is_row_wise(weight: ShardSpec) -> bool:
-    """Whether a layer is divided along its input."""
+    """Whether a weight is split in its last dimension, its input."""
     return weight.dim == len(weight.shape) - 1
 
 

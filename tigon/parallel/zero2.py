@@ -209,7 +209,7 @@ class Zero2:
                 )
 
     def _begin(self) -> None:
-        """Gather weights before a forward pass of the model."""
+        """Gather weights before a forward pass of the model; RuntimeError if a backward failed."""
         if self.pending is not None:
             raise RuntimeError(
                 "an earlier backward pass has failed and left partly reduced gradients: restart "
@@ -281,7 +281,8 @@ class Zero2:
         return (weight.whole, "grad") if self.sums == self.compute else (weight, "sum")
 
     def _begin_reduction(self, group: ShardedGroup) -> None:
-        """Starts to reduce a group's gradients to their shards."""
+        """Starts to reduce a group's gradients to their shards, and ends the oldest reduction if
+        more than IN_FLIGHT are in flight."""
         with torch.no_grad():
             gradients = [w.take_gradient(self.sums).contiguous() for w in group.trained]
             parts, handle = gradients, None

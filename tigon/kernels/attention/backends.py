@@ -130,7 +130,10 @@ PLAIN = ("sdpa", "reference")  # on any device
 
 
 def _order(r: AttentionRequest) -> tuple[str, ...]:
-    """Returns the backends, the fastest first."""
+    """Returns all backends, the fastest first, whether or not they can serve the request.
+
+    cuDNN is the first on sm_90 for short sequences and in training with head_dim 256.
+    """
     few = r.longest is not None and r.longest <= CUDNN_MAX_TOKENS
     # As measured on an H200; packed sequences are refused by cuDNN's own rules
     if r.sm == 90 and (few or (r.head_dim == 256 and r.grad)):
@@ -249,6 +252,7 @@ def missing(device: int) -> dict[str, str]:
 
 
 def _missing_reason(name: str, device: int) -> str | None:
+    """Returns why the machine with this GPU lacks the backend, or None."""
     return missing(device).get(name)
 
 

@@ -39,7 +39,7 @@ class KVBuffers(NamedTuple):
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x [..., D] as int8 with scales [...]."""
+    """Returns x [..., D] rounded to int8, and fp32 scales [...]: the largest magnitude / 127."""
     x = x.float()
     largest = x.abs().amax(-1)
     scales = largest / largest.new_full((), 127.0)  # by a plain 127 torch does not divide on GPUs

@@ -97,7 +97,7 @@ def _drop_kernel(
 
 @operator("apply_dropout", lambda x, *_: x.new_empty(x.shape))
 def _dropout(x: Tensor, keys: Tensor, seed: int, threshold: int) -> Tensor:
-    """Launches `_drop_kernel`."""
+    """Returns a copy of x with 0 where an element is dropped, by the kernel."""
     y = x.new_empty(x.shape)
     if y.numel():
         rows, (height, width, warps) = as_rows(x), TILE

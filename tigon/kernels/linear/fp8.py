@@ -455,7 +455,7 @@ def _gated_rows_output(gate_up: Tensor, *_: Any) -> list[Tensor]:
 
 @operator("fp8_cast_gated_rows", _gated_rows_output)
 def _cast_gated_rows(gate_up: Tensor, act: str) -> list[Tensor]:
-    """Launches `_gated_rows_kernel`."""
+    """Returns data e4m3 [R, I] and scales [R] of act(gate) * up, for gate_up [R, 2 I]."""
     data, scale = outputs = _gated_rows_output(gate_up)
     R, size = data.shape
     width = 2 * gate_up.element_size()

@@ -378,7 +378,7 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> 
 
 @operator("gemv", _output)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
-    """Launches `_gemv_kernel`."""
+    """Returns `gemv` by the kernel: the product of one row, gated with an activation."""
     y = _output(x, weight, bias, act)
     N, C = y.shape[-1], x.shape[-1]
     launch = select_launch(C, 1 if act is None else 2)

@@ -72,7 +72,7 @@ def _pad_rank(rank: int) -> int:
 
 
 def _supports(x: Tensor, rank: int, widest: int) -> bool:
-    """Whether the fused kernels serve this input and rank."""
+    """Whether kernels run on x for this rank, which takes at most `widest` bytes when padded."""
     # The interpreter has no bf16 products
     has_product = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
     return has_product and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest

@@ -423,7 +423,7 @@ def _pass(
     logits_bytes: int | None,
     overwrite: bool,
 ) -> LossPass:
-    """Plans one pass over the logits for all terms: which gradients it computes, and where."""
+    """Returns the plan of one pass over the logits for all terms: which gradients, and when."""
     grad = torch.is_grad_enabled()
     rows, weight, *_ = shared
     assert rows is not None
@@ -482,7 +482,7 @@ def reshape_unaliased(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def metrics_of_term(c: LossTerm) -> Sequence[str]:
-    """Returns the metrics that a loss term requests."""
+    """Returns the names of the metrics that a loss term requests, a single one as a tuple."""
     metrics = c.metrics if isinstance(c, CrossEntropy | LogProbs) else ()
     return (metrics,) if isinstance(metrics, str) else metrics
 
@@ -490,7 +490,7 @@ def metrics_of_term(c: LossTerm) -> Sequence[str]:
 def prepare_term(
     hidden: Tensor, c: LossTerm, options: Options, vocab: int, width: int
 ) -> PreparedTerm:
-    """Checks the term's tensors against the hidden states [..., C] and flattens them.
+    """Returns the term with its tensors checked against the hidden states [..., C] and flattened.
 
     `width` of the head's `vocab` rows are on this rank, with padding.
     """
@@ -692,7 +692,7 @@ def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
 
 
 def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> HeadValue:
-    """Computes the cross-entropy of existing logits by autograd."""
+    """Returns the value and metrics of a cross-entropy of existing logits, by plain autograd."""
     assert a.targets is not None
     loss = cross_entropy_ref(logits, a.targets, options=a.plan.options)
     loss = loss if a.weights is None else torch.where(a.weights == 0, 0, loss * a.weights)

@@ -363,9 +363,9 @@ def _run_piece(
     rows: int,
     cut: VocabularyShard | None,
 ) -> list[Tensor]:
-    """Runs all loss terms on the `rows` rows of a chunk from `start` on; returns their values.
+    """Returns the values of all loss terms for the `rows` rows of a chunk from `start` on.
 
-    The last term writes the total gradient.
+    The last term writes the total gradient to `out`.
     """
     part = slice(start, start + rows)
     z, out_logits = logits[part], None if out is None else out[part]
@@ -391,7 +391,7 @@ def _run_term(
     grad: LogitGradient | None,
     cut: VocabularyShard | None,
 ) -> list[Tensor]:
-    """Runs a loss term on a chunk: returns its values by `plan.names`, writes the gradient."""
+    """Returns a loss term's values for a chunk, as `plan.names` has them; writes its gradient."""
     first, second, weight, bias, peak, log_mass = slots
     assert first is not None
     if cut is not None:

@@ -173,7 +173,10 @@ def rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rescale_(x: Tensor, factor: Tensor) -> Tensor:
-    """`rescale` in place; a factor of 1 does not touch `x`."""
+    """Returns x after `rescale` in place; a factor of 1 does not touch it.
+
+    Where x may not be overwritten, returns the result in new memory.
+    """
     if not _may_overwrite(x, factor):
         return rescale(x, factor, x.dtype)
     _overwrite(x, x, factor)
@@ -204,7 +207,8 @@ def rescale_and_join(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.d
 def rescale_and_join_(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`rescale_and_join` to 16 bits in the memory of `first`, which has at least as many rows.
 
-    No other memory is needed, and `rest` can then be freed.
+    No other memory is needed, and `rest` can then be freed. Where `first` may not be overwritten,
+    it is `rescale_and_join`.
     """
     if not _may_overwrite(first, factor):
         return rescale_and_join(first, rest, factor, dtype)

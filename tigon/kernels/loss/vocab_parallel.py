@@ -318,7 +318,7 @@ def _output(ids: Tensor, weight: Tensor) -> Tensor:
 
 @operator("embedding_rows", lambda ids, weight, first, rows, size: _output(ids, weight))
 def _embedding_rows(ids: Tensor, weight: Tensor, first: int, rows: int, size: int) -> Tensor:
-    """Launches `_embedding_rows_kernel`."""
+    """Returns the embeddings [..., C] of ids by the kernel, 0 outside of [first, first + rows)."""
     y, C = _output(ids, weight), weight.shape[1]
     grid = ids.numel(), triton.cdiv(C, BLOCK)
     options = {"C": C, "BLOCK": BLOCK, "num_warps": 4} | pdl_options(y)

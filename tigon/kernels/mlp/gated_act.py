@@ -122,7 +122,7 @@ def _output(gate_up: Tensor, *_: Any) -> Tensor:
 
 @operator("gated_act", _output)
 def _forward(gate_up: Tensor, act: str) -> Tensor:
-    """Launches the forward kernel."""
+    """Returns act(gate) * up [..., I], by the kernel."""
     y = _output(gate_up)
     if y.numel():
         x, size = as_rows(gate_up), y.shape[-1]
@@ -139,7 +139,7 @@ def _gradient(dy: Tensor, gate_up: Tensor, *_: Any) -> Tensor:
 
 @operator("gated_act_backward", _gradient)
 def _backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
-    """Launches the backward kernel; returns the gradient of gate_up."""
+    """Returns the gradient of gate_up [..., 2 I] in new memory, by the kernel."""
     out = _gradient(dy, gate_up)
     _backward_into(out, None, dy, gate_up, act)
     return out
@@ -152,7 +152,7 @@ def _gradient_and_product(dy: Tensor, gate_up: Tensor, *_: Any) -> tuple[Tensor,
 
 @operator("gated_act_backward_product", _gradient_and_product)
 def _backward_product(dy: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Launches the backward kernel; returns the gradient and the product computed again."""
+    """Returns the gradient of gate_up and act(gate) * up, both in new memory, by the kernel."""
     out, product = _gradient_and_product(dy, gate_up)
     _backward_into(out, product, dy, gate_up, act)
     return out, product

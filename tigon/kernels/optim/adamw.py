@@ -72,7 +72,10 @@ class TensorTable:
         return self._rows, self._owners
 
     def _number(self, counts: list[int], device: torch.device) -> None:
-        """Numbers the programs in the order of their tensors."""
+        """Sets each tensor's first program and each program's tensor; they are in the same order.
+
+        Raises ValueError for more programs than a GPU takes.
+        """
         programs = torch.tensor([-(-count // self.chunk) for count in counts])
         ends = programs.cumsum(0)
         total = int(ends[-1])
@@ -186,7 +189,7 @@ def _update(
     tensors, chunk, count, position, lines, factor, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Updates BLOCK elements of one parameter, from chunk `chunk`."""
+    """Updates weight and states of BLOCK elements of one parameter, its chunk number `chunk`."""
     weight, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = tensors
     decay, beta1, beta2, eps, step_size, correction = numbers
     shares, bounds, cells, positive_shares, positive_bounds, positive_cells = codes
@@ -242,7 +245,10 @@ def _adamw_table_kernel(
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Updates BLOCK elements of any parameter; W, G, S: dtypes of the tensors."""
+    """Updates BLOCK elements of any parameter; nothing if the scale is NaN.
+
+    W, G, S: dtypes of weights, gradients and states.
+    """
     factor = None
     if scale is not None:
         factor = tl.load(scale)
@@ -271,7 +277,7 @@ def _adamw_tensor_kernel(
     tensors, count, position, width, pitch, scale, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Updates BLOCK elements of one parameter."""
+    """Updates BLOCK elements of one parameter; nothing if the scale is NaN."""
     factor = None
     if scale is not None:
         factor = tl.load(scale)

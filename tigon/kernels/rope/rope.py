@@ -30,7 +30,7 @@ NORMED = (1024, 1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates pairs of x by cos and sin, in fp32."""
+    """Returns x with pairs of its first R dims rotated by cos and sin [..., R/2], in fp32."""
     r = 2 * cos.shape[-1]
     whole = r == x.shape[-1]
     rotated = (x if whole else x[..., :r]).float()
@@ -341,7 +341,7 @@ def _rope_outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """Launches the rotation of q and k, backwards with `back`."""
+    """Returns rotated copies of q and k, by the kernel; `back` negates the angles."""
     yq, yk = _rope_outputs(q, k)
     inputs = separate_heads(q), separate_heads(k), None
     outputs = packed_heads(yq), packed_heads(yk), None
@@ -622,7 +622,7 @@ def _packed_rope(
 def _rotate_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
 ) -> Tensor:
-    """`_packed_rope` over a contiguous `qkv`."""
+    """Rotates q and k inside a contiguous `qkv` and returns it; a new one under dispatch modes."""
     if torch._C._len_torch_dispatch_stack():  # modes see ops, and may keep what ops return
         return _packed_rope(qkv, cos, sin, heads, kv_heads, interleaved)
     if not qkv.is_meta:

@@ -23,19 +23,28 @@ class GenerationModel(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def turning_rope(self) -> RotaryEmbedding | None: ...
+    def turning_rope(self) -> RotaryEmbedding | None:
+        """The RoPE whose table changes first as a text grows; None if none does."""
+        ...
 
     @property
-    def communication_groups(self) -> tuple[Ranks, ...]: ...
+    def communication_groups(self) -> tuple[Ranks, ...]:
+        """The groups whose ranks all make the same calls of the model."""
+        ...
 
     @property
-    def cache_restart(self) -> int | None: ...
+    def cache_restart(self) -> int | None:
+        """The length at which the text is read again into a new cache; None for never."""
+        ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def static_cache(
         self, rows: int, capacity: int, *, chunk: int = 16, quantize: Literal["int8"] | None = None
-    ) -> StaticCache: ...
+    ) -> StaticCache:
+        """Returns an empty cache with room for `capacity` tokens in each row; ValueError if it
+        does not fit."""
+        ...
 
     def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any: ...
 
@@ -43,16 +52,22 @@ class GenerationModel(Protocol):
 class DecodingTokenizer(Protocol):
     """The part of a tokenizer that generation calls."""
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Returns the text of the tokens."""
+        ...
 
 
 @runtime_checkable
 class Streamer(Protocol):
     """transformers' streamers: the prompt, then the new tokens of each step, then the end."""
 
-    def put(self, value: Tensor) -> None: ...
+    def put(self, value: Tensor) -> None:
+        """Takes the prompts [B, T], and then the new tokens [B] of each step, on the CPU."""
+        ...
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """Is called once, after the last tokens."""
+        ...
 
 
 class Steps(Protocol):

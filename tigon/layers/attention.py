@@ -22,7 +22,9 @@ class Attention(nn.Module):
     """Self-attention: x [B, T, C] -> [B, T, C].
 
     With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
-    all heads of q at once, and all of k. `interleaved` rotates pairs of neighbors.
+    all heads of q at once, and all of k. `interleaved` rotates pairs of neighbors. A query sees
+    `window` tokens at most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is
+    None, and then capped by `softcap`, if there is one.
     """
 
     def __init__(
@@ -81,6 +83,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: BlockInputs
     ) -> Tensor:
+        """Returns [B, T, C] for x [B, T, C], which sees what `ctx.mask` and `window` allow.
+
+        With a `state`, stores keys and values there and attends to earlier ones too; with
+        `ctx.shard`, attends to the tokens of all ranks.
+        """
         kwargs: dict[str, Any] = {
             "window": self.window,
             "scale": self.scale,

@@ -93,10 +93,11 @@ class Linear(nn.Linear):
         return base.linear(x, weight, own_bias)
 
     def _product(self, x: Tensor, dropout_keys: Tensor | None) -> Tensor:
-        """Calls `product` without keys if there are none, as replacements of it expect."""
+        """Returns `product`, called without keys if there are none, as replacements expect."""
         return self.product(x) if dropout_keys is None else self.product(x, dropout_keys)
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """Returns `product` of the gathered input, reduced; on one rank that is the product."""
         return self.reduce_output(self._product(self.gather_input(x), dropout_keys))
 
 
@@ -125,6 +126,7 @@ class GatedLinear(FusedLinear):
         self.act: Activation = act
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """Returns act(gate) * up [..., size]; of one row without gradients from one kernel."""
         x = self.gather_input(x)
         if not self.has_adapter and self.quantized is None and uses_gemv(x, self.weight):
             return gemv(x, self.weight, self.bias, self.act)

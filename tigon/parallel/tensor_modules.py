@@ -167,6 +167,10 @@ class TensorParallelMoE(SparseMoE):
     tensor: TensorPass
 
     def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
+        """As in the base for the region's tokens x; routing is of all tokens, on every rank.
+
+        `replicated` changes nothing.
+        """
         x = self.tensor.region.gather_from_region(x, single_reader=False)
         y = super().forward(x, *dropout_args)
         probs = scale_replicated_grad(y.probs, self.tensor.ranks)
@@ -182,6 +186,8 @@ class DispatchedMoE(SparseMoE):
     tensor: TensorPass
 
     def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
+        """As in the base for the region's tokens x; routing is of this rank's tokens alone, but in
+        decoding of all. `replicated` changes nothing."""
         region = self.tensor.region
         if self._is_replicated(region):
             return super().forward(x, replicated=True)

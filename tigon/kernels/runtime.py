@@ -170,7 +170,7 @@ def _num_sms(device: int) -> int:
 
 
 def num_sms(x: Tensor) -> int:
-    """Returns the number of multiprocessors of the device of `x`; under the interpreter 3."""
+    """Returns the number of multiprocessors of the GPU of `x`; 3 on other devices."""
     return _num_sms(x.device.index) if x.device.type == "cuda" else 3
 
 
@@ -212,7 +212,7 @@ def operator(
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Returns the dtype of matrix products under autocast, or None where it is off."""
+    """Returns the dtype of matrix products under autocast, or None where it is off or on meta."""
     kind = device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -238,7 +238,10 @@ def refuse_second_derivative(
 
 
 def retains_graph() -> bool:
-    """Whether the running backward pass keeps its graph for another one (retain_graph=True)."""
+    """Whether the running backward pass keeps its graph for another one (retain_graph=True).
+
+    False under torch.compile.
+    """
     if torch.compiler.is_compiling():
         return False
     return torch._C._autograd._get_current_graph_task_keep_graph()
@@ -292,7 +295,7 @@ def checks(*, wait: bool) -> Iterator[None]:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether `x` holds numbers now: it is neither traced nor fake nor on meta."""
+    """Whether `x` holds numbers now: it is neither traced nor fake nor on meta, nor a subclass."""
     if torch.compiler.is_compiling() or x.is_meta:
         return False
     return type(x) in (Tensor, torch.nn.Parameter)

@@ -521,7 +521,10 @@ class StaticCache(Cache):
     def _prepare_slots(
         self, cached: int, batch: int, tokens: int, cu_seq_lens: Tensor | None
     ) -> None:
-        """Appends any number of tokens after the `cached` ones of every row."""
+        """Prepares to append any number of tokens after the `cached` ones of every row.
+
+        Raises ValueError for other rows than the cache has, and for tokens that do not fit.
+        """
         rows = len(self.lengths)
         if cu_seq_lens is None:
             self._check_batch(batch)

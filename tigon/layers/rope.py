@@ -158,7 +158,10 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
     ) -> Rotation:
-        """`of`: all positions of the batch, if `position_ids` are a part of them."""
+        """Returns the rotation of `position_ids` [B or 1, T] in `dtype`.
+
+        `of`: all positions of the batch, if `position_ids` are a part of them.
+        """
         inv_freq = self._at(position_ids if of is None else of)
         angles = position_ids[..., None].float() * inv_freq
         cos, sin = angles.cos(), angles.sin()

@@ -37,7 +37,7 @@ def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
 
 
 def check_context(model: CausalLM, ranks: int) -> None:
-    """Raises ValueError if the model does not support this number of context ranks."""
+    """Raises ValueError if there are several ranks and a layer's mixer is not attention."""
     if ranks == 1:
         return
     for i, block in enumerate(model.model.layers):

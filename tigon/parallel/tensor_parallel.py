@@ -198,7 +198,7 @@ def check_adapter_dropout(
 def adapter_specs(
     model: CausalLM, specs: Mapping[str, ShardSpec]
 ) -> Iterator[tuple[str, ShardSpec]]:
-    """Yields the specs of adapter parameters that are split; `specs` are those of the weights."""
+    """Yields name and spec of adapter parameters that are split; `specs`: those of the weights."""
     for at, low, weights in _adapters(model, specs):
         for part, weight in zip(low.parts, weights, strict=True):
             if isinstance(low, LowRankEmbedding):
@@ -462,7 +462,7 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
 
 
 def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-    """Make the module one of `kind`, a subclass of its own, with its parameters and hooks."""
+    """Change the module's class to `kind`, a subclass of its own, and set the attributes on it."""
     module.__class__ = kind
     for name, value in attributes.items():
         setattr(module, name, value)

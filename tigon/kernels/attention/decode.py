@@ -111,7 +111,7 @@ def append_tokens(
 
 @triton.jit
 def unpack_int8(x, dtype: tl.constexpr):
-    """Splits each int16 into two int8: the low ones and the high ones."""
+    """Splits each int16 into two int8, the low ones and the high ones, as numbers in `dtype`."""
     if dtype == tl.bfloat16:
         # Two at a time, exactly: the bits of 128 + a byte's lower seven, less 128 or, with its
         # sign bit, 256. Triton would convert one by one, which takes longer than loading them
@@ -419,7 +419,7 @@ def _num_splits(groups: int, blocks: int, resident_programs: int) -> int:
 
 
 def _with_strides(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
-    """Returns a tensor with its strides, as the kernel takes it, or None."""
+    """Returns a tensor with its first three strides, as the kernel takes it, or None."""
     return None if x is None else (x, *x.stride()[:3])  # type: ignore[return-value]
 
 

@@ -112,7 +112,7 @@ def find_maxima(x: Tensor) -> Maxima:
 
 
 def round_up(rows: int) -> int:
-    """Rounds a number of rows up to the alignment that scaled products need."""
+    """Rounds a number of rows up to a multiple of 16, which scaled products need."""
     return -(-rows // ALIGN) * ALIGN
 
 
@@ -292,7 +292,10 @@ def _rows_output(x: Tensor, maxima: bool) -> list[Tensor]:
 
 @operator("fp8_cast_rows", _rows_output)
 def _cast_rows(x: Tensor, maxima: bool) -> list[Tensor]:
-    """Casts rows; with `maxima`, few programs each update those of the columns once."""
+    """Returns data and scales of x cast by rows, and with `maxima` the columns' largest as bits.
+
+    A few programs then update these, each once.
+    """
     data, scale, *bits = outputs = _rows_output(x, maxima)
     (R, C), block = x.shape, next_power_of_2(x.shape[1])
     if block > MAX_COLUMNS:
@@ -318,7 +321,10 @@ def _tiles_output(x: Tensor, rows: bool, *_: Any) -> list[Tensor]:
 def _cast_tiles(
     x: Tensor, rows: bool, row_bits: Tensor | None, column_bits: Tensor | None
 ) -> list[Tensor]:
-    """Finds maxima that are not known, then casts by columns and, if asked to, by rows."""
+    """Returns data and scales of x cast by columns, with `rows` after those cast by rows.
+
+    Maxima that are not known are found first.
+    """
     outputs, (R, C) = _tiles_output(x, rows), x.shape
     S, tile = round_up(R), {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
     maxima = Maxima(row_bits, column_bits)
@@ -331,7 +337,7 @@ def _cast_tiles(
 
 
 def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
-    """Finds the maxima of the columns, and with `of_rows` of the rows."""
+    """Returns the maxima of the columns, and with `of_rows` of the rows."""
     R, C = x.shape
     bits = x.new_zeros(C + R if of_rows else C, dtype=torch.int32)
     maxima = Maxima(bits[C:] if of_rows else None, bits[:C])
@@ -538,7 +544,7 @@ class ColumnMaxima:
 
 
 def _cast(x: Tensor, maxima: bool, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
-    """Casts rows, with column maxima for backward if they will be needed."""
+    """Returns `cast_rows` of x and, if `maxima` asks for them, those of its columns, else None."""
     return cast_rows_and_maxima(x, fused=fused) if maxima else (cast_rows(x, fused=fused), None)
 
 
@@ -680,7 +686,7 @@ def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
 
 
 def _finish_output(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
-    """Adds the bias and restores the leading dimensions of the output."""
+    """Returns y [T, N] plus the bias, with the leading dimensions `lead` in place of T."""
     # As in F.linear: FSDP2 wants no view as a block's output
     y = torch.ops.aten._unsafe_view(y, (*lead, y.shape[-1]))
     return y if bias is None else y + bias

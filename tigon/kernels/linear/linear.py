@@ -113,7 +113,7 @@ def matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _parameter_gradients(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of weight and bias from dy [N, K] and x [..., C], as F.linear does."""
+    """Returns the gradients of weight and, if asked to, `bias`, from dy [N, K] and x [..., C]."""
     return chunked_matmul(dy.t(), x.view(-1, x.shape[-1])), dy.sum(0) if bias else None
 
 

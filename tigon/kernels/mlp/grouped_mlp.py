@@ -119,7 +119,10 @@ def _torch_supports(x: Tensor, weight: Tensor) -> bool:
 
 
 def must_not_sync(x: Tensor, rows: int) -> bool:
-    """Whether the host may not wait for the device to learn how many rows each expert has."""
+    """Whether the host may not wait for the device to learn how many rows each expert has.
+
+    So it is on a GPU with few rows, and while a CUDA graph is captured.
+    """
     return x.device.type == "cuda" and (
         rows <= FEW_ROWS or torch.cuda.is_current_stream_capturing()
     )

@@ -140,7 +140,8 @@ def _launch_backward(C: int, width: int, sandwich: bool) -> NormLaunch:
 
 
 def num_stages(step: int, most: int = 3) -> int:
-    """Returns the steps in flight: `most` if every GPU from sm_80 on has shared memory for them."""
+    """Returns how many steps of `step` bytes to have in flight: as many as the shared memory of
+    every GPU from sm_80 on has room for, up to `most`."""
     return 1 + min(most - 1, (96 << 10) // step)
 
 

@@ -47,7 +47,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rope_ref(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotates the first R dims of every head by the angles of its position, fp32 inside."""
+    """Returns q and k, the first R dims of every head rotated by the angles of its position, fp32
+    inside: the definition of `rope`."""
     cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)  # [B, T, 1, R/2]
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
@@ -429,7 +430,8 @@ def qk_norm_rope_ref(
     cast: Cast = "before_weight",
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RMSNorm of every head of q and k where there are weights, then RoPE; v as it is."""
+    """Returns q and k, normed by head where there are weights and then rotated, and v as it is,
+    [B, T, heads, D] each: the definition of `qk_norm_rope`."""
     q, k, v = _split(qkv, heads, kv_heads)
     if q_weight is not None and k_weight is not None:
         q = rms_norm_ref(q, q_weight, eps, offset=offset, cast=cast)

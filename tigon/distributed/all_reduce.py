@@ -88,7 +88,10 @@ def all_reduce_small_norm(
 
 
 def _buffers(x: Tensor, n: int, ranks: Ranks) -> SymmetricBuffers | None:
-    """Returns the buffers for sums of n elements like those of x, or None if NCCL sums."""
+    """Returns the buffers for sums of n elements like those of x, or None if NCCL sums.
+
+    The first call for a group and dtype opens them, unless a CUDA graph is being captured.
+    """
     if not (has_values(x) and x.is_cuda and x.dtype in BITS):
         return None
     if not 0 < n * (ranks.size - 1) <= P * S:

@@ -40,6 +40,7 @@ class Ranks(NamedTuple):
 
     @classmethod
     def sharing(cls, vocabulary: VocabularyShard) -> Self:
+        """Returns the ranks that share the vocabulary."""
         return cls(vocabulary.group, vocabulary.first // vocabulary.share, vocabulary.ranks)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -59,6 +60,7 @@ class Ranks(NamedTuple):
         return _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
 
     def sum(self, x: Tensor) -> Tensor:
+        """All-reduce: the sum of x over the ranks, in new memory on each."""
         return wait_tensor(_ops.all_reduce(x.contiguous(), "sum", self.group))
 
     def local_part(self, x: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ class Ranks(NamedTuple):
 
     def exchange(self, x: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
         """All-to-all: sends the first `sent[0]` rows of x to rank 0, the next `sent[1]` to rank 1,
-        and so on."""
+        and so on. Returns the rows from rank 0, `received[0]` of them, then from rank 1, ..."""
         return self.exchange_all((x,), [RowCounts(received, sent)])[0]
 
     def exchange_all(self, xs: Sequence[Tensor], sizes: Sequence[RowCounts]) -> list[Tensor]:
@@ -84,14 +86,14 @@ def wait_tensor(x: Tensor) -> Tensor:
 
 
 def backward_ranks(ctx: Any) -> Ranks:
-    """Returns the ranks of a backward pass, which has no second derivative."""
+    """Returns `ctx.ranks`; raises RuntimeError in a backward pass that is to be differentiated."""
     refuse_second_derivative("an exchange between ranks")
     return ctx.ranks
 
 
 class _GatherFromGroup(torch.autograd.Function):
-    """All-gather to a replicated tensor, whose gradient is the same on every rank: backward takes
-    the local part."""
+    """All-gather of [n, ...] to a replicated [R n, ...], whose gradient is the same on every rank:
+    backward takes this rank's [n, ...] of it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -162,7 +164,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 def gather_from_group(x: Tensor, ranks: Ranks) -> Tensor:
-    """Gathers [n, ...] of each rank to [R n, ...], which every rank uses in the same way."""
+    """Gathers [n, ...] of each rank to [R n, ...], which every rank uses in the same way.
+
+    Backward takes this rank's part of the gradient.
+    """
     return _GatherFromGroup.apply(x, ranks)
 
 
@@ -186,17 +191,26 @@ def all_to_all_many(
 
 
 def scale_replicated_grad(x: Tensor, ranks: Ranks) -> Tensor:
-    """Returns x, computed identically on every rank, so that its gradient counts once."""
+    """Returns a tensor equal to x, which every rank computes identically.
+
+    Backward divides the gradient by the number of ranks, so that a sum over them counts it once.
+    """
     return _ScaleReplicatedGrad.apply(x, ranks)
 
 
 def reduce_from_group(x: Tensor, ranks: Ranks) -> Tensor:
-    """Returns the sum over ranks, which every rank uses in the same way."""
+    """Returns the sum over ranks, which every rank uses in the same way.
+
+    Backward passes the gradient on as it is.
+    """
     return _ReduceFromGroup.apply(x, ranks)
 
 
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """Returns the sum over ranks, which each rank uses for its own part of the loss."""
+    """Returns the sum over ranks, which each rank uses for its own part of the loss.
+
+    Backward sums the gradient over the ranks.
+    """
     return _AllReduce.apply(x, ranks)
 
 
@@ -224,7 +238,7 @@ def check_same_on_all_ranks(
 
 
 def _digest(value: Any) -> int:
-    """Returns a 64-bit hash."""
+    """Returns a 64-bit hash, as an int64, of a tensor's shape and bytes or a value's repr."""
     if isinstance(value, Tensor):
         data_bytes = value.detach().cpu().reshape(-1).view(torch.uint8)  # numpy has no bfloat16
         data = repr(tuple(value.shape)).encode() + data_bytes.numpy().tobytes()

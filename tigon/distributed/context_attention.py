@@ -139,6 +139,7 @@ class _UnstackHeads(torch.autograd.Function):
 
 
 def _stack_heads(xs: Sequence[Tensor], ranks: int) -> Tensor:
+    """Computes `stack_heads_by_rank`, without a gradient."""
     batch, tokens, _, dim = xs[0].shape
     local = [x.shape[2] // ranks for x in xs]
     out = xs[0].new_empty(ranks, batch, tokens, sum(local), dim)
@@ -187,7 +188,7 @@ class ContextParallelAttention:
 
     @property
     def size(self) -> int:
-        """g; the ranks of a group are neighbors."""
+        """g, the number of ranks of a group, which are neighbors."""
         return math.gcd(self.ranks.size, self.heads)
 
     @property
@@ -306,6 +307,7 @@ def exchange_sizes(division: ContextParallelAttention) -> RowCounts:
 
 
 def concat_parts(parts: list[Tensor], dim: int) -> Tensor:
+    """Concatenates the parts; a single one is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 

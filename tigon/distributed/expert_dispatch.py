@@ -48,7 +48,10 @@ class TokenRoute:
 
 
 class _ToExperts(torch.autograd.Function):
-    """Sends tokens to the ranks that need them; backward sums the gradients that return."""
+    """Sends `rows`, copies of tokens x, to the ranks that need them; returns those that come.
+
+    Backward sums the gradients that return for each token of x.
+    """
 
     @staticmethod
     def forward(
@@ -67,7 +70,7 @@ class _ToExperts(torch.autograd.Function):
 
 
 class _FromExperts(torch.autograd.Function):
-    """Returns each token's sum of the rows that ranks send back."""
+    """Sends rows back to their ranks; returns [N, C], each token's sum of those that come."""
 
     @staticmethod
     def forward(

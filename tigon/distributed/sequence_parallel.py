@@ -47,7 +47,10 @@ class GatheredTokens:
         self.reduction: tuple[Tensor, int, Tensor] | None = None
 
     def fetch(self, saved: Sequence[Tensor | None]) -> None:
-        """Starts the all-gather of the local tokens; `values` waits for it."""
+        """Starts the all-gather of the local tokens, for which `values` waits.
+
+        Does nothing if it has started, or if the gathered tokens are saved.
+        """
         if self.gathering is None and not self.saves_gathered:
             fn = self.recompute_local
             local = saved[0] if fn is None else fn.compute(*saved, *fn.constants)
@@ -55,7 +58,10 @@ class GatheredTokens:
             self.gathering = self.ranks.start_all_gather(local.flatten(0, 1))
 
     def values(self, *saved: Tensor | None) -> Tensor:
-        """Returns the gathered tokens [B, T, C]."""
+        """Returns the gathered tokens [B, T, C]: saved ones, or those of an all-gather.
+
+        It starts one unless `fetch` has, and lets the current stream wait for it.
+        """
         self.fetch(saved)
         if self.saves_gathered:
             assert saved[0] is not None
@@ -67,7 +73,7 @@ class GatheredTokens:
         return y
 
     def reduce(self, gradient: Tensor) -> None:
-        """Starts the reduce-scatter of the only reader's gradient."""
+        """Starts the reduce-scatter of the only reader's gradient; with more, does nothing."""
         if self.single_reader and self.reduction is None:
             rows = _pad_tokens(gradient, self.ranks)
             self.reduction = gradient, gradient._version, self.ranks.start_reduce_scatter(rows)
@@ -105,7 +111,10 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class _ReduceScatterTokens(torch.autograd.Function):
-    """Reduce-scatter: partial sums [R n, C] -> local tokens of the sum [1, n, C]."""
+    """Reduce-scatter: partial sums [R n, C] -> local tokens of the sum [1, n, C].
+
+    Backward all-gathers the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -162,7 +171,10 @@ class SequenceParallelRegion:
     saves_gathered: bool = False
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Turns replicated [B, T, C] into local tokens [1, n, C], padded with zeros."""
+        """Turns replicated [B, T, C] into local tokens [1, n, C], padded with zeros.
+
+        Returns x itself if the stream is replicated, as `gather_from_region` does.
+        """
         if self.replicated:
             return x
         return _ScatterTokens.apply(_pad_tokens(x, self.ranks), self.ranks)
@@ -191,7 +203,7 @@ class SequenceParallelRegion:
         return y
 
     def reduce_to_region(self, x: Tensor) -> Tensor:
-        """Sums [B, T, C] over ranks to local tokens [1, n, C], or to all if all ranks have them."""
+        """Sums [B, T, C] over ranks to local tokens [1, n, C], or to [B, T, C] if replicated."""
         if self.replicated:
             return all_reduce_small(x, self.ranks)
         return _ReduceScatterTokens.apply(_pad_tokens(x, self.ranks), self.ranks)
@@ -206,7 +218,10 @@ class SequenceParallelRegion:
         return x.flatten(0, 1)[None, self._local_slice]
 
     def gather_tokens(self, x: Tensor) -> Tensor:
-        """Returns the stream of which every rank has its `local_tokens` [1, m, C]."""
+        """Returns the stream from x [1, m, C], what every rank computed of its `local_tokens`.
+
+        If the stream is replicated, gathers [B, T, C]; else pads to this rank's [1, n, C].
+        """
         if missing := self._tokens_per_rank - x.shape[1]:
             x = F.pad(x, (0, 0, 0, missing))
         if self.replicated:
@@ -219,6 +234,7 @@ class SequenceParallelRegion:
 
     @property
     def _local_slice(self) -> slice:
+        """This rank's tokens among the B T, without padding."""
         tokens = self.shape[0] * self.shape[1]
         first = self.ranks.rank * self._tokens_per_rank
         return slice(min(first, tokens), min(first + self._tokens_per_rank, tokens))

@@ -42,7 +42,10 @@ def make_stop_strings(
     tokenizer: DecodingTokenizer | None,
     file: str,  # begins a message
 ) -> StopStrings | None:
-    """Returns a check for the strings at which generation stops, or None without any."""
+    """Returns a check for the strings at which generation stops, or None without any.
+
+    Raises ValueError for strings without a tokenizer.
+    """
     if not strings:
         return None
     if tokenizer is None:
@@ -78,7 +81,7 @@ class Continuations:
 
     @property
     def length(self) -> int:
-        """Tokens of the longest row."""
+        """The number of tokens of the longest row."""
         return max(len(tokens) for tokens in self.tokens)
 
     @property
@@ -88,7 +91,10 @@ class Continuations:
         return self.max_tokens - shortest
 
     def append(self, rows: Sequence[int], tokens: list[list[int]]) -> None:
-        """Append the tokens [b, n] of one step to `rows` [b]."""
+        """Append the tokens [b, n] of one step to `rows` [b], and emit the columns now complete.
+
+        ABSENT tokens and those of finished rows are dropped.
+        """
         for row, new in zip(rows, tokens, strict=True):
             for token in new:
                 if row in self.unfinished and token != ABSENT:
@@ -100,7 +106,10 @@ class Continuations:
             self._emitted = complete
 
     def _append_token(self, row: int, token: int) -> None:
-        """Appends a token to a row, and notes whether the row ends with it."""
+        """Appends a token to a row, which leaves `unfinished` if it ends with it.
+
+        Raises ValueError for NOT_FINITE.
+        """
         if token == NOT_FINITE:
             raise ValueError(
                 f"row {row}: the scores of token {len(self.tokens[row])} after the prompt are not "
@@ -116,6 +125,7 @@ class Continuations:
             self.unfinished.remove(row)
 
     def _at(self, row: int, column: int) -> int:
+        """Returns a row's token in a column, or the pad token behind its end."""
         tokens = self.tokens[row]
         return tokens[column] if column < len(tokens) else self.pad
 
@@ -169,6 +179,7 @@ class HostCopies:
             yield tokens.tolist()
 
     def finished(self, event: torch.cuda.Event | None) -> bool:
+        """Whether the copy that recorded the event is complete; None: it was none."""
         return event is None or event.query()
 
 

@@ -23,19 +23,28 @@ class GenerationModel(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def turning_rope(self) -> RotaryEmbedding | None: ...
+    def turning_rope(self) -> RotaryEmbedding | None:
+        """The RoPE whose table changes first as a text grows; None if none does."""
+        ...
 
     @property
-    def communication_groups(self) -> tuple[Ranks, ...]: ...
+    def communication_groups(self) -> tuple[Ranks, ...]:
+        """The groups whose ranks all make the same calls of the model."""
+        ...
 
     @property
-    def cache_restart(self) -> int | None: ...
+    def cache_restart(self) -> int | None:
+        """The length at which the text is read again into a new cache; None for never."""
+        ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def static_cache(
         self, rows: int, capacity: int, *, chunk: int = 16, quantize: Literal["int8"] | None = None
-    ) -> StaticCache: ...
+    ) -> StaticCache:
+        """Returns an empty cache with room for `capacity` tokens in each row; ValueError if it
+        does not fit."""
+        ...
 
     def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any: ...
 
@@ -43,16 +52,22 @@ class GenerationModel(Protocol):
 class DecodingTokenizer(Protocol):
     """The part of a tokenizer that generation calls."""
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Returns the text of the tokens."""
+        ...
 
 
 @runtime_checkable
 class Streamer(Protocol):
     """transformers' streamers: the prompt, then the new tokens of each step, then the end."""
 
-    def put(self, value: Tensor) -> None: ...
+    def put(self, value: Tensor) -> None:
+        """Takes the prompts [B, T], and then the new tokens [B] of each step, on the CPU."""
+        ...
 
-    def end(self) -> None: ...
+    def end(self) -> None:
+        """Is called once, after the last tokens."""
+        ...
 
 
 class Steps(Protocol):
@@ -65,7 +80,7 @@ class Steps(Protocol):
         ...
 
     def select(self, index: Tensor) -> None:
-        """Keep these of the b rows."""
+        """Keep the rows `index` [n] of the b rows."""
         ...
 
 
@@ -81,7 +96,7 @@ class PromptBatch(NamedTuple):
         return [t] * b if self.mask is None else self.mask.sum(1).tolist()
 
     def repeat(self, n: int) -> Self:
-        """Every row n times, one after the other."""
+        """Returns prompts with n copies of each row, next to each other."""
         if n == 1:
             return self
         mask = None if self.mask is None else self.mask.repeat_interleave(n, 0)
@@ -91,9 +106,10 @@ class PromptBatch(NamedTuple):
 def check_prompt(
     model: GenerationModel, ids: Tensor, mask: Tensor | None, pad: int | None, eos: Collection[int]
 ) -> PromptBatch:
-    """Check the prompt and move it to the model's device, with a mask if there is padding.
+    """Returns the checked prompt on the model's device, with a mask if there is padding.
 
     Without a mask, pad tokens are padding unless they are eos tokens too, as in transformers.
+    Raises TypeError or ValueError for what is no prompt, and for a model that scores sequences.
     """
     if getattr(model.config, "labels", 0):
         raise ValueError(f"this {type(model).__name__} scores sequences and cannot write any")
@@ -109,7 +125,10 @@ def check_prompt(
 
 
 def _check_ids(ids: Any, vocab: int) -> None:
-    """Raises ValueError for ids that are no prompt of the vocabulary."""
+    """Raises TypeError or ValueError for ids that are no prompt [B, T] of the vocabulary.
+
+    Ids on a GPU are not compared to the vocabulary.
+    """
     if isinstance(ids, Mapping):
         raise TypeError(
             f"input_ids is a {type(ids).__name__}: give its parts, as in generate(**encoding)"
@@ -128,7 +147,8 @@ def _check_ids(ids: Any, vocab: int) -> None:
 
 
 def _check_mask(mask: Any, ids: Tensor, source: str) -> Tensor:
-    """Returns the attention mask as bool [B, T]; raises ValueError for a row that is no prompt."""
+    """Returns the mask as it is; raises TypeError or ValueError unless it is a tensor with the
+    shape of ids whose rows end in a real token. `source` names it in messages."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask must be a tensor [B, T], not {type(mask).__name__}")
     if mask.shape != ids.shape:

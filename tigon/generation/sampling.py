@@ -14,18 +14,19 @@ from tigon.kernels.loss.argmax import NOT_FINITE, argmax
 
 
 def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Lower the scores [b, V] of `seen` tokens: positive / penalty, negative * penalty."""
+    """Returns scores [b, V], those of `seen` tokens penalized: positive / penalty, negative *
+    penalty."""
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
 def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """Set scores below the k-th largest of a row to -inf; scores equal to it all stay."""
+    """Returns scores [b, V] with -inf below the k-th largest of a row; equal ones all stay."""
     kth = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < kth, float("-inf"))
 
 
 def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """Set scores outside the smallest set of tokens whose probability reaches p to -inf."""
+    """Returns scores [b, V] with -inf outside a row's smallest set whose probability reaches p."""
     ascending, order = scores.sort()
     remove = ascending.softmax(-1).cumsum(-1) <= 1 - p
     remove[:, -1] = False
@@ -33,14 +34,15 @@ def keep_top_p(scores: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(scores: Tensor, p: float) -> Tensor:
-    """Set scores to -inf whose probability is below p times the largest of the row."""
+    """Returns scores [b, V] with -inf where probability is below p times a row's largest."""
     probabilities = scores.softmax(-1)
     floor = p * probabilities.amax(-1, keepdim=True)
     return scores.masked_fill(probabilities < floor, float("-inf"))
 
 
 class Draws:
-    """Random numbers for the rows of a batch, which do not change when other rows are removed."""
+    """Random numbers for the rows of a batch, which do not change when other rows are removed:
+    they are drawn for all rows that there were at first."""
 
     def __init__(self, rows: int, device: torch.device, generator: torch.Generator | None):
         self.generator = generator  # None: the device's default
@@ -63,6 +65,7 @@ class Draws:
         return torch.empty(self._batch, columns, device=self._device)
 
     def _select_rows(self, numbers: Tensor) -> Tensor:
+        """Returns those of the remaining rows."""
         return numbers if self._rows is None else numbers.index_select(0, self._rows)
 
 
@@ -129,7 +132,7 @@ class Sampling:
     def __call__(
         self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
     ) -> Tensor:
-        """The next token of every row: [b]."""
+        """The next token of every row: [b]; NOT_FINITE where its scores allow none."""
         if not self.do_sample and seen is None and self.ends is None:
             return argmax(logits)  # which a copy in fp32 would not change
         scores = self.scores(logits, seen, generated)

@@ -174,6 +174,7 @@ def _check_values(values: Mapping[str, Any], files: Mapping[str, str]) -> None:
 
 
 def _is_factor(value: float) -> bool:
+    """Whether scores in fp32 can be divided by it: a positive number of a usual size."""
     return SMALLEST_FACTOR <= value <= LARGEST_FACTOR
 
 
@@ -196,7 +197,10 @@ def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(name: str, config: Any) -> dict[str, Any]:
-    """The values that a generation_config sets, which may be transformers' object."""
+    """The values of a generation_config, a dict, transformers' object or None, that are not None.
+
+    `name` begins a message.
+    """
     config = config.to_dict() if hasattr(config, "to_dict") else config or {}
     if not isinstance(config, Mapping):
         raise TypeError(f"{name}={config!r} is neither a dict nor a GenerationConfig")
@@ -206,7 +210,8 @@ def _values(name: str, config: Any) -> dict[str, Any]:
 def _check_unsupported(
     configured: Mapping[str, Any], unsupported: Mapping[str, Any], files: Mapping[str, str]
 ) -> None:
-    """Raises for unknown arguments, and for unsupported ones with values that change the output."""
+    """Raises TypeError for unknown arguments of the call, and ValueError for unsupported ones, of
+    call or config, with values that change the output."""
     unknown = [name for name in unsupported if name not in UNSUPPORTED]
     if unknown:
         hints = (suggest(name, DEFAULTS) for name in unknown)
@@ -223,7 +228,10 @@ def _check_unsupported(
 
 
 def _tokens(value: Any, none: Any) -> Any:
-    """Token ids without None and -1, which old files use for no token."""
+    """A list of token ids without None and -1, which old files use for no token.
+
+    A single id is returned as it is, or as `none` if it is no token.
+    """
 
     def is_token(i: Any) -> bool:
         return i is not None and not (isinstance(i, Integral) and i == -1)
@@ -256,7 +264,10 @@ def warn_length(longest: int, context: int) -> None:
 
 
 def resolve_max_new_tokens(prompt: PromptBatch, settings: GenerationSettings, file: str) -> int:
-    """The limit of tokens after the prompt. `file` is the prefix of a message on max_length."""
+    """The limit of tokens after the prompt, 20 if the settings have none.
+
+    Raises ValueError, with the prefix `file`, for a max_length that the prompt takes up.
+    """
     if settings.max_new_tokens is not None:
         return settings.max_new_tokens
     if settings.max_length is None:

@@ -44,9 +44,10 @@ def _select_column(x: Tensor, column: Tensor) -> Tensor:
 
 
 class SpeculativeSteps:
-    """The first step reads the prompts; each later one proposes k tokens and scores them.
+    """Steps of which each proposes k tokens and scores them; the first samples one token alone.
 
-    Rows accept different numbers of tokens, so their lengths differ.
+    The prompts are read before it, by the constructor. Rows accept different numbers of tokens, so
+    their lengths differ.
     """
 
     can_remove_rows = True
@@ -95,6 +96,7 @@ class SpeculativeSteps:
         self._replay = self._new_replay()
 
     def __call__(self, remaining: int) -> Tensor:
+        """The next tokens [b, k + 1] of each row, ABSENT behind those that are accepted."""
         if self._logits is None:
             self._grow()
             return self._replay(self._step, remaining)
@@ -104,6 +106,7 @@ class SpeculativeSteps:
         return self._append(no_proposals, torch.zeros_like(new), new)
 
     def select(self, index: Tensor) -> None:
+        """Keeps the rows of the index, in both caches."""
         index = index.to(self._tokens.device)
         for state in (self._cache, self._draft_cache, self._draws):
             state.select(index)
@@ -113,8 +116,8 @@ class SpeculativeSteps:
         self._replay = self._new_replay()
 
     def _grow(self) -> None:
-        """Allocate memory for a step's tokens; the host waits for the device only if it may be
-        short."""
+        """Allocate memory for more tokens if a step's may not fit; only then the host waits for the
+        device, to learn how many there are."""
         new = self._k + 1
         if self._capacity < self._final and self._max_generated + new > self._capacity:
             self._max_generated = int(self._generated.max())
@@ -129,7 +132,10 @@ class SpeculativeSteps:
         self._max_generated += new
 
     def _step(self) -> Tensor:
-        """Proposes tokens with the assistant and verifies them with the model."""
+        """Proposes tokens with the assistant and verifies them with the model.
+
+        Returns what `_append` does, the new tokens [B, k + 1].
+        """
         proposed, q, seen = self._propose()
         lengths = self._prompt_lengths + self._generated
         self._cache.crop(lengths - 1)  # all but the last token
@@ -197,4 +203,5 @@ class SpeculativeSteps:
         return new.masked_fill(~real, ABSENT)
 
     def _new_replay(self) -> GraphedStep:
+        """Returns a GraphedStep without a graph, for tensors of other shapes or addresses."""
         return GraphedStep(next(self._model.parameters()), self._draws.generator)

@@ -86,7 +86,8 @@ def choose_cache(
     settings: GenerationSettings,
     total: int,
 ) -> CacheImplementation:
-    """The cache for up to `total` tokens: static on a GPU if it is exact, else dynamic."""
+    """The cache that is requested, or static on a GPU if it is exact for `total` tokens, or
+    dynamic. Raises ValueError if the one that is requested would not be exact."""
     requested, use_cache = settings.cache_implementation, settings.use_cache
     if assistant is not None:
         # Rows that have all their tokens keep proposing until the others have theirs
@@ -193,7 +194,10 @@ class GraphedStep:
         return self._result
 
     def _warm_up(self, step: Callable[[], Tensor]) -> Tensor:
-        """Run on the capture stream, so that its workspaces are not in the graph's memory."""
+        """Run the step on the capture stream, whose workspaces are then not in the graph's memory.
+
+        Returns its result.
+        """
         self._warm += 1
         here, side = torch.cuda.current_stream(self._device), side_stream(self._device)
         side.wait_stream(here)
@@ -203,7 +207,7 @@ class GraphedStep:
         return result
 
     def _capture(self, step: Callable[[], Tensor]) -> None:
-        """Captures the step in a CUDA graph."""
+        """Captures the step in a CUDA graph, and the tensor that it returns, without running it."""
         graph = torch.cuda.CUDAGraph()
         inference = torch.is_inference_mode_enabled()
         # Generators create tensors here, which graphs outside of inference mode may use later
@@ -257,6 +261,7 @@ class DynamicSteps:
         self._generated = ids.new_zeros(1)  # tokens after the prompt, of every row
 
     def __call__(self, remaining: int) -> Tensor:
+        """The next tokens [b, 1]; at `cache_restart` tokens, the whole text is read again."""
         n = self._length
         if n == self._tokens.shape[1]:
             self._extend(min(remaining, n))
@@ -308,7 +313,10 @@ def make_cache(
     chunk: int = 1,
     quantize: Quantize = None,
 ) -> StaticCache:
-    """A static cache for every prompt and `new` tokens after it; a step appends `chunk`."""
+    """A static cache for every prompt and `new` tokens after it; a step appends up to `chunk`.
+
+    Raises ValueError if the model cannot have so many tokens.
+    """
     capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
     try:
         rows = len(prompt.ids)
@@ -318,7 +326,10 @@ def make_cache(
 
 
 class StaticSteps:
-    """Steps with a static cache, which a CUDA graph replays; the first step reads the prompts."""
+    """Steps with a static cache, which a CUDA graph replays on a GPU.
+
+    The constructor reads the prompts; the first step only chooses the tokens after them.
+    """
 
     can_remove_rows = True
 
@@ -349,6 +360,7 @@ class StaticSteps:
         self._replay = self._new_replay()
 
     def __call__(self, remaining: int) -> Tensor:
+        """The next tokens [b, 1]; the cache doubles when it is full."""
         if self._logits is None:
             if self._length == self._cache.capacity:
                 self._cache.grow(self._length + min(remaining, self._length))
@@ -368,12 +380,12 @@ class StaticSteps:
         self._replay = self._new_replay()
 
     def _step(self) -> Tensor:
-        """Runs the model on the last tokens and chooses the next."""
+        """Runs the model on the last tokens; returns the next [b, 1]."""
         out = self._model(self._last, past_key_values=self._cache, logits_to_keep=1)
         return self._choose(out.logits[:, -1])
 
     def _choose(self, logits: Tensor) -> Tensor:
-        """Chooses the next token of each row from its logits."""
+        """Chooses the next token of each row from its logits, notes it, and returns them [b, 1]."""
         new = self._sampling(logits, self._seen, self._generated, self._draws)[:, None]
         self._last.copy_(new.clamp(min=0))
         self._generated.add_(1)
@@ -382,4 +394,5 @@ class StaticSteps:
         return new
 
     def _new_replay(self) -> GraphedStep:
+        """Returns a GraphedStep without a graph, for tensors of other shapes or addresses."""
         return GraphedStep(next(self._model.parameters()), self._draws.generator)

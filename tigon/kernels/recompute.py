@@ -133,8 +133,9 @@ def note_recompute(
     gated: GatedInputs | None = None,
     remote: RemoteParts | None = None,
 ) -> None:
-    """Notes that `compute(*saved, *constants)` gives the bits of `x`, which is contiguous.
+    """Notes on `x` that `compute(*saved, *constants)` gives its bits; `x` is contiguous.
 
+    Does nothing if `x` is smaller than MIN_BYTES.
     `saved` is what the backward pass of `x` saves in any case. Call it only in eager mode.
     """
     if should_note(x.numel() * x.element_size()):
@@ -160,7 +161,7 @@ def run_recompute(fn: RecomputeFn, saved: Sequence[Tensor | None]) -> Tensor:
 
 
 def start_fetch(fn: RecomputeFn, saved: Sequence[Tensor | None]) -> RemoteParts | None:
-    """Starts the communication that `run_recompute` waits for; returns the ranks' parts, if any."""
+    """Starts the communication that `run_recompute` waits for; returns `fn.remote`, or None."""
     if fn.remote is not None:
         _check_saved(saved)
         fn.remote.fetch(saved)
@@ -168,6 +169,7 @@ def start_fetch(fn: RecomputeFn, saved: Sequence[Tensor | None]) -> RemoteParts 
 
 
 def _check_saved(saved: Sequence[Tensor | None]) -> None:
+    """Raises RuntimeError if FSDP has freed the memory of one of the tensors."""
     if any(t is not None and t.untyped_storage().nbytes() == 0 for t in saved):
         raise RuntimeError(
             "a norm's weight is sharded again before the product behind it is differentiated: "

@@ -64,7 +64,10 @@ def use(mode: Mode) -> Iterator[None]:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether an operator on `x` launches its Triton kernels."""
+    """Whether an operator on `x` launches its Triton kernels, by mode, dtype and device.
+
+    Raises ValueError for "triton" on a CPU without the interpreter.
+    """
     if _mode == "reference" or x.dtype not in DTYPES:
         return False
     if x.device.type == "cuda":
@@ -110,6 +113,7 @@ def _gpu_problem(device: int) -> str | None:
 
 @triton.jit
 def _increment(x):
+    """Adds 1 to a number: a kernel to find out whether any runs."""
     tl.store(x, tl.load(x) + 1)
 
 
@@ -142,6 +146,7 @@ def disable_pdl(model: object) -> None:
 
 @functools.cache
 def is_hopper(device: int) -> bool:
+    """Whether a GPU is Hopper or newer, sm_90 or above."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -165,7 +170,7 @@ def _num_sms(device: int) -> int:
 
 
 def num_sms(x: Tensor) -> int:
-    """Returns the number of multiprocessors of the device of `x`; under the interpreter 3."""
+    """Returns the number of multiprocessors of the GPU of `x`; 3 on other devices."""
     return _num_sms(x.device.index) if x.device.type == "cuda" else 3
 
 
@@ -207,7 +212,7 @@ def operator(
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Returns the dtype of matrix products under autocast, or None where it is off."""
+    """Returns the dtype of matrix products under autocast, or None where it is off or on meta."""
     kind = device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -233,13 +238,17 @@ def refuse_second_derivative(
 
 
 def retains_graph() -> bool:
-    """Whether the running backward pass keeps its graph for another one (retain_graph=True)."""
+    """Whether the running backward pass keeps its graph for another one (retain_graph=True).
+
+    False under torch.compile.
+    """
     if torch.compiler.is_compiling():
         return False
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def next_power_of_2(n: int) -> int:
+    """Returns the least power of two that is at least n, for n from 1 on."""
     return 1 << (n - 1).bit_length()  # triton's own takes microseconds
 
 
@@ -286,7 +295,7 @@ def checks(*, wait: bool) -> Iterator[None]:
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether `x` holds numbers now: it is neither traced nor fake nor on meta."""
+    """Whether `x` holds numbers now: it is neither traced nor fake nor on meta, nor a subclass."""
     if torch.compiler.is_compiling() or x.is_meta:
         return False
     return type(x) in (Tensor, torch.nn.Parameter)
@@ -314,7 +323,10 @@ def may_sync(x: Tensor) -> bool:
 
 
 def check_values(ok: Tensor, message: str) -> None:
-    """Raises unless `ok`; on a GPU the device asserts, unless checks wait for it."""
+    """Raises ValueError unless the bool `ok`; on a GPU the device asserts, unless checks wait.
+
+    On meta it does nothing.
+    """
     if may_sync(ok):
         if not ok:
             raise ValueError(message)

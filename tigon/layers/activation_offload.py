@@ -33,7 +33,7 @@ class _OffloadedStorage:
         self.ready: torch.cuda.Event | None = None  # when it is
 
     def take(self, x: Tensor) -> None:
-        """Starts to copy a tensor's storage to host memory."""
+        """Starts to copy the storage of x to `host`; does nothing on meta."""
         if self.device.type == "meta":
             return
         source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(x.untyped_storage())
@@ -42,7 +42,7 @@ class _OffloadedStorage:
         self.host.copy_(source, non_blocking=gpu)
 
     def fetch(self) -> None:
-        """Copies back; call it on the side stream."""
+        """Copies `host` to `fetched`, if there are both; call it on the side stream."""
         if self.fetched is not None and self.host is not None:
             self.fetched.copy_(self.host, non_blocking=self.device.type == "cuda")
 
@@ -79,7 +79,11 @@ class ActivationOffload:
 
     @contextmanager
     def of(self, block: nn.Module) -> Iterator[None]:
-        """Offloads what the block saves for backward."""
+        """Offloads what the block saves for backward inside of the context.
+
+        Its parameters, `shared` tensors, storages of less than 1 MiB and tensors on other devices
+        stay.
+        """
         while len(self._copying) > 1:
             self._finish_copies()
         index = len(self._blocks)
@@ -121,19 +125,25 @@ class ActivationOffload:
             self._copying[-1] = copied, live
 
     def end(self) -> None:
-        """Waits for the copies; call it after the last block."""
+        """Lets the current stream wait for all copies to the host, and frees what was copied.
+
+        Call it after the last block.
+        """
         while self._copying:
             self._finish_copies()
 
     def _finish_copies(self) -> None:
-        """Waits for the oldest copies to the host and frees their memory on the GPU."""
+        """Lets the current stream wait for the oldest block's copies, and drops its tensors."""
         copied, live = self._copying.popleft()
         if copied is not None:
             torch.cuda.current_stream(self.device).wait_event(copied)
         live.clear()  # autograd keeps `pack`, which has it
 
     def _side_stream(self) -> Any:
-        """Returns the side stream, after the current one's work."""
+        """Returns a context of the side stream, which first waits for the current one's work.
+
+        Without a GPU the context does nothing.
+        """
         if not self.gpu:
             return nullcontext()
         side = _stream(self.device)

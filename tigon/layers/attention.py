@@ -22,7 +22,9 @@ class Attention(nn.Module):
     """Self-attention: x [B, T, C] -> [B, T, C].
 
     With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
-    all heads of q at once, and all of k. `interleaved` rotates pairs of neighbors.
+    all heads of q at once, and all of k. `interleaved` rotates pairs of neighbors. A query sees
+    `window` tokens at most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is
+    None, and then capped by `softcap`, if there is one.
     """
 
     def __init__(
@@ -68,8 +70,10 @@ class Attention(nn.Module):
         device: torch.device | str,
         quantize: Quantize = None,
     ) -> KVState:
-        """Makes a cache of keys and values; a static one with a window is a ring of those in
-        view."""
+        """Returns an empty cache: without `capacity` one that grows, else a static one.
+
+        A static one has `capacity` slots, or with a window a ring of at most window + chunk - 1.
+        """
         if capacity is None:
             return GrowingKV(self.kv_heads, self.head_dim)
         slots = capacity if self.window is None else min(capacity, self.window + chunk - 1)
@@ -79,6 +83,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: BlockInputs
     ) -> Tensor:
+        """Returns [B, T, C] for x [B, T, C], which sees what `ctx.mask` and `window` allow.
+
+        With a `state`, stores keys and values there and attends to earlier ones too; with
+        `ctx.shard`, attends to the tokens of all ranks.
+        """
         kwargs: dict[str, Any] = {
             "window": self.window,
             "scale": self.scale,
@@ -126,7 +135,7 @@ class Attention(nn.Module):
         return (*(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)),)
 
     def _rotates_last(self, rotation: Rotation) -> bool:
-        """Whether rotating halves is the only or the last step for q and k."""
+        """Whether q and k of `_heads` need nothing more than to be rotated by halves."""
         normed = self.q_norm is not None and not self.flat_qk_norm
         return not (normed or self.interleaved) and rotation.query_scale is None
 

@@ -63,7 +63,10 @@ class BlockInputs:
 
     @property
     def starts(self) -> Tensor | None:
-        """[B, T], True where a packed sequence begins, or None if each row continues its state."""
+        """Bool [B, T], True at the first token of each row and of each packed sequence.
+
+        None without packed sequences: each row continues its state.
+        """
         segments = self.mask.segment_ids
         if segments is None:
             return None

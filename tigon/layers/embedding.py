@@ -42,7 +42,7 @@ class LowRankEmbedding(LayerAdapter):
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Draws the first values of the factors."""
+        """Returns zeros for A and standard normal numbers for B, and no magnitudes of DoRA."""
         a, b = (
             torch.zeros(shapes[f"lora_embedding_{x}"], dtype=torch.float32, device="cpu")
             for x in "AB"
@@ -107,7 +107,7 @@ class Embedding(nn.Embedding):
         return x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
 
     def _rows(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Looks up ids; zeros for other ranks' tokens."""
+        """Returns the rows of the table [B, T, C] for ids; zeros for other ranks' tokens."""
         if self.vocabulary is None:
             return F.embedding(ids, table, self.padding_idx)
         return embedding_rows(ids, table, self.vocabulary, self.padding_idx)

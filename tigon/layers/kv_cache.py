@@ -50,7 +50,10 @@ class LayerState:
         return new
 
     def resized(self, larger: Self) -> Self:
-        """Returns a copy with the sizes of `larger`, a state on the meta device."""
+        """Returns a copy with the sizes and the `history` of `larger`, a state on the meta device.
+
+        What is in a tensor stays at its beginning; the rest is uninitialized.
+        """
         shapes = iter([x.shape for x in larger._tensors()])
 
         def extend(x: Tensor) -> Tensor:
@@ -65,6 +68,7 @@ class LayerState:
         return new
 
     def _tensors(self) -> list[Tensor]:
+        """Returns the tensors among the attributes, also those inside of tuples."""
         return [x for x in tree_leaves(vars(self)) if isinstance(x, Tensor)]
 
 
@@ -81,7 +85,7 @@ class MakeStates(Protocol):
         device: torch.device | str,
         quantize: Quantize = None,
     ) -> list[LayerState]:
-        """Raises ValueError for what a mixer does not support."""
+        """Returns the states in the order of layers; ValueError for what a mixer cannot do."""
 
 
 class KVState(LayerState):
@@ -92,12 +96,14 @@ class KVState(LayerState):
 
     @property
     def layout(self) -> str:
+        """Names kv heads and head dim alone."""
         return f"{self.kv_heads} kv heads with head dim {self.head_dim}"
 
     def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
         """Whether `attend` rotates: pass it heads without rotation, and `angles`.
 
         `angles` are cos and sin [B or 1, T, R/2]. x [B, T, C] is the input of the projection.
+        Returns False unless a subclass overrides it.
         """
         return False
 
@@ -117,7 +123,7 @@ class KVState(LayerState):
 
 
 class GrowingKV(KVState):
-    """Grows by doubling, so that decoding N tokens copies O(N) and not O(N^2)."""
+    """Keys and values in memory that doubles when it is full: N steps copy O(N), not O(N^2)."""
 
     def __init__(self, kv_heads: int, head_dim: int):
         self.kv_heads, self.head_dim = kv_heads, head_dim
@@ -125,6 +131,7 @@ class GrowingKV(KVState):
         self.values: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs, **kwargs: Any) -> Tensor:
+        """Stores k and v, and returns attention [B, T, H, D] of q to all tokens by `ctx.mask`."""
         past = 0 if ctx.append is None else ctx.append.cached_tokens
         keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
@@ -138,7 +145,10 @@ class GrowingKV(KVState):
 
 
 def _extend(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
-    """Returns the buffer, or a larger one, with `new` after its first `past` tokens."""
+    """Returns the buffer, or a larger one, with `new` after its first `past` tokens.
+
+    Returns `new` itself if `past` is 0, and a new tensor if a gradient is needed.
+    """
     if buffer is None or not past:
         return new
     if torch.is_grad_enabled() and (new.requires_grad or buffer.requires_grad):
@@ -175,7 +185,11 @@ class StaticKV(KVState):
         self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
 
     def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
-        """Saves a kernel in a decoding step."""
+        """Whether this is a step that the kernel of `append_attention` can rotate.
+
+        All rows then append equally many tokens, at most 16, outside of autocast, to a cache that
+        is not int8.
+        """
         assert ctx.append is not None
         fused = ctx.append.slots is None and autocast_dtype(x.device) is None
         return fused and fuses_rope(x.shape[1], self.buffers)
@@ -189,6 +203,10 @@ class StaticKV(KVState):
         window: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """As in the base, and rotates q and k by `angles` where `rotates` is True.
+
+        Raises ValueError if a gradient is required.
+        """
         if q.requires_grad or k.requires_grad or v.requires_grad:
             raise ValueError(
                 "a StaticCache keeps no gradients: call the model inside torch.no_grad() or "
@@ -219,7 +237,7 @@ class StaticKV(KVState):
 
 
 def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns keys and values [B, S, K, D] of the positions from start to stop."""
+    """Returns keys and values [B, S, K, D] of positions [start, stop) in `dtype`, dequantized."""
     slots = torch.arange(start, stop, device=buffers.keys.device) % buffers.keys.shape[2]
 
     def read(x: Tensor, scales: Tensor | None) -> Tensor:
@@ -305,7 +323,7 @@ class KVCache(Cache):
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
-        """Notes how many tokens the cache holds once a pass is over."""
+        """Adds the tokens of the pass to `length`, and notes whether they were packed sequences."""
         self._length += mask.tokens
         self.append, self.packed = None, mask.segment_ids is not None
 
@@ -377,7 +395,10 @@ class StaticCache(Cache):
         return sum(state.nbytes for state in self.states)
 
     def rows(self, start: int, stop: int) -> Self:
-        """Returns a view of these rows; tokens appended to it appear here."""
+        """Returns a view of the rows [start, stop); tokens appended to it appear here.
+
+        Raises ValueError for rows that the cache lacks.
+        """
         if not 0 <= start < stop <= len(self.lengths):
             raise ValueError(f"rows({start}, {stop}) of a cache of {len(self.lengths)} rows")
         view = copy.copy(self)
@@ -435,7 +456,10 @@ class StaticCache(Cache):
             self._host_lengths.fill_(UNKNOWN)
 
     def check_crop(self) -> int:
-        """Returns how many of a row's last tokens `crop` can drop; raises ValueError if none."""
+        """Returns how many tokens of a row all layers hold; `crop` is free in rows of no more.
+
+        Raises ValueError if a layer's state cannot forget single tokens.
+        """
         for layer, state in enumerate(self.states):
             if state.history is None:
                 raise ValueError(
@@ -497,7 +521,10 @@ class StaticCache(Cache):
     def _prepare_slots(
         self, cached: int, batch: int, tokens: int, cu_seq_lens: Tensor | None
     ) -> None:
-        """Appends any number of tokens after the `cached` ones of every row."""
+        """Prepares to append any number of tokens after the `cached` ones of every row.
+
+        Raises ValueError for other rows than the cache has, and for tokens that do not fit.
+        """
         rows = len(self.lengths)
         if cu_seq_lens is None:
             self._check_batch(batch)
@@ -516,7 +543,7 @@ class StaticCache(Cache):
         self._growth = grown, new if on_host(new) else None
 
     def _check_mask(self, mask: Tensor, batch: int, tokens: int) -> None:
-        """Raises if the host sees padding in the mask."""
+        """Raises ValueError unless the mask is on the CPU, of the new or all tokens, and all 1."""
         total = max(int(self._host_lengths.max()), 0) + tokens
         fits = mask.shape in ((batch, tokens), (batch, total))
         if not (fits and on_host(mask) and mask.all()):
@@ -532,7 +559,7 @@ class StaticCache(Cache):
             raise ValueError(f"the cache holds {len(self.lengths)} rows, this batch has {batch}")
 
     def _check_room(self, lengths: Tensor) -> None:
-        """Raises ValueError if tokens do not fit."""
+        """Raises ValueError if one of these lengths exceeds the capacity; on a GPU it asserts."""
         what = f"{int(lengths.max())} tokens" if on_host(lengths) else "the tokens"
         check_values(
             (lengths <= self.capacity).all(),

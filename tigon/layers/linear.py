@@ -38,7 +38,7 @@ class Linear(nn.Linear):
         return self.weight if self.quantized is None else self.quantized.weight_meta
 
     def values(self) -> Tensor:
-        """Returns the weight; if it is quantized, in new memory."""
+        """Returns the weight; if it is quantized, dequantized in new memory."""
         return self.weight if self.quantized is None else self.quantized.dequantize()
 
     def quantize(self, weight: QuantizedWeight) -> None:
@@ -65,14 +65,15 @@ class Linear(nn.Linear):
         return self.bias
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """Returns all tokens of the input."""
+        """Returns x; in layers that ranks split, all tokens of it."""
         return x
 
     def reduce_output(self, y: Tensor) -> Tensor:
-        """Returns the whole output."""
+        """Returns y; in layers that ranks split, its sum over them."""
         return y
 
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """Returns x W^T with the bias and the active adapter, without exchange between ranks."""
         base = FP8_BASE if self.fp8 and self.training else PLAIN_BASE
         weight, own_bias = self.weight, self.local_bias
         if self.quantized is not None:
@@ -92,10 +93,11 @@ class Linear(nn.Linear):
         return base.linear(x, weight, own_bias)
 
     def _product(self, x: Tensor, dropout_keys: Tensor | None) -> Tensor:
-        """Calls `product` without keys if there are none, as replacements of it expect."""
+        """Returns `product`, called without keys if there are none, as replacements expect."""
         return self.product(x) if dropout_keys is None else self.product(x, dropout_keys)
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """Returns `product` of the gathered input, reduced; on one rank that is the product."""
         return self.reduce_output(self._product(self.gather_input(x), dropout_keys))
 
 
@@ -124,6 +126,7 @@ class GatedLinear(FusedLinear):
         self.act: Activation = act
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """Returns act(gate) * up [..., size]; of one row without gradients from one kernel."""
         x = self.gather_input(x)
         if not self.has_adapter and self.quantized is None and uses_gemv(x, self.weight):
             return gemv(x, self.weight, self.bias, self.act)

@@ -30,9 +30,11 @@ class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
 
 
 class LMHead(nn.Module):
-    """The head; all that touches the vocabulary happens inside its forward.
+    """The head: hidden states [B, T, C] to logits [B, T, V], or to loss terms without logits.
 
-    So FSDP's hooks see it, and the weight may be tied, sharded, frozen or parametrized (LoRA).
+    Logits are x W^T + bias, times `logit_scale` and then capped by `softcap`, if there is one. All
+    that touches the vocabulary happens inside its forward, so FSDP's hooks see it, and the weight
+    may be tied, sharded, frozen or parametrized (LoRA).
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class LMHead(nn.Module):
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
 
     def _logits(self, x: Tensor, weight: Tensor, low: LowRank | None) -> Tensor:
-        """Returns raw logits [..., V] of hidden states [..., C]."""
+        """Returns logits [..., V] of all ranks, neither scaled nor capped, of states [..., C]."""
         if low is None:
             raw = linear(x, weight, self.bias)
         else:
@@ -134,7 +136,7 @@ def _low_rank_factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
 
 
 def _merge_adapter(weight: Tensor, low: LowRank) -> Tensor:
-    """Returns the weight [V, C] with the adapter added."""
+    """Returns a new weight [V, C] with the adapter added, and its rows' learned norms for DoRA."""
     (addition,) = low.additions()
     b, a = (t.to(weight.dtype) for t in (addition.b, low.lora_A))
     chunks = [  # of rows, over which the gradient of A sums

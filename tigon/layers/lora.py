@@ -105,12 +105,16 @@ class LowRank(LayerAdapter):
             self.register_parameter(MAGNITUDE + part.name, nn.Parameter(empty))
 
     def name_of_a(self, part: LoRAPart) -> str:
+        """Returns the name of the parameter A, which all parts share."""
         return "lora_A"
 
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Draws A part by part; B is 0."""
+        """Returns A, drawn part by part from Kaiming's uniform distribution, and B of zeros.
+
+        Magnitudes of DoRA are left out.
+        """
         a = torch.empty(shapes["lora_A"], dtype=torch.float32, device="cpu")
         for rows in a.split([part.rank for part in self.parts]):
             nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator)
@@ -118,7 +122,7 @@ class LowRank(LayerAdapter):
         return {"lora_A": a} | {name: torch.zeros(shapes[name], device="cpu") for name in names}
 
     def additions(self) -> list[LoRATerm]:
-        """Returns this adapter's low-rank terms."""
+        """Returns the first column, B and scale of each part, to be multiplied by A x."""
         local: dict[str, Any] = self._parameters  # none is None
         return [LoRATerm(p.first, local[B + p.name], p.scale) for p in self.parts]
 
@@ -174,6 +178,7 @@ class SavedModules(nn.Module):
         self.chosen: str | None = None
 
     def active(self) -> Tensor | None:
+        """The weight of the chosen adapter, or None if there is none."""
         return None if self.chosen is None else self._parameters.get(self.chosen)
 
 
@@ -200,12 +205,13 @@ class LowRankExperts(LayerAdapter):
             self.register_parameter(B + part.name, nn.Parameter(b))
 
     def name_of_a(self, part: LoRAPart) -> str:
+        """Returns the name of the part's own parameter A."""
         return A + part.name
 
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Draws the first values of the factors."""
+        """Returns A from Kaiming's uniform distribution and B of zeros, for every part."""
         initial = {}
         for name, _ in self.named_parameters():
             values = torch.zeros(shapes[name], dtype=torch.float32, device="cpu")
@@ -221,7 +227,10 @@ class LowRankExperts(LayerAdapter):
         return a, b.permute(2, 0, 1) * part.scale
 
     def lora_factors(self, gate_up: Tensor, down: Tensor) -> LoRAFactors:
-        """Returns the factors of both matrices, of rank 0 where there are none."""
+        """Returns A [E, r, K] and scaled B [E, O, r] of gate_up, then of down.
+
+        A matrix without an adapter has factors of rank 0.
+        """
         local = {part.name: part for part in self.parts}
         initial: list[Tensor] = []
         for name, matrix in zip(MATRICES, (gate_up, down), strict=True):

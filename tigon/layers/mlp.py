@@ -10,7 +10,10 @@ from tigon.layers.linear import GatedLinear, Linear, is_unpatched
 
 
 class GatedMLP(nn.Module):
-    """[..., C] -> [..., C]; `dropout_args`: keys [...] of an adapter's dropout, if there is one."""
+    """down(act(gate(x)) * up(x)): [..., C] -> [..., C].
+
+    `dropout_args`: keys [...] of an adapter's dropout, if there is one.
+    """
 
     def __init__(self, dim: int, intermediate: int, act: Activation, *, bias: bool = False):
         super().__init__()

@@ -81,7 +81,10 @@ class Experts(nn.Module):
     def _run_local(
         self, x: Tensor, experts: Tensor, weights: Tensor, slots: int | None = None
     ) -> Tensor:
-        """Computes the experts of this rank, with the active adapter."""
+        """Returns [N, C], the weighted sums over this rank's experts with the active adapter.
+
+        `slots`: how many of the `experts` this rank has, if the host knows it.
+        """
         matrices = self.gate_up_proj, self.down_proj
         adapter = None if self.lora is None else self.lora.active()
         low = None if adapter is None else adapter.lora_factors(*matrices)
@@ -119,7 +122,7 @@ class SparseMoE(nn.Module):
 
     @property
     def divided(self) -> bool:
-        """Whether ranks divide the experts and replicate the rest."""
+        """Whether each rank has some whole experts, and all have the rest."""
         return self.experts.shard is not None
 
     def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:

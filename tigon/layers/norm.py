@@ -7,7 +7,7 @@ from tigon.kernels.norm.rms_norm import Cast, rms_norm, rms_norm_with_input, san
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension."""
+    """RMSNorm over the last dimension, times `offset` + weight; `cast` as in `rms_norm`."""
 
     def __init__(self, dim: int, eps: float, *, offset: float = 0.0, cast: Cast = "before_weight"):
         super().__init__()
@@ -15,6 +15,7 @@ class RMSNorm(nn.Module):
         self.eps, self.offset, self.cast = eps, offset, cast
 
     def init_weights(self) -> None:
+        """Sets the weight so that `offset` + weight is 1."""
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:

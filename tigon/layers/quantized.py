@@ -63,6 +63,7 @@ class QuantizedWeight(nn.Module, ABC):
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the buffers."""
         return sum(b.nbytes for b in self.buffers())
 
     def allocate(self, device: torch.device) -> None:
@@ -72,7 +73,7 @@ class QuantizedWeight(nn.Module, ABC):
             self._buffers[name] = torch.empty_like(buffer, device=device)
 
     def check(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Raises ValueError if `change`, which `.to()` applies to tensors, changes the dtype."""
+        """Raises ValueError if `change`, which `.to()` applies to tensors, converts `dtype`."""
         new_dtype = change(torch.empty(0, dtype=self.dtype)).dtype
         if new_dtype != self.dtype:
             raise ValueError(
@@ -81,6 +82,7 @@ class QuantizedWeight(nn.Module, ABC):
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Moves the buffers without a change of dtype; ValueError if `fn` would convert `dtype`."""
         self.check(fn)
         for name, buffer in self._buffers.items():
             assert buffer is not None  # as bytes: floats of it keep their dtype
@@ -115,6 +117,7 @@ class NF4Weight(QuantizedWeight):
             self.register_buffer(name, torch.empty(shape, dtype=kind, **on_meta))
 
     def _stored(self) -> quantized.NF4Tensor:
+        """Returns the buffers themselves."""
         tensors: dict[str, Any] = self._buffers
         return quantized.NF4Tensor(*(tensors[name] for name in self.BUFFERS))
 
@@ -126,7 +129,7 @@ class NF4Weight(QuantizedWeight):
         tensors.tables.copy_(torch.cat([quantized.NF4_VALUES, quantized.SCALE_VALUES]))
 
     def store(self, weight: Tensor) -> None:
-        """Quantizes the weight [K, C]."""
+        """Quantizes the weight [K, C] into the buffers, each matrix on its own."""
         tensors, sizes = self._stored(), [quantized.packed_sizes(n) for n in self.matrices]
         begins = [0, 0, 0]
         for rows, size in zip(weight.split(list(self.parts)), sizes, strict=True):
@@ -141,7 +144,7 @@ class NF4Weight(QuantizedWeight):
             begins = [begin + n for begin, n in zip(begins, size, strict=True)]
 
     def fill(self) -> None:
-        """Fills the weight with random codes and scales of usual size, for tests and timing."""
+        """Fills codes and scales with random bytes, steps with 0.02 and offsets with 0.05."""
         tensors = self._stored()
         tensors.codes.random_()
         tensors.scales.random_()
@@ -149,11 +152,11 @@ class NF4Weight(QuantizedWeight):
         tensors.offsets.fill_(0.05)
 
     def dequantize(self) -> Tensor:
-        """Returns the weight in its dtype."""
+        """Returns the weight [K, C] in its dtype, in new memory."""
         return quantized.dequantize_nf4(self._stored(), self.matrices, self.shape, self.dtype)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
-        """Returns rows of one part in the dtype of the weight."""
+        """Returns rows [first, first + count) of matrix `part`, dequantized in plain torch."""
         columns = self.shape[1]
         at = part, first * columns, count * columns
         numbers = quantized.dequantize_nf4_slice(self._stored(), self.matrices, *at, self.dtype)
@@ -189,6 +192,7 @@ class FP8Weight(QuantizedWeight):
         self.register_buffer("owners", torch.empty(sum(parts), dtype=torch.int32, **on_meta))
 
     def _stored(self) -> BlockFP8Tensor:
+        """Returns the buffers themselves."""
         tensors: dict[str, Any] = self._buffers
         return BlockFP8Tensor(tensors["codes"], tensors["scales"], tensors["owners"])
 
@@ -202,26 +206,27 @@ class FP8Weight(QuantizedWeight):
         self._stored().owners.copy_(torch.cat(owner_rows))
 
     def fill(self) -> None:
+        """Fills the codes with random numbers in [0, 1), and all scales with 0.02."""
         tensors = self._stored()
         tensors.codes.random_(0x38)  # below 1
         tensors.scales.fill_(0.02)
 
     @property
     def memory(self) -> Tensor:
-        """The codes [K, C], to be filled from a file."""
+        """The codes [K, C] as a view in their fp8 dtype, to be filled from a file."""
         return self._stored().codes.view(self.stored)
 
     def store_scales(self, grids: Sequence[Tensor]) -> None:
-        """Stores the scales of each matrix."""
+        """Copies the scales of the blocks of each matrix [rows, columns of blocks] here."""
         self._stored().scales.copy_(torch.cat(list(grids)))
 
     def dequantize(self) -> Tensor:
-        """Returns the weight in its dtype."""
+        """Returns the weight [K, C] in its dtype, in new memory."""
         options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
         return dequantize_block_fp8(self._stored(), **options)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
-        """Returns rows of one part in the dtype of the weight."""
+        """Returns rows [first, first + count) of matrix `part`, dequantized in plain torch."""
         options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
         return dequantize_block_fp8_rows(
             self._stored(), sum(self.parts[:part]) + first, count, **options

@@ -17,12 +17,12 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 def _powers(dim: int, theta: float) -> Tensor:
-    """Returns theta^(2i / dim), the inverse of the frequencies."""
+    """Returns theta^(2i / dim) [dim / 2]: 1 / `inv_freq` of the default type."""
     return theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
 
 
 def _llama3(inv_freq: Tensor, p: Mapping[str, Any]) -> Tensor:
-    """Scales inverse frequencies as Llama 3.1 does."""
+    """Returns `inv_freq` scaled as in Llama 3.1: by 1 / factor where wavelengths are long."""
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     wavelength = 2 * math.pi / inv_freq
     smooth = (p["original_max_position_embeddings"] / wavelength - low) / (high - low)
@@ -31,7 +31,7 @@ def _llama3(inv_freq: Tensor, p: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(dim: int, p: Mapping[str, Any]) -> Tensor:
-    """Returns YaRN's inverse frequencies (arXiv 2309.00071)."""
+    """Returns the `inv_freq` [dim / 2] of YaRN (arXiv 2309.00071)."""
     theta, original = p["rope_theta"], p["original_max_position_embeddings"]
 
     def turns_at(rotations: float) -> float:
@@ -108,7 +108,10 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
     def _frequencies(self) -> Tensor:
-        """Returns the inverse frequencies of the config's RoPE type."""
+        """Returns `inv_freq` of the config's RoPE type: the angles per position, fp32 on the CPU.
+
+        Of dynamic RoPE and of longrope they are those before `_at` has chosen.
+        """
         p = self.rope_parameters
         powers = _powers(self.dim, p["rope_theta"])
         if self.rope_type == "linear":
@@ -128,6 +131,7 @@ class RotaryEmbedding(nn.Module):
         return 1 / powers
 
     def _apply(self, fn, recurse=True):
+        """Moves the module, and computes `inv_freq` again in fp32, whatever the dtype."""
         # model.to(bfloat16) would round the frequencies (relative error 4e-3); meta has none
         super()._apply(fn, recurse)
         if self.inv_freq.device.type != "meta":
@@ -135,7 +139,10 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def _at(self, position_ids: Tensor) -> Tensor:
-        """Returns the frequencies for a batch, without a host sync."""
+        """Returns the angles per position [D / 2] for a batch that has these positions.
+
+        They depend on the largest one in dynamic RoPE and longrope; the host does not wait.
+        """
         if self.turn == math.inf:
             return self.inv_freq
         length = position_ids.max() + 1
@@ -151,7 +158,10 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
     ) -> Rotation:
-        """`of`: all positions of the batch, if `position_ids` are a part of them."""
+        """Returns the rotation of `position_ids` [B or 1, T] in `dtype`.
+
+        `of`: all positions of the batch, if `position_ids` are a part of them.
+        """
         inv_freq = self._at(position_ids if of is None else of)
         angles = position_ids[..., None].float() * inv_freq
         cos, sin = angles.cos(), angles.sin()

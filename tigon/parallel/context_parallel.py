@@ -37,7 +37,7 @@ def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
 
 
 def check_context(model: CausalLM, ranks: int) -> None:
-    """Raises ValueError if the model does not support this number of context ranks."""
+    """Raises ValueError if there are several ranks and a layer's mixer is not attention."""
     if ranks == 1:
         return
     for i, block in enumerate(model.model.layers):
@@ -59,7 +59,10 @@ def set_context_ranks(model: CausalLM, ranks: Ranks) -> None:
 def _shard_arguments(
     model: CausalLM, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[()], dict[str, Any]]:
-    """The arguments of a pass, with those of this rank's tokens in place of whole rows."""
+    """The arguments of a pass, with those of this rank's tokens in place of whole rows.
+
+    With a cache, and if the batch is a shard already, they stay those of the call.
+    """
     batch, targets, options = resolve_arguments(model, *args, **kwargs)
     if batch.cache is None and batch.shard is None and model.context_ranks is not None:
         if targets.labels is not None:  # on all ranks, or the others would wait for one
@@ -75,7 +78,7 @@ def _shard_arguments(
 
 
 def shard_batch(batch: Batch, ranks: Ranks) -> Batch:
-    """This rank's tokens of whole rows."""
+    """Returns the batch of this rank's tokens, with the mask of whole rows."""
     real, shard = batch.real, ContextShard(ranks, batch.shape[1], batch.position_ids)
     if shard.padding and real is None:
         real = torch.ones(batch.shape, dtype=torch.bool, device=batch.device)
@@ -87,6 +90,7 @@ def shard_batch(batch: Batch, ranks: Ranks) -> Batch:
 
 
 def _shard(batch: Batch) -> ContextShard:
+    """Returns `batch.shard`, which must not be None."""
     assert batch.shard is not None
     return batch.shard
 

@@ -60,7 +60,7 @@ def _adapter_rows(low: LowRankExperts, name: str, shard: ExpertShard) -> tuple[i
 
 
 def check_experts(model: CausalLM, ranks: int) -> None:
-    """Raises ValueError if the model has no experts, or so many ranks do not divide them."""
+    """Raises ValueError if several ranks find no experts, or a number that they do not divide."""
     if ranks == 1:
         return
     counts = [len(m.down_proj) for m in model.modules() if isinstance(m, Experts)]

@@ -48,6 +48,7 @@ class MeshSizes:
 
     @property
     def ranks(self) -> int:
+        """The number of all ranks."""
         return self.replicate * self.shards * self.tensor
 
     @property

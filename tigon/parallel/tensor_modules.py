@@ -69,7 +69,7 @@ class TensorPass:
 
     @property
     def region(self) -> SequenceParallelRegion:
-        """How ranks share the tokens of the pass."""
+        """How ranks share the tokens of the pass; outside of one, each has all."""
         if _region is None:
             return SequenceParallelRegion(self.ranks, (0, 0), replicated=True)
         region, tokens = _region
@@ -89,7 +89,11 @@ class TensorPass:
             _region, self._pending, self._ahead = before, None, None
 
     def reduce(self, x: Tensor) -> Tensor:
-        """Sums a branch [B, T, C] over the ranks, for the residual stream."""
+        """Returns the sum over ranks of a branch [B, T, C], for the residual stream.
+
+        It has the region's tokens, [1, n, C] or all. If `expect_sum` was called, the same kernel
+        computes the norm, where one kernel can.
+        """
         pending, self._pending = self._pending, None
         found = None if pending is None else self._reduce_and_norm(x, *pending)
         return self.region.reduce_to_region(x) if found is None else found
@@ -110,14 +114,20 @@ class TensorPass:
     def take_norm(
         self, place: int, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Returns the norm's output if it was computed ahead from these tensors."""
+        """Returns the norm's output if it was computed ahead from these tensors, else None.
+
+        What was computed ahead is dropped in any case.
+        """
         ahead, self._ahead = self._ahead, None
         if ahead is None or (ahead.place, ahead.version) != (place, ahead.total._version):
             return None
         return ahead.output if ahead.total is x and ahead.residual is residual else None
 
     def expect_sum(self, place: int, residual: Tensor) -> None:
-        """Prepares to compute the norm at `place` with the next sum over ranks."""
+        """Prepares to compute the norm at `place` with the next sum over ranks.
+
+        Does nothing unless the region is replicated and gradients are off, or without such a norm.
+        """
         if self.region.replicated and place < len(self.norms) and not torch.is_grad_enabled():
             self._pending = place, residual
 
@@ -128,6 +138,7 @@ class ColumnParallelLinear(FusedLinear):
     tensor: TensorPass
 
     def gather_input(self, x: Tensor) -> Tensor:
+        """Gathers all tokens of the region; backward sums their gradients over the ranks."""
         return self.tensor.region.gather_from_region(x, single_reader=True)
 
 
@@ -136,16 +147,17 @@ class ColumnParallelGatedLinear(ColumnParallelLinear, GatedLinear):
 
 
 class RowParallelLinear(Linear):
-    """A product over this rank's part of the input, summed over the ranks."""
+    """A product over this rank's part of the input, summed over ranks by `TensorPass.reduce`."""
 
     tensor: TensorPass
 
     @property
     def local_bias(self) -> Tensor | None:
-        """This rank's share of the bias."""
+        """The bias divided by the number of ranks, which sum it; None without a bias."""
         return None if self.bias is None else self.bias / self.tensor.ranks.size
 
     def reduce_output(self, y: Tensor) -> Tensor:
+        """Sums the ranks' outputs: this rank's tokens of the region, or all in decoding."""
         return self.tensor.reduce(y)
 
 
@@ -155,6 +167,10 @@ class TensorParallelMoE(SparseMoE):
     tensor: TensorPass
 
     def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
+        """As in the base for the region's tokens x; routing is of all tokens, on every rank.
+
+        `replicated` changes nothing.
+        """
         x = self.tensor.region.gather_from_region(x, single_reader=False)
         y = super().forward(x, *dropout_args)
         probs = scale_replicated_grad(y.probs, self.tensor.ranks)
@@ -170,6 +186,8 @@ class DispatchedMoE(SparseMoE):
     tensor: TensorPass
 
     def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
+        """As in the base for the region's tokens x; routing is of this rank's tokens alone, but in
+        decoding of all. `replicated` changes nothing."""
         region = self.tensor.region
         if self._is_replicated(region):
             return super().forward(x, replicated=True)
@@ -177,7 +195,7 @@ class DispatchedMoE(SparseMoE):
         return y._replace(x=region.gather_tokens(y.x))
 
     def count_routing(self, routed: MoEOutput, real: Tensor | None) -> Tensor:
-        """Returns the counts over the tokens of all ranks."""
+        """Returns the counts and sums over the tokens of all ranks, on every rank."""
         region = self.tensor.region
         if self._is_replicated(region):
             return count_routing(routed, real)
@@ -185,13 +203,17 @@ class DispatchedMoE(SparseMoE):
         return reduce_from_group(count_routing(routed, real), region.ranks)
 
     def _is_replicated(self, region: SequenceParallelRegion) -> bool:
+        """Whether this is decoding of one token a row, and the region's ranks share the experts."""
         shard = self.experts.shard
         decoding = region.replicated and region.shape[1] == 1
         return decoding and shard is not None and shard.ranks == region.ranks
 
 
 class TensorParallelNorm(AddRMSNorm):
-    """A norm that may have been computed with the sum over ranks before it."""
+    """AddRMSNorm, which takes its result if it was computed with the sum over ranks before it.
+
+    It then prepares the next norm to be computed with the next sum.
+    """
 
     tensor: TensorPass
     place: int  # in `TensorPass.norms`
@@ -225,7 +247,10 @@ class FlatParallelNorm(RMSNorm):
 
 
 class TensorParallelDecoder(Decoder):
-    """A decoder whose blocks have a rank's own tokens, or in decoding all of them."""
+    """A decoder whose blocks have a rank's own tokens, or in decoding all of them.
+
+    Input and output are all tokens [B, T, C] on every rank.
+    """
 
     tensor: TensorPass
 
@@ -242,6 +267,7 @@ class TensorParallelDecoder(Decoder):
         return region.gather_from_region(hidden, single_reader=True), counts
 
     def recomputable(self, block: nn.Module) -> Callable[..., BlockOutput]:
+        """The block as a function in whose region gathered tokens are saved, not gathered again."""
         # What the block gathers has just been gathered
         region = replace(self.tensor.region, saves_gathered=True)
         return partial(_run_block, block, self.tensor, region)
@@ -250,5 +276,6 @@ class TensorParallelDecoder(Decoder):
 def _run_block(
     block: nn.Module, tensor: TensorPass, region: SequenceParallelRegion, *args: Any
 ) -> BlockOutput:
+    """Calls the block within the region."""
     with tensor.running(region):
         return block(*args)

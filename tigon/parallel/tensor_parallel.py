@@ -93,7 +93,7 @@ class TensorParallel:
             self.replica_groups[count] = self._neighbor_group(count)
 
     def _neighbor_group(self, count: int) -> Ranks:
-        """Returns a new group of this rank and its `count` - 1 neighbors."""
+        """Returns a new group: the block of `count` consecutive ranks that this rank is in."""
         first = self.ranks.rank // count * count
         members = self.members[first : first + count]
         group = dist.new_group(members, use_local_synchronization=True)
@@ -112,7 +112,10 @@ class TensorParallel:
 
     @torch.no_grad()
     def all_reduce_grads(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """All-reduce the partial gradients of these parameters, the same on all ranks."""
+        """Sum partial gradients over the ranks with the same rows, in float32 and in place.
+
+        `named` are name and parameter of the same parameters on all ranks; others stay as they are.
+        """
         blocks: dict[int, list[Tensor]] = {count: [] for count in self.replica_groups}
         for name, p, gradient in _gradients(named):
             if name in self.replicated:
@@ -195,7 +198,7 @@ def check_adapter_dropout(
 def adapter_specs(
     model: CausalLM, specs: Mapping[str, ShardSpec]
 ) -> Iterator[tuple[str, ShardSpec]]:
-    """Yields the specs of adapter parameters that are split; `specs` are those of the weights."""
+    """Yields name and spec of adapter parameters that are split; `specs`: those of the weights."""
     for at, low, weights in _adapters(model, specs):
         for part, weight in zip(low.parts, weights, strict=True):
             if isinstance(low, LowRankEmbedding):
@@ -210,7 +213,7 @@ def adapter_specs(
 
 
 def set_local_adapters(model: CausalLM, specs: Mapping[str, ShardSpec], ranks: Ranks) -> None:
-    """Set the local rows of adapters, and where their dropout masks begin."""
+    """Set the local rows of adapters, the ranks that sum norms, and where dropout masks begin."""
     for _, low, weights in _adapters(model, specs):
         if isinstance(low, LowRankEmbedding):
             low.token_ranks = ranks
@@ -243,7 +246,7 @@ def _adapters(
 
 
 def _is_row_wise(weight: ShardSpec) -> bool:
-    """Whether a layer is divided along its input."""
+    """Whether a weight is split in its last dimension, its input."""
     return weight.dim == len(weight.shape) - 1
 
 
@@ -261,7 +264,10 @@ def _pieces_of_part(weight: ShardSpec, part: LoRAPart) -> Pieces:
 
 
 def _local_lora_part(part: LoRAPart, weight: ShardSpec) -> LoRAPart:
-    """Returns an adapter's part for the columns of this rank."""
+    """Returns an adapter's part with `first` and `size` of this rank's output.
+
+    A row-wise parallel layer has the whole output on each rank.
+    """
     if _is_row_wise(weight):
         return part
     pieces = _pieces_of_part(weight, part)
@@ -322,6 +328,7 @@ def gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 
 def unit_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """This rank's share of units, one run of rows by `rank_bounds`."""
     return (_local_rows(0, size, 0, ranks),)
 
 
@@ -353,7 +360,10 @@ FLAT_QK_NORM = {"q_norm.weight": ShardRule(0, query_rows), "k_norm.weight": Shar
 
 
 def rank_bounds(size: int, ranks: int) -> tuple[int, ...]:
-    """The R + 1 bounds of the ranks' shares of `size`."""
+    """The R + 1 bounds of the ranks' shares of `size`, multiples of 16 if it is at least 16 R.
+
+    The last one is `size` itself.
+    """
     unit = UNIT if size >= UNIT * ranks else 1
     return *(size // unit * r // ranks * unit for r in range(ranks)), size
 
@@ -386,8 +396,8 @@ def _kv_head_rows(
 def shard_model(model: CausalLM, mesh: DeviceMesh) -> None:
     """Keep only this rank's part of each layer; on the meta device, before the weights are read.
 
-    With expert parallelism call `share_experts` first: experts that are already distributed stay as
-    they are. ValueError for a model that so many ranks cannot split.
+    With expert parallelism call `shard_experts` first: experts that are already distributed stay as
+    they are. Raises ValueError for a model that so many ranks cannot split.
     """
     shard_parameters(model, Ranks.of(mesh.get_group()))
     vars(model)["_tensor"] = TensorParallel(model, mesh)
@@ -452,7 +462,7 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
 
 
 def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-    """Make the module one of `kind`, a subclass of its own, with its parameters and hooks."""
+    """Change the module's class to `kind`, a subclass of its own, and set the attributes on it."""
     module.__class__ = kind
     for name, value in attributes.items():
         setattr(module, name, value)
@@ -489,7 +499,10 @@ def _undivided_modules(model: CausalLM) -> set[nn.Module]:
 def _shard_specs(
     model: CausalLM, ranks: Ranks, undivided: Container[nn.Module]
 ) -> Iterator[tuple[str, ShardSpec]]:
-    """Yields the spec of every parameter."""
+    """Yields name and spec of every parameter: what it has already, or by `PLAN`, or replicated.
+
+    `undivided`: modules to which no rule applies.
+    """
     rules_of: dict[str, tuple[nn.Module, ShardRule]] = {}
     for path, module in model.named_modules():
         if module in undivided:
@@ -517,7 +530,7 @@ def _shard_specs(
 
 
 def _set_local_heads(module: Attention, ranks: Ranks) -> None:
-    """Set the numbers of local heads."""
+    """Set the numbers of local heads, and make norms over all heads take the ranks' mean."""
     if module.flat_qk_norm and module.q_norm is not None and module.k_norm is not None:
         copies = max(1, ranks.size // module.kv_heads)
         for norm, heads in (module.q_norm, module.heads), (module.k_norm, module.kv_heads * copies):

@@ -66,7 +66,7 @@ class ShardedParameter:
         self.sum: Tensor | None = None  # of gradients, if their dtype is too narrow
 
     def allocate(self, dtype: torch.dtype) -> None:
-        """Allocate the whole parameter."""
+        """Allocate the whole parameter in `dtype`; rows of this dtype move into its memory."""
         local, ranks = self.rows.detach().to_local(), self.mesh.size()
         self.memory = local.new_empty(self.each * ranks, *self.shape[1:], dtype=dtype)  # [n r, ...]
         self.part = self.memory.tensor_split(ranks)[self.mesh.get_local_rank()]  # [r, ...]
@@ -84,7 +84,10 @@ class ShardedParameter:
             module._parameters[name] = parameter
 
     def add_up(self, dtype: torch.dtype) -> None:
-        """Accumulate this backward's gradient in `dtype`."""
+        """Add a gradient of another dtype to `sum`, in `dtype`, and remove it from `whole`.
+
+        One of this dtype stays in `whole`, where autograd accumulates.
+        """
         gradient = self.whole.grad
         if gradient is None or gradient.dtype == dtype:
             return
@@ -92,7 +95,10 @@ class ShardedParameter:
         self.whole.grad = None
 
     def take_gradient(self, dtype: torch.dtype) -> Tensor:
-        """Remove and return the gradient [n r, ...]; zeros if the loss has no gradient here."""
+        """Remove and return the accumulated gradient [n r, ...], padded with zeros.
+
+        Zeros in `dtype` if the loss has no gradient here.
+        """
         gradient = self.whole.grad if self.sum is None else self.sum
         self.whole.grad = self.sum = None
         if gradient is None:
@@ -103,7 +109,7 @@ class ShardedParameter:
         return torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
 
     def set_local_grad(self, part: Tensor) -> None:
-        """Set or add the reduced gradient `part` [r, ...] of the local rows."""
+        """Set the reduced gradient `part` [r, ...] as that of `rows`, or add it to theirs."""
         rows = part[: len(self.target)].to(self.rows.dtype)
         # As FSDP2 does: from_local takes ten times as long
         gradient = DTensor(rows, self.rows._spec, requires_grad=False)
@@ -203,7 +209,7 @@ class Zero2:
                 )
 
     def _begin(self) -> None:
-        """Gather weights before a forward pass of the model."""
+        """Gather weights before a forward pass of the model; RuntimeError if a backward failed."""
         if self.pending is not None:
             raise RuntimeError(
                 "an earlier backward pass has failed and left partly reduced gradients: restart "
@@ -240,13 +246,16 @@ class Zero2:
         self._wait(group)
 
     def _wait(self, group: ShardedGroup) -> None:
-        """Waits for the all-gather of a group's weights."""
+        """Lets the current stream wait for the all-gather of a group's weights, if one runs."""
         if group.gathering is not None:
             group.gathering.wait()  # the stream waits, the host does not
             group.gathering = None
 
     def _accumulated(self, group: ShardedGroup, weight: ShardedParameter) -> None:
-        """Runs when a parameter has its gradient of this backward."""
+        """Adds up a parameter's gradient of this backward, after autograd has accumulated it.
+
+        In a backward that reduces, it starts the reductions of the groups that are complete.
+        """
         weight.add_up(self.sums)
         if not self.reduces:
             return
@@ -257,7 +266,7 @@ class Zero2:
             self._begin_reduction(self.pending.pop())
 
     def prepare_reduction(self) -> None:
-        """Prepare the reduction of all groups at the first gradient of a backward."""
+        """Prepare the reduction of all groups at the first gradient of a backward that reduces."""
         if not self.reduces or self.pending is not None:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -272,7 +281,8 @@ class Zero2:
         return (weight.whole, "grad") if self.sums == self.compute else (weight, "sum")
 
     def _begin_reduction(self, group: ShardedGroup) -> None:
-        """Starts to reduce a group's gradients to their shards."""
+        """Starts to reduce a group's gradients to their shards, and ends the oldest reduction if
+        more than IN_FLIGHT are in flight."""
         with torch.no_grad():
             gradients = [w.take_gradient(self.sums).contiguous() for w in group.trained]
             parts, handle = gradients, None
@@ -293,7 +303,7 @@ class Zero2:
             weight.set_local_grad(part)
 
     def _finish(self) -> None:
-        """End all reductions at the end of a backward."""
+        """End all reductions at the end of a backward, and release the whole weights."""
         pending, self.pending = self.pending or [], None
         while pending:
             self._begin_reduction(pending.pop())
@@ -321,8 +331,9 @@ class Zero2:
 def shard_gradients(
     model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
 ) -> Zero2:
-    """Shard the model's parameters, which may be on the meta device, between passes.
+    """Shard the model's parameters, which may be on the meta device, between passes, by hooks.
 
+    Returns the Zero2, which the model also keeps.
     `compute` is the dtype of the whole weights, `sums` the one in which gradients accumulate over
     micro-batches and are reduced over ranks. Gradients are summed, not averaged, and given in the
     dtype of the rows.

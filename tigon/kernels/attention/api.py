@@ -86,7 +86,7 @@ class AttentionPlan(NamedTuple):
 
 
 def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
-    """Runs flash-attn-4 on the sequences of the mask: [B, T, H, D]."""
+    """Returns flash-attn-4's attention [B, T, H, D] in the sequences of the plan, or in rows."""
     package = fa4 if torch.compiler.is_compiling() else flash_attn_4()
     sequences = plan.sequences
     options: dict[str, Any] = {
@@ -125,7 +125,7 @@ def _flatten_sequences(
 
 
 def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
-    """Runs cuDNN's attention over whole rows, causal or not."""
+    """Returns cuDNN's attention [B, T, H, D] over whole rows, causal or not."""
     heads = (x.transpose(1, 2) for x in (q, k, v))
     run, grad = torch.ops.aten._scaled_dot_product_cudnn_attention, _needs_grad(q, k, v)
     out = run(*heads, None, grad, 0.0, mask.causal, False, scale=plan.scale)[0]
@@ -133,7 +133,7 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Attention
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
-    """Runs FlashAttention-2 as torch has it, on the sequences of the mask."""
+    """Returns the attention [B, T, H, D] of torch's FlashAttention-2, as `_fa4` does."""
     # The operator that varlen_attn and SDPA call: cheaper on the host, and with windows for rows
     run = torch.ops.aten._flash_attention_forward
     causal, (left, right) = mask.causal and plan.window is None, plan.reach(mask.causal)
@@ -146,7 +146,11 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Attention
 
 
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
-    """Runs FlexAttention with the mask's block mask and the softcap as a score function."""
+    """Returns FlexAttention's [B, T, H, D] with the mask's blocks, and the softcap as a score_mod.
+
+    Outside of torch.compile, rows are padded to a multiple of FLEX_MULTIPLE, and it is compiled for
+    each kind of call.
+    """
     run: Callable[..., Any] = flex_attention
     b, t = q.shape[:2]
     if not torch.compiler.is_compiling():
@@ -171,12 +175,13 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionP
 
 
 def _softcap_mod(softcap: float) -> Callable[..., Tensor]:
+    """Returns a function that caps scores, as FlexAttention's score_mod."""
     return lambda score, *_: softcap * torch.tanh(score / softcap)
 
 
 @functools.cache
 def _compiled_flex(*kind: Any) -> Callable[..., Any]:
-    """Compiles FlexAttention for one kind of call: torch 2.11 failed on dynamic lengths."""
+    """Returns FlexAttention compiled for one kind of call: torch 2.11 fails on dynamic lengths."""
 
     def run(*tensors: Any, **options: Any) -> Any:
         return flex_attention(*tensors, **options)
@@ -188,7 +193,8 @@ def _compiled_flex(*kind: Any) -> Callable[..., Any]:
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
-    """Runs F.scaled_dot_product_attention, with a dense mask where `is_causal` is not enough."""
+    """Returns F.scaled_dot_product_attention's [B, T, H, D], with a dense mask where `is_causal` is
+    not enough."""
     window, scale = plan.window, plan.scale
     bias = mask.bias(window, q.dtype, q.device) if mask.needs_dense(window) else None
     b, t, h, d = q.shape
@@ -217,6 +223,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionP
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+    """Returns `attention_ref` by the plan."""
     options = {"softcap": plan.softcap, "scale": plan.scale}
     return attention_ref(q, k, v, mask=mask, window=plan.window, **options)
 
@@ -280,7 +287,7 @@ def _attention_meta(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Ten
 def _check_inputs(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None
 ) -> None:
-    """Raises ValueError for shapes, devices or options that no backend takes."""
+    """Raises ValueError for shapes, a window or a softcap that no backend takes."""
     b, t, h, d = q.shape if q.dim() == 4 else (0, 0, 0, 0)
     s = mask.keys
     if t != mask.tokens:

@@ -113,6 +113,7 @@ def _flex_problem(r: AttentionRequest) -> str | None:
 
 
 def _sdpa_problem(r: AttentionRequest) -> str | None:
+    """Returns why SDPA cannot serve the request, or None."""
     return "it has no softcap" if r.softcap else None
 
 
@@ -129,7 +130,10 @@ PLAIN = ("sdpa", "reference")  # on any device
 
 
 def _order(r: AttentionRequest) -> tuple[str, ...]:
-    """Returns the backends, the fastest first."""
+    """Returns all backends, the fastest first, whether or not they can serve the request.
+
+    cuDNN is the first on sm_90 for short sequences and in training with head_dim 256.
+    """
     few = r.longest is not None and r.longest <= CUDNN_MAX_TOKENS
     # As measured on an H200; packed sequences are refused by cuDNN's own rules
     if r.sm == 90 and (few or (r.head_dim == 256 and r.grad)):
@@ -151,7 +155,8 @@ def _reason_against(name: str, r: AttentionRequest) -> str | None:
 
 
 def check_backend(name: str) -> None:
-    """Raises unless `name` is "auto" or a backend that can be loaded."""
+    """Raises ValueError for a name that is none of `Backend`, ImportError for "fa4" if
+    flash-attn-4 cannot be used."""
     _check_name(name)
     if name == "fa4" and isinstance(flash_attn_4(), str):
         raise ImportError(f"attention='fa4': {flash_attn_4()}")
@@ -169,6 +174,7 @@ def check_training(
 
 
 def _check_name(name: str) -> None:
+    """Raises ValueError unless `name` is one of `Backend`."""
     if name not in get_args(Backend):
         raise ValueError(f"attention={name!r} is not one of {', '.join(get_args(Backend))}")
 
@@ -246,6 +252,7 @@ def missing(device: int) -> dict[str, str]:
 
 
 def _missing_reason(name: str, device: int) -> str | None:
+    """Returns why the machine with this GPU lacks the backend, or None."""
     return missing(device).get(name)
 
 
@@ -270,7 +277,7 @@ def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice
 
 
 def select_backend(r: AttentionRequest, backend: str, device: int, plain: bool) -> BackendChoice:
-    """`choose_backend` on this machine; logs each choice once."""
+    """`choose_backend` on this machine; outside of torch.compile it logs each choice once."""
     if torch.compiler.is_compiling():
         names = OBSTACLES if r.device == "cuda" else ()
         lacks = {name: _missing_reason(name, device) for name in names}
@@ -280,6 +287,7 @@ def select_backend(r: AttentionRequest, backend: str, device: int, plain: bool) 
 
 @functools.lru_cache(maxsize=4096)
 def _select_backend(r: AttentionRequest, backend: str, device: int, plain: bool) -> BackendChoice:
+    """`select_backend` outside of torch.compile."""
     choice = choose_backend(r, backend, missing(device) if r.device == "cuda" else {}, plain=plain)
     facts = [str(r.dtype)[6:], f"head_dim {r.head_dim}", r.layout]
     facts += [name for name in ("cached", "part", "window", "softcap", "grad") if getattr(r, name)]

@@ -39,7 +39,7 @@ class KVBuffers(NamedTuple):
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x [..., D] as int8 with scales [...]."""
+    """Returns x [..., D] rounded to int8, and fp32 scales [...]: the largest magnitude / 127."""
     x = x.float()
     largest = x.abs().amax(-1)
     scales = largest / largest.new_full((), 127.0)  # by a plain 127 torch does not divide on GPUs
@@ -47,7 +47,7 @@ def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_tokens(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
-    """Writes k and v [..., K, D] to the slots [...] of the rows [...]."""
+    """Writes k and v [..., K, D] to the slots [...] of the rows [...], int8 if there are scales."""
     new = ((k, buffers.keys, buffers.key_scales), (v, buffers.values, buffers.value_scales))
     for x, stored, kept_scales in new:
         x = x.detach()
@@ -58,13 +58,14 @@ def write_tokens(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: 
 
 
 def dequantize_slots(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
-    """Returns the first slots in fp32."""
+    """Returns the first `slots` slots of x [B, K, R, D] in fp32, times their scales if given."""
     x = x[:, :, :slots].float()
     return x if scales is None else x * scales[:, :, :slots, None]
 
 
 def check_buffers(k: Tensor, buffers: KVBuffers) -> torch.Size:
-    """Checks the buffers and returns their shape [B, K, R, D]."""
+    """Returns the shape [B, K, R, D] of the buffers; raises ValueError unless they fit each other
+    and, without scales, have the dtype of k."""
     keys, values, *scales = buffers
     if keys.dim() != 4 or values.shape != keys.shape:
         raise ValueError(
@@ -110,7 +111,7 @@ def append_tokens(
 
 @triton.jit
 def unpack_int8(x, dtype: tl.constexpr):
-    """Splits each int16 into two int8: the low ones and the high ones."""
+    """Splits each int16 into two int8, the low ones and the high ones, as numbers in `dtype`."""
     if dtype == tl.bfloat16:
         # Two at a time, exactly: the bits of 128 + a byte's lower seven, less 128 or, with its
         # sign bit, 256. Triton would convert one by one, which takes longer than loading them
@@ -418,7 +419,7 @@ def _num_splits(groups: int, blocks: int, resident_programs: int) -> int:
 
 
 def _with_strides(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
-    """Returns a tensor with its strides, as the kernel takes it, or None."""
+    """Returns a tensor with its first three strides, as the kernel takes it, or None."""
     return None if x is None else (x, *x.stride()[:3])  # type: ignore[return-value]
 
 
@@ -538,13 +539,14 @@ def fuses_rope(tokens: int, buffers: KVBuffers) -> bool:
 
 
 def _triton_supports(q: Tensor, buffers: KVBuffers) -> bool:
-    """Whether the kernel can run; the interpreter has no bf16 products."""
+    """Whether the kernel can run: not for int8 of an odd D, nor for bf16 in the interpreter."""
     pairs = buffers.key_scales is None or q.shape[-1] % 2 == 0
     return runs_triton(q) and pairs and (q.dtype != torch.bfloat16 or q.device.type == "cuda")
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor) -> None:
-    """Raises ValueError unless q, k, v, the buffers and the lengths fit each other."""
+    """Raises ValueError unless q, k, v, the buffers and the lengths fit each other, and
+    RuntimeError if a gradient is required."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError(
             "append_attention has no gradient: call it inside torch.no_grad(), or use a KVCache"

@@ -27,7 +27,10 @@ def flash_attn_varlen_func(
     softcap: float,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of the scores, which has no gradient."""
+    """Attention by flash-attn-4, with the arguments of its function of this name.
+
+    Returns the output, and the log-sum-exp of the scores, which has no gradient.
+    """
     bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return _forward(q, k, v, *bounds, softmax_scale, causal, *window_size, softcap, deterministic)
 

@@ -22,7 +22,7 @@ BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
 
 
 class KeyCopies(NamedTuple):
-    """The token of the flattened batch that each key is a copy of."""
+    """The token of the flattened batch that each key is a copy of, and the keys of each token."""
 
     sources: Tensor  # int64 [S]
     order: Tensor  # int64 [S], where the keys of token 0 are, of token 1, ...
@@ -294,7 +294,7 @@ class AttentionMask:
         return bounds // tokens * self.keys + (bounds % tokens).clamp(max=self.keys)
 
     def _from_bounds(self, cu: Tensor, longest: int) -> Sequences:
-        """Returns the sequences that `cu` bounds."""
+        """Returns the sequences that `cu` bounds, with their prefixes' keys if they have any."""
         if self.prefixes is None or self.segment_ids is None:
             return Sequences(cu, longest)
         return Sequences(
@@ -519,7 +519,10 @@ def pad_cu_seqlens(mask: AttentionMask, total: int, windows: Iterable[int]) -> A
 
 
 def padded_count(sequences: int) -> int:
-    """Returns the number of sequences after padding."""
+    """Returns the number of sequences after padding: a power of two, at least MIN_SEQUENCES.
+
+    With deterministic algorithms, the number stays as it is.
+    """
     # FlashAttention-2 divides the sum of dQ by their number where it is to be deterministic
     if torch.are_deterministic_algorithms_enabled():
         return sequences

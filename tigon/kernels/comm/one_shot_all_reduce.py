@@ -183,7 +183,10 @@ def _check(x: Tensor, n: int, buffers: SymmetricBuffers) -> None:
 def _launch(
     x: Tensor, y: Tensor, first: int, size: int | None, buffers: SymmetricBuffers
 ) -> Tensor:
-    """Launches the sum of elements from `first` on, into y."""
+    """Writes the sum over ranks to y and returns it; `first` and `size` as in all-gather.
+
+    Without `size` each rank's x has all elements of y.
+    """
     local, addresses, turns, rank, dtype, _ = buffers
     _check(x, y.numel(), buffers)
     _one_shot_kernel[(triton.cdiv(y.numel(), S),)](
@@ -217,7 +220,9 @@ def one_shot_all_reduce_norm(
     local, addresses, turns, rank, dtype, _ = buffers
     _check(x, x.numel(), buffers)
     if not supports_norm(x, residual, weight):
-        raise ValueError(f"x {tuple(x.shape)} and residual {tuple(residual.shape)}: see fits_norm")
+        raise ValueError(
+            f"x {tuple(x.shape)} and residual {tuple(residual.shape)}: see supports_norm"
+        )
     x, C = x.contiguous(), x.shape[-1]
     with torch.inference_mode(False):  # else `total` would not count its versions
         total, y, stream = (torch.empty_like(x) for _ in range(3))

@@ -97,7 +97,7 @@ def _drop_kernel(
 
 @operator("apply_dropout", lambda x, *_: x.new_empty(x.shape))
 def _dropout(x: Tensor, keys: Tensor, seed: int, threshold: int) -> Tensor:
-    """Launches `_drop_kernel`."""
+    """Returns a copy of x with 0 where an element is dropped, by the kernel."""
     y = x.new_empty(x.shape)
     if y.numel():
         rows, (height, width, warps) = as_rows(x), TILE
@@ -125,7 +125,10 @@ class _ApplyDropout(torch.autograd.Function):
 
 
 def apply_dropout(x: Tensor, dropout: Dropout) -> Tensor:
-    """`apply_dropout_ref` without a saved mask."""
+    """Returns x with 0 where an element is dropped; others are not scaled.
+
+    Backward draws the mask again; none is saved, but under torch.compile.
+    """
     if torch.compiler.is_compiling():
         return apply_dropout_ref(x, dropout)
     if x.requires_grad and torch.is_grad_enabled():

@@ -71,7 +71,8 @@ class ScaledMatrix(NamedTuple):
     data: Tensor  # e4m3 [R, C], contiguous
     scale: Tensor  # fp32 [R]
 
-    def dequantize(self) -> Tensor:  # fp32 [R, C]
+    def dequantize(self) -> Tensor:
+        """Returns the matrix in fp32 [R, C]."""
         return self.data.float() * self.scale.unsqueeze(1)
 
 
@@ -111,7 +112,7 @@ def find_maxima(x: Tensor) -> Maxima:
 
 
 def round_up(rows: int) -> int:
-    """Rounds a number of rows up to the alignment that scaled products need."""
+    """Rounds a number of rows up to a multiple of 16, which scaled products need."""
     return -(-rows // ALIGN) * ALIGN
 
 
@@ -291,7 +292,10 @@ def _rows_output(x: Tensor, maxima: bool) -> list[Tensor]:
 
 @operator("fp8_cast_rows", _rows_output)
 def _cast_rows(x: Tensor, maxima: bool) -> list[Tensor]:
-    """Casts rows; with `maxima`, few programs each update those of the columns once."""
+    """Returns data and scales of x cast by rows, and with `maxima` the columns' largest as bits.
+
+    A few programs then update these, each once.
+    """
     data, scale, *bits = outputs = _rows_output(x, maxima)
     (R, C), block = x.shape, next_power_of_2(x.shape[1])
     if block > MAX_COLUMNS:
@@ -317,7 +321,10 @@ def _tiles_output(x: Tensor, rows: bool, *_: Any) -> list[Tensor]:
 def _cast_tiles(
     x: Tensor, rows: bool, row_bits: Tensor | None, column_bits: Tensor | None
 ) -> list[Tensor]:
-    """Finds maxima that are not known, then casts by columns and, if asked to, by rows."""
+    """Returns data and scales of x cast by columns, with `rows` after those cast by rows.
+
+    Maxima that are not known are found first.
+    """
     outputs, (R, C) = _tiles_output(x, rows), x.shape
     S, tile = round_up(R), {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
     maxima = Maxima(row_bits, column_bits)
@@ -330,7 +337,7 @@ def _cast_tiles(
 
 
 def _maxima(x: Tensor, of_rows: bool, tile: dict[str, int]) -> Maxima:
-    """Finds the maxima of the columns, and with `of_rows` of the rows."""
+    """Returns the maxima of the columns, and with `of_rows` of the rows."""
     R, C = x.shape
     bits = x.new_zeros(C + R if of_rows else C, dtype=torch.int32)
     maxima = Maxima(bits[C:] if of_rows else None, bits[:C])
@@ -454,7 +461,7 @@ def _gated_rows_output(gate_up: Tensor, *_: Any) -> list[Tensor]:
 
 @operator("fp8_cast_gated_rows", _gated_rows_output)
 def _cast_gated_rows(gate_up: Tensor, act: str) -> list[Tensor]:
-    """Launches `_gated_rows_kernel`."""
+    """Returns data e4m3 [R, I] and scales [R] of act(gate) * up, for gate_up [R, 2 I]."""
     data, scale = outputs = _gated_rows_output(gate_up)
     R, size = data.shape
     width = 2 * gate_up.element_size()
@@ -537,7 +544,7 @@ class ColumnMaxima:
 
 
 def _cast(x: Tensor, maxima: bool, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
-    """Casts rows, with column maxima for backward if they will be needed."""
+    """Returns `cast_rows` of x and, if `maxima` asks for them, those of its columns, else None."""
     return cast_rows_and_maxima(x, fused=fused) if maxima else (cast_rows(x, fused=fused), None)
 
 
@@ -549,7 +556,10 @@ def _forward(
     fused: bool,
     col_maxima: ColumnMaxima,
 ) -> Tensor:
-    """Casts and multiplies. `needs_x`, `needs_weight`: the gradients that backward will compute."""
+    """Returns the product of the casts in bf16, and keeps maxima for backward in `col_maxima`.
+
+    `needs_x`, `needs_weight`: the gradients that backward will compute.
+    """
     a, col_maxima.x = _cast(x, needs_weight, fused)
     b, col_maxima.weight = _cast(weight, needs_x, fused)
     return _product(a, b, fast=FAST_FORWARD, fused=fused)
@@ -657,7 +667,10 @@ class _Fp8Gated(torch.autograd.Function):
 
 
 def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
-    """Raises ValueError unless x and weight can have fp8 products."""
+    """Raises TypeError or ValueError unless x and weight can have fp8 products.
+
+    x has `halves` times the weight's columns.
+    """
     check_devices(x=x, weight=weight)
     if x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
         raise TypeError(
@@ -673,14 +686,14 @@ def _check(x: Tensor, weight: Tensor, halves: int = 1) -> None:
 
 
 def _finish_output(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
-    """Adds the bias and restores the leading dimensions of the output."""
+    """Returns y [T, N] plus the bias, with the leading dimensions `lead` in place of T."""
     # As in F.linear: FSDP2 wants no view as a block's output
     y = torch.ops.aten._unsafe_view(y, (*lead, y.shape[-1]))
     return y if bias is None else y + bias
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
-    """Runs `fp8_linear` by the kernels or by the reference."""
+    """Returns `fp8_linear`, `fused` by the kernels, else by the reference."""
     recompute = find_recompute(x) if weight.requires_grad else None
     if recompute is not None:
         recompute.keep_gate_up()
@@ -705,7 +718,8 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The definition: casts and products in plain torch, in both directions."""
+    """Returns what `fp8_linear` does: its definition, casts and products in plain torch, in both
+    directions."""
     return _linear(x, weight, bias, False)
 
 

@@ -56,7 +56,10 @@ def is_at_risk(x: Tensor, summands: int, k: int, c: int) -> bool:
 
 
 def reduction_chunks(a: Tensor, b: Tensor) -> list[slice]:
-    """Returns ranges of the L summands of a [K, L] @ b [L, C] to multiply at once."""
+    """Returns ranges of the L summands of a [K, L] @ b [L, C], each for a product of its own.
+
+    It is one range, or two where cuBLAS may leave out the last summands.
+    """
     length = len(b)
     if not is_at_risk(a, length, len(a), b.shape[1]):
         return [slice(0, length)]
@@ -65,7 +68,10 @@ def reduction_chunks(a: Tensor, b: Tensor) -> list[slice]:
 
 
 def add_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """Adds a [K, L] @ b [L, C] to `total` in fp32, in place, for 16-bit factors on a GPU."""
+    """Adds a [K, L] @ b [L, C] to `total` in fp32, in place, for 16-bit factors on a GPU.
+
+    Returns it; without a total, returns the product.
+    """
     for run in reduction_chunks(a, b):
         values = a[:, run], b[run]
         if total is None:
@@ -107,7 +113,7 @@ def matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _parameter_gradients(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of weight and bias from dy [N, K] and x [..., C], as F.linear does."""
+    """Returns the gradients of weight and, if asked to, `bias`, from dy [N, K] and x [..., C]."""
     return chunked_matmul(dy.t(), x.view(-1, x.shape[-1])), dy.sum(0) if bias else None
 
 
@@ -134,7 +140,7 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 def deferred_product(output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """Computes the product that the node of `output` has deferred."""
+    """Returns `compute()`, the product that the node of `output` has deferred, as its result."""
     y: Tensor = _DeferredProduct.apply(output, compute)
     return y
 
@@ -210,8 +216,8 @@ class _ChunkedLinear(torch.autograd.Function):
         return chunked_matmul(rows, weight).view(x.shape) if needs_x else None, dweight, dbias
 
 
-def _is_risky(x: Tensor, weight: Tensor) -> bool:
-    """Whether cuBLAS may leave summands out of a gradient of `F.linear(x, weight)`."""
+def _has_gradient_at_risk(x: Tensor, weight: Tensor) -> bool:
+    """Whether cuBLAS may leave summands out of the gradient of x or weight of `F.linear`."""
     rows, columns = x.numel() // max(1, x.shape[-1]), x.shape[-1]
     return is_at_risk(x, rows, *weight.shape) or is_at_risk(x, len(weight), rows, columns)
 
@@ -227,7 +233,7 @@ def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     if (
         weight.requires_grad
         and not torch.compiler.is_compiling()
-        and _is_risky(x, weight)
+        and _has_gradient_at_risk(x, weight)
         and type(weight) in (Tensor, torch.nn.Parameter)
         and has_plain_operands(x, weight)
     ):
@@ -372,7 +378,7 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> 
 
 @operator("gemv", _output)
 def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) -> Tensor:
-    """Launches `_gemv_kernel`."""
+    """Returns `gemv` by the kernel: the product of one row, gated with an activation."""
     y = _output(x, weight, bias, act)
     N, C = y.shape[-1], x.shape[-1]
     launch = select_launch(C, 1 if act is None else 2)
@@ -387,7 +393,8 @@ def _forward(x: Tensor, weight: Tensor, bias: Tensor | None, act: str | None) ->
 
 
 def _is_plain_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether the call is a plain product without gradients."""
+    """Whether neither gradients, autocast, another dtype nor a subclass change `F.linear`, and the
+    weight is a contiguous parameter."""
     return (
         not torch.is_grad_enabled()
         and not x.is_meta  # which autocast does not know

@@ -72,7 +72,7 @@ def _pad_rank(rank: int) -> int:
 
 
 def _supports(x: Tensor, rank: int, widest: int) -> bool:
-    """Whether the fused kernels serve this input and rank."""
+    """Whether kernels run on x for this rank, which takes at most `widest` bytes when padded."""
     # The interpreter has no bf16 products
     has_product = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
     return has_product and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest
@@ -368,7 +368,7 @@ def lora_linear_ref(
     additions: Sequence[LoRATerm],
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """The definition, in plain torch."""
+    """Returns what `lora_linear` does: its definition, in plain torch."""
     y = F.linear(x, weight, bias)
     if dropout is not None:
         x, additions = apply_dropout_ref(x, dropout), _scale_terms(additions, dropout)
@@ -381,7 +381,7 @@ def _scale_terms(additions: Sequence[LoRATerm], dropout: Dropout) -> list[LoRATe
 
 
 def _add_terms(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
-    """Adds the terms by operators that autograd, torch.compile and autocast support."""
+    """Returns y plus the terms, by operators that autograd, torch.compile and autocast support."""
     u = chunked_linear(x, a.to(x.dtype))
     pieces, column, rank = [], 0, 0
     for first, b, scale in additions:
@@ -396,7 +396,7 @@ def _add_terms(y: Tensor, x: Tensor, a: Tensor, additions: Sequence[LoRATerm]) -
 
 
 def _add_into(y: Tensor, u: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
-    """Adds the terms to the memory of y [..., K], from u [N, R]."""
+    """Adds the terms, from u [N, R], to the memory of y [..., K], and returns y."""
     rows, rank = y.view(-1, y.shape[-1]), 0
     for first, b, scale in additions:
         size, r = b.shape
@@ -407,6 +407,7 @@ def _add_into(y: Tensor, u: Tensor, additions: Sequence[LoRATerm]) -> Tensor:
 
 
 def _max_rank(additions: Sequence[LoRATerm]) -> int:
+    """Returns the largest rank of a term."""
     return max(add.b.shape[1] for add in additions)
 
 

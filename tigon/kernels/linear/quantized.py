@@ -50,7 +50,7 @@ SCALE_VALUES = _scale_values()
 
 
 class NF4Tensor(NamedTuple):
-    """A weight of one or several matrices."""
+    """The tensors of an NF4 weight, of one matrix or several."""
 
     codes: Tensor  # uint8 [n / 2]: of two neighbors the first is in the high bits
     scales: Tensor  # uint8 [b], of each block
@@ -192,7 +192,7 @@ def _dequantize_nf4(
     codes: Tensor, scales: Tensor, steps: Tensor, offsets: Tensor, groups: Tensor, tables: Tensor,
     matrices: Sequence[int], shape: Sequence[int], dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Launches `_nf4_kernel`; returns the weight in `dtype`."""
+    """Returns the dequantized weight of this shape in `dtype`, by the kernel."""
     y, parts = codes.new_empty(shape, dtype=dtype), GROUP // TILE
     _nf4_kernel[(len(steps) * parts,)](
         codes, scales, steps, offsets, groups, tables, y, PARTS=parts, TILE=TILE, BLOCK=BLOCK,
@@ -227,7 +227,7 @@ ROWS, COLUMNS = 16, 256  # of a program's tile
 
 
 class BlockFP8Tensor(NamedTuple):
-    """A weight of one or several matrices."""
+    """The tensors of a weight in blocks of fp8, of one matrix or several."""
 
     codes: Tensor  # uint8 [N, K]
     scales: Tensor  # fp32 [R, S]
@@ -243,7 +243,10 @@ def dequantize_block_fp8_rows(
     stored: torch.dtype,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns rows [first, first + count) in plain torch. `width`: columns of a block."""
+    """Returns rows [first, first + count) [count, K] in `dtype`, dequantized in plain torch.
+
+    `width`: columns of a block; `stored`: the fp8 format of the codes.
+    """
     columns = weight.codes.shape[1]
     out = torch.empty(count, columns, dtype=dtype, device=weight.codes.device)
     column_block = torch.arange(columns, device=out.device) // width
@@ -292,7 +295,7 @@ def _block_fp8_kernel(
 def _dequantize_block_fp8(
     codes: Tensor, scales: Tensor, owners: Tensor, width: int, e4m3: bool, dtype: torch.dtype
 ) -> Tensor:
-    """Launches `_block_fp8_kernel`; returns the weight in `dtype`."""
+    """Returns the dequantized weight [N, K] in `dtype`, by the kernel."""
     y = codes.new_empty(codes.shape, dtype=dtype)
     N, K = y.shape
     grid = triton.cdiv(N, ROWS), triton.cdiv(K, COLUMNS)

@@ -118,7 +118,8 @@ def linear_cross_entropy_ref(
     reduction: Reduction = "sum",
     options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """The definition, fp32 throughout, with all logits at once and plain autograd."""
+    """Returns the value of `linear_cross_entropy`: its definition, fp32 throughout, with all logits
+    at once and plain autograd."""
     losses = cross_entropy_ref(logits_ref(hidden, weight, bias), targets, options=options)
     if class_weights is not None:
         losses = losses * class_weights[targets.clamp(min=0)]
@@ -174,7 +175,8 @@ def selected_logprobs_ref(
     bias: Tensor | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """The definition, fp32 throughout, with all logits at once and plain autograd."""
+    """Returns the value of `selected_logprobs`: its definition, fp32 throughout, with all logits at
+    once and plain autograd."""
     return -linear_cross_entropy_ref(
         hidden, weight, targets, bias=bias, reduction="none", options=options
     )
@@ -221,7 +223,8 @@ def linear_kl_ref(
     options: Options = DEFAULT_OPTIONS,
     teacher_options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """The definition, fp32 throughout, with all logits at once and plain autograd."""
+    """Returns the value of `linear_kl`: its definition, fp32 throughout, with all logits at once
+    and plain autograd."""
     teacher = logits_ref(teacher_hidden, teacher_weight, teacher_bias).detach()
     student = logits_ref(hidden, weight, bias)
     losses = kl_ref(

@@ -71,7 +71,7 @@ def _output(scores: Tensor) -> Tensor:
 
 @operator("argmax", _output)
 def _argmax(scores: Tensor) -> Tensor:
-    """Launches both kernels."""
+    """Returns the argmax of contiguous scores, or NOT_FINITE, by both kernels."""
     y, V = _output(scores), scores.shape[-1]
     N, K = y.numel(), triton.cdiv(V, BLOCK)
     keys, last = y.new_empty(N, K), 2**31 - 1

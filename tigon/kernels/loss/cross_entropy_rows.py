@@ -58,7 +58,10 @@ class RowLosses:
 
 
 def combine_loss(nll: Tensor, lse: Tensor, mean: Tensor | None, options: Options) -> Tensor:
-    """Returns cross-entropy from the logsumexp and, with smoothing, the mean of the logits."""
+    """Returns cross-entropy with the regularizers of the options, from the target's, `nll`.
+
+    `lse` is the logsumexp of the logits, `mean` their mean; None without smoothing.
+    """
     loss = nll if mean is None else torch.lerp(nll, lse - mean, options.label_smoothing)
     return loss + options.z_loss * lse.square() if options.z_loss else loss
 
@@ -121,6 +124,7 @@ def _reference_rows(
 
 @triton.jit
 def _value(x, head, HOLES):
+    """Returns `transform(x, head)`, with HOLES -inf where x is -inf."""
     z = transform(x, head)
     if HOLES and head[1] is not None:
         z = tl.where(x == -float("inf"), -float("inf"), z)

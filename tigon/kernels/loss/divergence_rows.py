@@ -25,7 +25,10 @@ _SMALLEST_MIXTURE = tl.constexpr(SMALLEST_MIXTURE)
 
 
 def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Returns the generalized Jensen-Shannon divergence of rows of log-probabilities [..., V]."""
+    """Returns the generalized Jensen-Shannon divergence of rows of log-probabilities [..., V].
+
+    It is KL(teacher || student) for beta 0, KL(student || teacher) for 1; see `KL`.
+    """
     if beta == 0:
         difference = (teacher - student).masked_fill(teacher == -torch.inf, 0)
         return (teacher.exp() * difference).sum(-1)
@@ -36,7 +39,7 @@ def kl_ref(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
 
 
 def _log_mixture(p: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Returns the log of the mixture of the student's probabilities and a teacher's."""
+    """Returns log(beta exp(teacher) + (1 - beta) p), of the student's probabilities p."""
     return (beta * teacher.exp() + (1 - beta) * p).clamp(min=SMALLEST_MIXTURE).log()
 
 
@@ -242,6 +245,7 @@ def _divergence_kernel(
 
 @triton.jit
 def _store(out, before, at, V, d, z, slope, head):
+    """Stores `before` plus the gradient of raw logits, from that of capped ones z: d."""
     d = tl.where(slope == 0.0, 0.0, uncap(d, z, head))  # not 0 * NaN
     if before is not None:
         d += tl.load(before + at, mask=at < V, other=0.0).to(tl.float32)
@@ -339,7 +343,8 @@ def stored_losses(
     beta: float,
     grad: LogitGradient | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns losses [N] and, for a gradient, the derivatives by z and, last, lse: [N, k + 1]."""
+    """Returns losses [N] and, for a gradient, the derivatives by z and, last, lse: [N, k + 1],
+    times the rows' scales."""
     student = torch.cat((z.masked_fill(absent, -torch.inf), lse[:, None]), 1).log_softmax(-1)
     teacher = logprobs.float().masked_fill(absent, -torch.inf)
     remaining = (1 - teacher.exp().sum(-1, keepdim=True)).clamp(min=SMALLEST_REST)

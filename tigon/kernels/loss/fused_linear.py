@@ -76,8 +76,8 @@ def _run(
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Tensor | None]:
     """Runs the pass inside the forward of the heads of all teachers that are modules.
 
-    The last result, if not None, still has to multiply the gradients: in fp16 those of the logits
-    could under- or overflow with the rows' own scales.
+    Returns what `run_pass` does, and a factor, if not None, that still has to multiply the
+    gradients: in fp16 those of the logits could under- or overflow with the rows' own scales.
     """
     slots: Slots = []
     for i in range(len(p.plans)):
@@ -418,12 +418,12 @@ def run_loss_term(
 
 
 def _pass(
-    shared: tuple[Tensor | None, ...],  # those of Inputs that may have gradients
+    shared: tuple[Tensor | None, ...],  # those of LossArgs that may have gradients
     prepared: Sequence[PreparedTerm],
     logits_bytes: int | None,
     overwrite: bool,
 ) -> LossPass:
-    """Plans one pass over the logits for all terms: which gradients it computes, and where."""
+    """Returns the plan of one pass over the logits for all terms: which gradients, and when."""
     grad = torch.is_grad_enabled()
     rows, weight, *_ = shared
     assert rows is not None
@@ -482,7 +482,7 @@ def reshape_unaliased(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def metrics_of_term(c: LossTerm) -> Sequence[str]:
-    """Returns the metrics that a loss term requests."""
+    """Returns the names of the metrics that a loss term requests, a single one as a tuple."""
     metrics = c.metrics if isinstance(c, CrossEntropy | LogProbs) else ()
     return (metrics,) if isinstance(metrics, str) else metrics
 
@@ -490,7 +490,7 @@ def metrics_of_term(c: LossTerm) -> Sequence[str]:
 def prepare_term(
     hidden: Tensor, c: LossTerm, options: Options, vocab: int, width: int
 ) -> PreparedTerm:
-    """Checks the term's tensors against the hidden states [..., C] and flattens them.
+    """Returns the term with its tensors checked against the hidden states [..., C] and flattened.
 
     `width` of the head's `vocab` rows are on this rank, with padding.
     """
@@ -538,7 +538,7 @@ def prepare_term(
 
 
 def _scale(c: WeightedTerm, device: torch.device) -> Tensor:
-    """Returns the factor of the sum."""
+    """Returns coefficient / denominator, fp32 on the device; ValueError if one needs a gradient."""
     denominator, coefficient = c.denominator, c.coefficient
     for name, x in (("denominator", denominator), ("coefficient", coefficient)):
         if isinstance(x, Tensor) and x.requires_grad:
@@ -555,6 +555,7 @@ def _scale(c: WeightedTerm, device: torch.device) -> Tensor:
 
 
 def _is_one(x: Tensor | float) -> bool:
+    """Whether x is the number 1, and no tensor."""
     return not isinstance(x, Tensor) and x == 1
 
 
@@ -630,7 +631,8 @@ def _prepare_stored(
 def apply_autocast(
     hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Casts to autocast's dtype; without autocast, raises if dtypes differ."""
+    """Returns all in autocast's dtype; without autocast as they are, ValueError if hidden and
+    weight differ in dtype."""
     dtype = autocast_dtype(hidden.device)
     if dtype is not None:
         bias = None if bias is None else bias.to(dtype)
@@ -669,14 +671,14 @@ def _any_row(keeps: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def _deciding_weights(a: PreparedTerm) -> Tensor | None:
-    """Returns the weights if they alone decide which rows are left out."""
+    """Returns the term's own weights; None if it has none, or class weights multiply them."""
     if isinstance(a.term, CrossEntropy) and a.term.class_weights is not None:
         return None
     return a.term.weights if isinstance(a.term, WeightedTerm) else None
 
 
 def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
-    """Raises unless `active` has every row that the term needs."""
+    """Raises ValueError unless `active` has every row that the term needs."""
     if len(active.keep) != rows:
         count = len(active.keep)
         raise ValueError(f"active has {count} rows, the loss term {rows}: make it of its targets")
@@ -690,7 +692,7 @@ def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
 
 
 def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> HeadValue:
-    """Computes the cross-entropy of existing logits by autograd."""
+    """Returns the value and metrics of a cross-entropy of existing logits, by plain autograd."""
     assert a.targets is not None
     loss = cross_entropy_ref(logits, a.targets, options=a.plan.options)
     loss = loss if a.weights is None else torch.where(a.weights == 0, 0, loss * a.weights)
@@ -704,7 +706,10 @@ def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> H
 
 
 def _metric_rows(metrics: Sequence[str]) -> tuple[str, ...]:
-    """Returns the per-row values that the requested metrics are computed from."""
+    """Returns the per-row values that the metrics are computed from; ValueError for unknown ones.
+
+    They are the metrics themselves, but for accuracy "predicted_tokens".
+    """
     unknown = [m for m in metrics if m not in METRICS]
     if unknown:
         raise ValueError(f"unknown metrics {unknown}; there are {', '.join(METRICS)}")

@@ -96,6 +96,7 @@ def _row_bytes(vocab: int, hidden: Tensor) -> int:
 
 
 def pad_vocab(vocab: int) -> int:
+    """Rounds up to a multiple of 64."""
     return -(-vocab // 64) * 64
 
 
@@ -119,18 +120,18 @@ class LossPlan(NamedTuple):
     statistics: bool = False  # return these too
 
     def encode(self) -> str:
-        """Writes the plan as text, since an operator takes no objects."""
+        """Writes kind and `names` as text, since an operator takes no objects; see `numbers`."""
         return f"{self.kind}:{','.join(self.names)}"
 
     def numbers(self) -> list[float]:
-        """Lists the plan's numbers that may be floats."""
+        """Lists the rest of the plan as eight floats, which `_plans` reads back."""
         o, t = self.options, self.teacher_options or DEFAULT_OPTIONS
         heads = [o.softcap or 0.0, o.logit_scale, t.softcap or 0.0, t.logit_scale]
         return [*heads, o.label_smoothing, o.z_loss, self.beta, float(self.normalized)]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names the values of each row."""
+        """The names of the values that a pass returns for each row, in order."""
         return ("loss", *(STATISTICS if self.statistics else ()), *self.metrics)
 
 
@@ -163,6 +164,7 @@ class LossPass(NamedTuple):
 
     @property
     def instead(self) -> str:
+        """What a message recommends to those who need a second derivative."""
         if not self.name.startswith("linear_"):
             return 'compute it inside `with tigon.kernels.use("reference")`'
         return (
@@ -325,7 +327,8 @@ def _mask_rows(live: Tensor | None, part: slice, x: Tensor) -> Tensor:
 
 
 def workspace(hidden: Tensor, *args: Any) -> int:
-    """Returns the bytes of a chunk's logits, for arguments of the operator on a GPU."""
+    """Returns the bytes of a chunk's logits and of what is held beside them, for arguments of the
+    operator on a GPU; 0 without a head."""
     weight, _, _, _, index, live, _, _, *settings = args
     words, numbers, needs, logits_bytes, _, *shard = settings
     if weight is None:
@@ -344,7 +347,7 @@ def _take_rows(slots: Slots, rows: Any) -> Slots:
 
 
 def _scatter_rows(rows: Tensor, index: Tensor | None, n: int, fill: int = 0) -> Tensor:
-    """Scatters the computed rows to their positions among all N."""
+    """Scatters the computed rows to their positions among all N; the rest are `fill`."""
     if index is None:
         return rows
     return rows.new_full((n, *rows.shape[1:]), fill).index_copy_(0, index, rows)
@@ -360,7 +363,10 @@ def _run_piece(
     rows: int,
     cut: VocabularyShard | None,
 ) -> list[Tensor]:
-    """Runs all loss terms on some rows of a chunk; the last one writes the total gradient."""
+    """Returns the values of all loss terms for the `rows` rows of a chunk from `start` on.
+
+    The last term writes the total gradient to `out`.
+    """
     part = slice(start, start + rows)
     z, out_logits = logits[part], None if out is None else out[part]
     out_logits = z if out is logits else out_logits
@@ -385,7 +391,7 @@ def _run_term(
     grad: LogitGradient | None,
     cut: VocabularyShard | None,
 ) -> list[Tensor]:
-    """Runs a loss term on a chunk."""
+    """Returns a loss term's values for a chunk, as `plan.names` has them; writes its gradient."""
     first, second, weight, bias, peak, log_mass = slots
     assert first is not None
     if cut is not None:
@@ -476,7 +482,10 @@ def _add_products(
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:
-    """Returns `total + a @ b` in fp32; an `only` product needs no fp32 copy."""
+    """Returns `total + a @ b` in fp32, in the memory of `total`, if there is one.
+
+    An `only` product has no total, and the dtype of a.
+    """
     if only:
         return chunked_matmul(a, b)
     if a.device.type == "cuda" and a.dtype != torch.float32 and len(b):

@@ -133,6 +133,7 @@ def head_constants(options: Options) -> tuple[float | None, float | None]:
 
 @triton.jit
 def _rescale_kernel(x, out, factor, n, IN_PLACE: tl.constexpr, BLOCK: tl.constexpr):
+    """Writes x * factor to out; in place, a factor of 1 writes nothing."""
     f = tl.load(factor).to(tl.float32)
     if (not IN_PLACE) or f != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK
@@ -143,6 +144,7 @@ def _rescale_kernel(x, out, factor, n, IN_PLACE: tl.constexpr, BLOCK: tl.constex
 
 
 def _launch_rescale(x: Tensor, out: Tensor, factor: Tensor) -> None:
+    """Launches `_rescale_kernel`, in place if out is x; both are contiguous."""
     # Few programs that walk: half a million that find nothing to do would take longer than a pass
     programs = min(triton.cdiv(x.numel(), 2048), 16 * num_sms(x))
     if programs:
@@ -171,7 +173,10 @@ def rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rescale_(x: Tensor, factor: Tensor) -> Tensor:
-    """`rescale` in place; a factor of 1 does not touch `x`."""
+    """Returns x after `rescale` in place; a factor of 1 does not touch it.
+
+    Where x may not be overwritten, returns the result in new memory.
+    """
     if not _may_overwrite(x, factor):
         return rescale(x, factor, x.dtype)
     _overwrite(x, x, factor)
@@ -202,7 +207,8 @@ def rescale_and_join(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.d
 def rescale_and_join_(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """`rescale_and_join` to 16 bits in the memory of `first`, which has at least as many rows.
 
-    No other memory is needed, and `rest` can then be freed.
+    No other memory is needed, and `rest` can then be freed. Where `first` may not be overwritten,
+    it is `rescale_and_join`.
     """
     if not _may_overwrite(first, factor):
         return rescale_and_join(first, rest, factor, dtype)
@@ -229,6 +235,7 @@ def _may_overwrite(x: Tensor, factor: Tensor) -> bool:
 
 
 def _overwrite(x: Tensor, out: Tensor, factor: Tensor) -> None:
+    """Writes x * factor to out; on meta it does nothing."""
     if not x.is_meta:
         with torch.cuda.device_of(x):
             _launch_rescale(x, out, factor)

@@ -22,7 +22,8 @@ from tigon.kernels.runtime import has_values
 class ValidRows:
     """The rows that count in a loss; their number is copied to the host asynchronously.
 
-    Create it before the model's blocks are launched, so that the host never waits for the device.
+    `index` waits for this copy. Create it before the model's blocks are launched, so that the host
+    does not wait for these.
     """
 
     def __init__(self, keep: Tensor, targets: Tensor | None = None, weights: Tensor | None = None):
@@ -37,7 +38,8 @@ class ValidRows:
             self._arrived.record(torch.cuda.current_stream(keep.device))
 
     def index(self) -> Tensor | None:
-        """Returns the rows that count, in order, or None if all do."""
+        """Returns the rows that count, int64 in order, or None if all do; the host waits for their
+        number."""
         if self._arrived is not None:
             self._arrived.synchronize()
         count = int(self._count)
@@ -85,7 +87,8 @@ class LossTerm:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WeightedTerm(LossTerm):
-    """`coefficient * sum(w_t * value_t) / denominator` in fp32, or every `w_t * value_t`.
+    """A loss `coefficient * sum(w_t * value_t) / denominator` in fp32 or, with reduction "none",
+    every `coefficient * w_t * value_t`.
 
     Set a loss's factor as the coefficient rather than multiplying the result: the gradients of sums
     that are only added are computed together, in the forward pass.

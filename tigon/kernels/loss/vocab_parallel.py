@@ -46,7 +46,8 @@ class VocabularyShard(NamedTuple):
         return cls(group, ranks, first, rows, size)
 
     def check(self, weight: Tensor | None, criteria: Sequence[LossTerm]) -> int:
-        """Checks the head's local weight and the loss terms; returns the size of the vocabulary."""
+        """Returns the size of the full vocabulary; raises ValueError without a weight, for one of
+        fewer rows than the shard, and for terms of log-probabilities."""
         if weight is None or any(isinstance(c, Divergence) for c in criteria):
             raise ValueError("a vocabulary is for a head's weight: of logits, gather the columns")
         if len(weight) < self.rows:
@@ -317,7 +318,7 @@ def _output(ids: Tensor, weight: Tensor) -> Tensor:
 
 @operator("embedding_rows", lambda ids, weight, first, rows, size: _output(ids, weight))
 def _embedding_rows(ids: Tensor, weight: Tensor, first: int, rows: int, size: int) -> Tensor:
-    """Launches `_embedding_rows_kernel`."""
+    """Returns the embeddings [..., C] of ids by the kernel, 0 outside of [first, first + rows)."""
     y, C = _output(ids, weight), weight.shape[1]
     grid = ids.numel(), triton.cdiv(C, BLOCK)
     options = {"C": C, "BLOCK": BLOCK, "num_warps": 4} | pdl_options(y)

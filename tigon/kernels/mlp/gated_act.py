@@ -78,6 +78,7 @@ def _program_columns(size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gated_act_kernel(x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Writes act(gate) * up of some columns of a row to y."""
     pdl_wait(PDL)
     row, cols = _program_columns(size, BLOCK)
     keep = cols < size
@@ -92,6 +93,7 @@ def _gated_act_kernel(x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr,
 def _gated_act_backward_kernel(
     dy, x, dx, y, dy_row, x_row, dx_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Writes the gradients of gate and up to dx and, unless y is None, act(gate) * up to y."""
     # dx may be x, and y dy: every element is read and written by one thread, as both have the
     # same layout
     row, cols = _program_columns(size, BLOCK)
@@ -120,7 +122,7 @@ def _output(gate_up: Tensor, *_: Any) -> Tensor:
 
 @operator("gated_act", _output)
 def _forward(gate_up: Tensor, act: str) -> Tensor:
-    """Launches the forward kernel."""
+    """Returns act(gate) * up [..., I], by the kernel."""
     y = _output(gate_up)
     if y.numel():
         x, size = as_rows(gate_up), y.shape[-1]
@@ -137,7 +139,7 @@ def _gradient(dy: Tensor, gate_up: Tensor, *_: Any) -> Tensor:
 
 @operator("gated_act_backward", _gradient)
 def _backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
-    """Launches the backward kernel; returns the gradient of gate_up."""
+    """Returns the gradient of gate_up [..., 2 I] in new memory, by the kernel."""
     out = _gradient(dy, gate_up)
     _backward_into(out, None, dy, gate_up, act)
     return out
@@ -150,7 +152,7 @@ def _gradient_and_product(dy: Tensor, gate_up: Tensor, *_: Any) -> tuple[Tensor,
 
 @operator("gated_act_backward_product", _gradient_and_product)
 def _backward_product(dy: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Launches the backward kernel; returns the gradient and the product computed again."""
+    """Returns the gradient of gate_up and act(gate) * up, both in new memory, by the kernel."""
     out, product = _gradient_and_product(dy, gate_up)
     _backward_into(out, product, dy, gate_up, act)
     return out, product
@@ -201,6 +203,8 @@ def gradient_and_product(
 
 
 class _GatedAct(torch.autograd.Function):
+    """`gated_act`, whose backward writes over gate_up if `overwrite` and the graph allow it."""
+
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, act: Activation, overwrite: bool) -> Tensor:
         ctx.save_for_backward(gate_up)
@@ -221,12 +225,13 @@ class _GatedAct(torch.autograd.Function):
 
 
 def check_act(act: str) -> None:
+    """Raises ValueError unless `act` is one of ACTIVATIONS."""
     if act not in ACTIVATIONS:
         raise ValueError(f"act={act!r} is not one of {ACTIVATIONS}")
 
 
 def may_overwrite(x: Tensor) -> bool:
-    """Whether nothing else can need the memory of `x`."""
+    """Whether x is no leaf of the graph, nor a view of one, and fills its whole storage."""
     owner = x if x._base is None else x._base
     return not owner.is_leaf and x.untyped_storage().nbytes() == x.numel() * x.element_size()
 

@@ -119,7 +119,10 @@ def _torch_supports(x: Tensor, weight: Tensor) -> bool:
 
 
 def must_not_sync(x: Tensor, rows: int) -> bool:
-    """Whether the host may not wait for the device to learn how many rows each expert has."""
+    """Whether the host may not wait for the device to learn how many rows each expert has.
+
+    So it is on a GPU with few rows, and while a CUDA graph is captured.
+    """
     return x.device.type == "cuda" and (
         rows <= FEW_ROWS or torch.cuda.is_current_stream_capturing()
     )
@@ -255,6 +258,7 @@ def grouped_mlp_ref(
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
+    """Returns x in fp32, or in fp64 if it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -383,7 +387,7 @@ def _outputs(
 
 
 def count_slots(experts: Tensor, slots: int | None) -> int:
-    """Returns S."""
+    """Returns S: `slots`, or all N k if it is None or UNKNOWN_SLOTS."""
     return experts.numel() if slots in (None, UNKNOWN_SLOTS) else slots
 
 

@@ -18,6 +18,7 @@ WIDTH = tl.constexpr(3)  # of a row: first program, elements, address
 
 
 def squared_norm_ref(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of the squares of all elements, in float64: the definition."""
     return torch.stack([t.double().square().sum() for t in tensors]).sum()
 
 
@@ -26,7 +27,7 @@ def _squares_kernel(
     rows, owners, partials, G: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the squares of one chunk of a tensor."""
+    """Writes the sum of the squares of one chunk of a tensor to `partials`."""
     row, chunk = load_row(rows, owners, WIDTH)
     count, x = load_number(row, 0, WIDE), load_pointer(row, 1, G, WIDE)
     first = chunk.to(tl.int64) * CHUNK

@@ -56,7 +56,10 @@ def rms_norm_ref(
     cast: Cast = "before_weight",
     gate: Tensor | None = None,
 ) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * (offset + weight) * silu(gate)`, fp32 inside."""
+    """`x / sqrt(mean(x^2) + eps) * (offset + weight) * silu(gate)`, fp32 inside.
+
+    With `cast="before_weight"` it is rounded to the dtype of x before the weight multiplies it.
+    """
     h = F.rms_norm(x.float(), x.shape[-1:], eps=eps)
     if weight is not None:
         if cast == "before_weight":  # Llama rounds to the input's dtype first; Gemma and OLMo last
@@ -137,7 +140,8 @@ def _launch_backward(C: int, width: int, sandwich: bool) -> NormLaunch:
 
 
 def num_stages(step: int, most: int = 3) -> int:
-    """Returns the steps in flight: `most` if every GPU from sm_80 on has shared memory for them."""
+    """Returns how many steps of `step` bytes to have in flight: as many as the shared memory of
+    every GPU from sm_80 on has room for, up to `most`."""
     return 1 + min(most - 1, (96 << 10) // step)
 
 
@@ -215,6 +219,7 @@ def _forward_kernel(
     REUSE_RSTD: tl.constexpr,  # rstd is known
     PDL: tl.constexpr,
 ):  # fmt: skip
+    """Norms ROWS rows of x, or of its sum with the residual, and scales and gates them."""
     pdl_wait(PDL)
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
@@ -260,6 +265,7 @@ def _backward_kernel(
     C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
+    """Walks over rows: writes the gradients of inputs, and partial sums of those of weights."""
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
     if weight is not None:
@@ -342,6 +348,7 @@ def _sum_partials(
 
 
 def _empty_like(x: Tensor) -> Tensor:
+    """Allocates a contiguous tensor with the shape and dtype of x."""
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -550,8 +557,10 @@ def rms_norm(
     residual: Tensor | None = None,  # [..., C]
     gate: Tensor | None = None,  # [..., C]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm of `x`; with a residual, of `x + residual`, and then `(normed, sum)` is returned.
+    """RMSNorm of `x` times `offset + weight`; with a residual, of `x + residual`, and then
+    `(normed, sum)` is returned.
 
+    `cast`: whether normed numbers are rounded to the dtype of x before or after the weight.
     `offset` 1 and `cast="after_weight"` is Gemma's variant; a gate multiplies the result by
     silu(gate), as in Qwen3-Next. Source: Zhang & Sennrich 2019 (arXiv 1910.07467); the cast orders
     are those of transformers' modeling files.

@@ -72,7 +72,10 @@ class TensorTable:
         return self._rows, self._owners
 
     def _number(self, counts: list[int], device: torch.device) -> None:
-        """Numbers the programs in the order of their tensors."""
+        """Sets each tensor's first program and each program's tensor; they are in the same order.
+
+        Raises ValueError for more programs than a GPU takes.
+        """
         programs = torch.tensor([-(-count // self.chunk) for count in counts])
         ends = programs.cumsum(0)
         total = int(ends[-1])
@@ -94,7 +97,7 @@ def _to_device(host: Tensor, device: torch.device) -> Tensor:
 
 @triton.jit
 def load_row(rows, owners, WIDTH: tl.constexpr):
-    """Loads the program's row, and its chunk of the tensor."""
+    """Returns a pointer to the program's row, after its first column, and its chunk's index."""
     program = tl.program_id(0)
     row = rows + tl.load(owners + program).to(tl.int64) * WIDTH
     return row + 1, program - tl.load(row)
@@ -186,7 +189,7 @@ def _update(
     tensors, chunk, count, position, lines, factor, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Updates BLOCK elements of one parameter, from chunk `chunk`."""
+    """Updates weight and states of BLOCK elements of one parameter, its chunk number `chunk`."""
     weight, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = tensors
     decay, beta1, beta2, eps, step_size, correction = numbers
     shares, bounds, cells, positive_shares, positive_bounds, positive_cells = codes
@@ -242,7 +245,10 @@ def _adamw_table_kernel(
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Updates BLOCK elements of any parameter; W, G, S: dtypes of the tensors."""
+    """Updates BLOCK elements of any parameter; nothing if the scale is NaN.
+
+    W, G, S: dtypes of weights, gradients and states.
+    """
     factor = None
     if scale is not None:
         factor = tl.load(scale)
@@ -271,7 +277,7 @@ def _adamw_tensor_kernel(
     tensors, count, position, width, pitch, scale, numbers, stream, codes,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Updates BLOCK elements of one parameter."""
+    """Updates BLOCK elements of one parameter; nothing if the scale is NaN."""
     factor = None
     if scale is not None:
         factor = tl.load(scale)
@@ -399,7 +405,8 @@ def _kind(slot: AdamWSlot, addresses: Sequence[int]) -> SlotKind:
 
 
 def _numbers(settings: AdamWSettings) -> tuple[float, ...]:
-    """Returns the kernel's numbers, rounded to float32 where torch's fused kernel does."""
+    """Returns lr * weight decay, both betas, eps, the step size with its bias correction, and the
+    root's correction, rounded to float32 where torch's fused kernel rounds."""
     lr, beta1, beta2 = (_float32(x) for x in (settings.lr, settings.beta1, settings.beta2))
     decay = _float32(lr * _float32(settings.weight_decay))
     step_size = _float32(lr / _float32(1 - _float32(beta1**settings.step)))
@@ -408,4 +415,5 @@ def _numbers(settings: AdamWSettings) -> tuple[float, ...]:
 
 
 def _float32(x: float) -> float:
+    """Returns x rounded to float32."""
     return c_float(x).value

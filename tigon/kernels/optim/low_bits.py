@@ -104,6 +104,7 @@ def draw_bits_strided(position, first, at, width, pitch, stream):
 
 @triton.jit
 def _states(first, at, stream):
+    """Returns SplitMix64's states, uint64, at the positions `first + at` of a stream."""
     z = (first.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * GOLDEN
     z += stream.to(tl.int64).to(tl.uint64, bitcast=True)
     z += at.to(tl.uint64) * GOLDEN  # 32 bits times 64: fewer instructions than of their sum
@@ -112,6 +113,7 @@ def _states(first, at, stream):
 
 @triton.jit
 def _mix(z):
+    """Returns the 64 bits that SplitMix64 makes of a state."""
     z = (z ^ (z >> 30)) * FACTOR
     z = (z ^ (z >> 27)) * FACTOR2
     return z ^ (z >> 31)

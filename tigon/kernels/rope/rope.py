@@ -30,7 +30,7 @@ NORMED = (1024, 1)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates pairs of x by cos and sin, in fp32."""
+    """Returns x with pairs of its first R dims rotated by cos and sin [..., R/2], in fp32."""
     r = 2 * cos.shape[-1]
     whole = r == x.shape[-1]
     rotated = (x if whole else x[..., :r]).float()
@@ -47,7 +47,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 def rope_ref(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Rotates the first R dims of every head by the angles of its position, fp32 inside."""
+    """Returns q and k, the first R dims of every head rotated by the angles of its position, fp32
+    inside: the definition of `rope`."""
     cos, sin = cos.float().unsqueeze(-2), sin.float().unsqueeze(-2)  # [B, T, 1, R/2]
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
@@ -105,6 +106,7 @@ def load_rest(x, rows, keep, START, D, BLOCK):
 
 @triton.jit
 def store_rest(y, rows, keep, values, START, D, BLOCK):
+    """Stores the dims from START on."""
     i = START + tl.arange(0, BLOCK)
     mask = keep[:, None] & (i < D)[None, :]
     tl.store(y + rows[:, None] + i[None, :], values, mask=mask)
@@ -294,6 +296,7 @@ def dims(head_dim: int, half: int, interleaved: bool) -> tuple[int, int, int, in
 
 
 def heads_per_tile(heads: int, head_dim: int, tile: int) -> int:
+    """Returns how many heads of one token a tile of `tile` elements has: a power of two."""
     return min(triton.next_power_of_2(heads), max(1, tile // int(triton.next_power_of_2(head_dim))))
 
 
@@ -339,7 +342,7 @@ def _rope_outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
-    """Launches the rotation of q and k, backwards with `back`."""
+    """Returns rotated copies of q and k, by the kernel; `back` negates the angles."""
     yq, yk = _rope_outputs(q, k)
     inputs = separate_heads(q), separate_heads(k), None
     outputs = packed_heads(yq), packed_heads(yk), None
@@ -427,7 +430,8 @@ def qk_norm_rope_ref(
     cast: Cast = "before_weight",
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """RMSNorm of every head of q and k where there are weights, then RoPE; v as it is."""
+    """Returns q and k, normed by head where there are weights and then rotated, and v as it is,
+    [B, T, heads, D] each: the definition of `qk_norm_rope`."""
     q, k, v = _split(qkv, heads, kv_heads)
     if q_weight is not None and k_weight is not None:
         q = rms_norm_ref(q, q_weight, eps, offset=offset, cast=cast)
@@ -544,6 +548,7 @@ def _qk_norm_rope_backward_kernel(
 
 @triton.jit
 def _sum_rows(x, y, N, D, ROWS, COLS):
+    """Sums x [N, D] over its rows to y [D], for the program's COLS columns."""
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     total = tl.zeros((ROWS, COLS), tl.float32)
     for start in range(0, N, ROWS):
@@ -619,7 +624,7 @@ def _packed_rope(
 def _rotate_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
 ) -> Tensor:
-    """`_packed_rope` over a contiguous `qkv`."""
+    """Rotates q and k inside a contiguous `qkv` and returns it; a new one under dispatch modes."""
     if torch._C._len_torch_dispatch_stack():  # modes see ops, and may keep what ops return
         return _packed_rope(qkv, cos, sin, heads, kv_heads, interleaved)
     if not qkv.is_meta:

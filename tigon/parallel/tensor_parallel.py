@@ -386,7 +386,7 @@ def _kv_head_rows(
 def shard_model(model: CausalLM, mesh: DeviceMesh) -> None:
     """Keep only this rank's part of each layer; on the meta device, before the weights are read.
 
-    With expert parallelism call `share_experts` first: experts that are already distributed stay as
+    With expert parallelism call `shard_experts` first: experts that are already distributed stay as
     they are. ValueError for a model that so many ranks cannot split.
     """
     shard_parameters(model, Ranks.of(mesh.get_group()))

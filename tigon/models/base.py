@@ -227,7 +227,11 @@ class LanguageModel(CheckedCasts):
         embeds, position_ids, mask, real_token_indices = batch.drop_padding(embeds)
         options: dict[str, Any] = {} if batch.shard is None else {"shard": batch.shard}
         if self.drops_elements and batch.cache is None:
-            keys = batch.draw_dropout_keys(self.tensor_ranks)
+            keys = batch.dropout_keys
+            if keys is None:
+                keys = batch.draw_dropout_keys()
+                if self.tensor_ranks is not None:  # they take those of the first rank
+                    keys = self.tensor_ranks.gather(keys)[: len(keys)]
             if real_token_indices is not None:
                 keys = keys.flatten()[real_token_indices][None]
             options["dropout_keys"] = keys

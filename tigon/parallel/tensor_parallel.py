@@ -43,6 +43,7 @@ from tigon.parallel.mesh import MeshSizes
 from tigon.parallel.tensor_modules import (
     ColumnParallelGatedLinear,
     ColumnParallelLinear,
+    DispatchedExperts,
     DispatchedMoE,
     FlatParallelNorm,
     RowParallelLinear,
@@ -436,6 +437,8 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
         moes = [module for module in block.modules() if isinstance(module, SparseMoE)]
         for moe in moes:
             _install(moe, DispatchedMoE if moe.divided else TensorParallelMoE, tensor=tensor)
+            if moe.divided:
+                _install(moe.experts, DispatchedExperts, tensor=tensor)
         inside = {module for moe in moes for module in moe.modules()}
         for module in block.modules():
             if isinstance(module, Attention):

@@ -48,6 +48,8 @@ class LanguageModel(CheckedCasts):
         self.tensor_ranks: Ranks | None = None  # share each layer, and make the same calls
         self.context_ranks: Ranks | None = None  # share the tokens of each row, before `forward`
         self.fsdp_ranks: Ranks | None = None  # gather weights for the same calls
+        self.tensor_parallel: Any = None  # tigon.parallel.TensorParallel, to sum gradients
+        self.zero2: Any = None  # tigon.parallel.zero2.Zero2, with sharding=gradients
         # Drop padding before the blocks and fill it with zeros after them. True: wherever no number
         # changes; False: never; None: where it is faster (16 bits on a GPU, varlen attention)
         self.drop_padding: bool | None = None

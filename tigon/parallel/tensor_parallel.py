@@ -158,11 +158,6 @@ def _gradients(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
             yield name, p, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
 
 
-def find_tensor(model: nn.Module) -> TensorParallel | None:
-    """The tensor parallelism of a model, or None."""
-    return vars(model).get("_tensor")
-
-
 # Adapters, which are added before the model is sharded, are split like their weights: B and DoRA's
 # magnitudes by rows if the weight is column-wise parallel, A by columns if it is row-wise parallel,
 # and an embedding's A by vocabulary. The rest is replicated, with partial gradients. Norms of rows
@@ -391,7 +386,7 @@ def shard_model(model: CausalLM, mesh: DeviceMesh) -> None:
     they are. ValueError for a model that so many ranks cannot split.
     """
     shard_parameters(model, Ranks.of(mesh.get_group()))
-    vars(model)["_tensor"] = TensorParallel(model, mesh)
+    model.tensor_parallel = TensorParallel(model, mesh)
 
 
 def shard_parameters(model: CausalLM, ranks: Ranks) -> None:

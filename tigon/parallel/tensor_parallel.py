@@ -34,7 +34,7 @@ from tigon.layers import (
     LowRankExperts,
     SparseMoE,
 )
-from tigon.layers.lora import MAGNITUDE, B
+from tigon.layers.lora import LORA_B, MAGNITUDE
 from tigon.models import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.parallel.context_parallel import check_context, set_context_ranks
@@ -199,7 +199,7 @@ def adapter_specs(
             elif _is_row_wise(weight):
                 names, dim, pieces = [low.name_of_a(part)], 1, weight.pieces
             else:
-                names, dim, pieces = [B + part.name], 0, _pieces_of_part(weight, part)
+                names, dim, pieces = [LORA_B + part.name], 0, _pieces_of_part(weight, part)
                 names += [MAGNITUDE + part.name] * low.dora
             for name in names:
                 yield f"{at}.{name}", ShardSpec(tuple(low.get_parameter(name).shape), dim, pieces)

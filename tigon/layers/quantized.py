@@ -217,12 +217,17 @@ class FP8Weight(QuantizedWeight):
 
     def dequantize(self) -> Tensor:
         """Returns the weight in its dtype."""
-        options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
-        return dequantize_block_fp8(self._stored(), **options)
+        return dequantize_block_fp8(
+            self._stored(), width=self.width, stored=self.stored, dtype=self.dtype
+        )
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
         """Returns rows of one part in the dtype of the weight."""
-        options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
         return dequantize_block_fp8_rows(
-            self._stored(), sum(self.parts[:part]) + first, count, **options
+            self._stored(),
+            sum(self.parts[:part]) + first,
+            count,
+            width=self.width,
+            stored=self.stored,
+            dtype=self.dtype,
         )

@@ -101,8 +101,9 @@ class TensorPass:
         norm = self.norms[place]
         if isinstance(norm.weight, DTensor):  # FSDP gathers it when the norm is called
             return None
-        options: dict[str, Any] = {"offset": norm.offset, "cast": norm.cast}
-        found = all_reduce_small_norm(x, residual, norm.weight, norm.eps, self.ranks, **options)
+        found = all_reduce_small_norm(
+            x, residual, norm.weight, norm.eps, self.ranks, offset=norm.offset, cast=norm.cast
+        )
         if found is None:
             return None
         total, y, stream = found

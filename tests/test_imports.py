@@ -51,8 +51,7 @@ EXCHANGING = {
     "tigon.layers.lm_head",
     "tigon.layers.lora",
     "tigon.layers.moe",
-    "tigon.models.base",  # names Ranks
-    "tigon.models.inputs",
+    "tigon.models.base",
 }
 # Imports what a user names
 BY_NAME = {"tigon.train.callbacks"}

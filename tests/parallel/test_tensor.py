@@ -17,7 +17,7 @@ from tests.parallel.ranks import run_on_ranks, selected_cases
 from tigon.distributed import collectives
 from tigon.kernels.recompute import recompute_above
 from tigon.models import MODELS, CausalLM, LoraConfig
-from tigon.parallel import TensorParallel, find_tensor, shard_model, share_context
+from tigon.parallel import TensorParallel, shard_model, share_context
 from tigon.parallel.tensor_parallel import check_tensor_ranks
 from tigon.train.optim.clip import clip_gradients
 from tigon.weights import ReplicaIndex
@@ -118,8 +118,7 @@ def compare(count: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[st
 
 def differences(one: CausalLM, cut: CausalLM) -> list[float]:
     """Of loss, gradients' norm, logits and parameters, over three steps."""
-    tensor = find_tensor(cut)
-    assert tensor is not None
+    tensor = cut.tensor_parallel
     models = {
         one: torch.optim.SGD(one.parameters(), 0.2),
         cut: torch.optim.SGD(cut.parameters(), 0.2),

@@ -16,7 +16,7 @@ from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.recompute import recompute_above
 from tigon.layers import mlp
 from tigon.models import CausalLM
-from tigon.parallel import find_tensor, shard_model
+from tigon.parallel import shard_model
 from tigon.train import load
 from tigon.train.model import apply_model_settings, named_projections
 
@@ -34,8 +34,8 @@ def trained(model: CausalLM, least: float) -> dict[str, Tensor]:
         loss = model(**batches()[0]).loss
         loss.backward()
     hook.remove()
-    if (tensor := find_tensor(model)) is not None:
-        tensor.sum_gradients(model)
+    if model.tensor_parallel is not None:
+        model.tensor_parallel.sum_gradients(model)
     found = {"loss": loss.detach(), "qkv": seen[0]}
     found |= {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()

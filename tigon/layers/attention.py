@@ -77,8 +77,9 @@ class Attention(nn.Module):
         if capacity is None:
             return GrowingKV(self.kv_heads, self.head_dim)
         slots = capacity if self.window is None else min(capacity, self.window + chunk - 1)
-        kind: dict[str, Any] = {"dtype": dtype, "device": device, "quantize": quantize}
-        return StaticKV(rows, self.kv_heads, slots, self.head_dim, **kind)
+        return StaticKV(
+            rows, self.kv_heads, slots, self.head_dim, dtype=dtype, device=device, quantize=quantize
+        )
 
     def forward(
         self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: BlockInputs
@@ -118,13 +119,21 @@ class Attention(nn.Module):
         if self.flat_qk_norm:
             q, k, v = self._heads(qkv)
             return *rope(q, k, cos, sin, interleaved=self.interleaved), v
-        options: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads}
+        options: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None:
             n = self.q_norm
-            options |= {"q_weight": n.weight, "k_weight": self.k_norm.weight}
+            options = {"q_weight": n.weight, "k_weight": self.k_norm.weight}
             options |= {"eps": n.eps, "offset": n.offset, "cast": n.cast}
-        options |= {"interleaved": self.interleaved, "overwrite": unobserved}
-        return qk_norm_rope(qkv, cos, sin, **options)
+        return qk_norm_rope(
+            qkv,
+            cos,
+            sin,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            interleaved=self.interleaved,
+            overwrite=unobserved,
+            **options,
+        )
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [B, T, H, D], k and v [B, T, K, D]: views, or with `flat_qk_norm` normed."""

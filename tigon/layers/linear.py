@@ -1,7 +1,6 @@
 """Linear layers, and those that Hugging Face stores separately and one product computes."""
 
 from types import NoneType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -83,8 +82,7 @@ class Linear(nn.Linear):
             drops = None
             if dropout_keys is not None and low.dropout and self.training:
                 drops = Dropout(dropout_keys, low.seed, low.dropout)
-            options: dict[str, Any] = {"base": base, "dropout": drops}
-            y = lora_linear(x, weight, bias, low.lora_A, low.additions(), **options)
+            y = lora_linear(x, weight, bias, low.lora_A, low.additions(), base=base, dropout=drops)
             if low.dora:
                 # By what the gains are more than 1: below fp32 a product with them would lose that
                 y = torch.addcmul(y, y, (low.dora_scale(self.values()) - 1).to(y.dtype))

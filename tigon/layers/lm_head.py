@@ -92,18 +92,27 @@ class LMHead(nn.Module):
         if at is not None:
             with torch.no_grad():
                 logits_at = scale_and_cap(self._logits(at, weight, low), self.options)
-        more: dict[str, Any] = {"options": self.options, "logits_bytes": logits_bytes}
         logit_options = return_logits and self.vocabulary is None
         values: list[HeadValue] = []
         if criteria and not logit_options:
-            head_options: dict[str, Any] = {"active": active, "vocabulary": self.vocabulary}
-            head_options["added"] = None if low is None else _low_rank_factors(hidden, low)
-            values = run_loss_terms(hidden, weight, self.bias, criteria, **more, **head_options)
+            values = run_loss_terms(
+                hidden,
+                weight,
+                self.bias,
+                criteria,
+                added=None if low is None else _low_rank_factors(hidden, low),
+                options=self.options,
+                active=active,
+                logits_bytes=logits_bytes,
+                vocabulary=self.vocabulary,
+            )
             if not return_logits:
                 return HeadOutput(values, None, logits_at)
         raw = self._logits(hidden, weight, low)
         if logit_options:
-            values = run_loss_terms(raw, None, None, criteria, **more)
+            values = run_loss_terms(
+                raw, None, None, criteria, options=self.options, logits_bytes=logits_bytes
+            )
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
 
     def _logits(self, x: Tensor, weight: Tensor, low: LowRank | None) -> Tensor:

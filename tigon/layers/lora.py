@@ -22,7 +22,7 @@ from tigon.kernels.mlp.grouped_mlp import LoRAFactors
 # Of a block's path, what is before the names inside it
 BLOCK = re.compile(r".*?\.\d+\.")
 # What names of parameters begin with, the part's behind it
-B, MAGNITUDE = "lora_B_", "lora_magnitude_vector_"
+LORA_A, LORA_B, MAGNITUDE = "lora_A_", "lora_B_", "lora_magnitude_vector_"
 
 
 def dropout_seed(path: str) -> int:
@@ -98,7 +98,7 @@ class LowRank(LayerAdapter):
         self.lora_A = nn.Parameter(torch.empty(total, in_features, **options))
         for part in parts:
             self.register_parameter(
-                B + part.name, nn.Parameter(torch.empty(part.size, part.rank, **options))
+                LORA_B + part.name, nn.Parameter(torch.empty(part.size, part.rank, **options))
             )
         for part in parts if dora else ():
             empty = torch.empty(part.size, **options)
@@ -118,13 +118,13 @@ class LowRank(LayerAdapter):
         a = torch.empty(shapes["lora_A"], dtype=torch.float32, device="cpu")
         for rows in a.split([part.rank for part in self.parts]):
             nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator)
-        names = [B + part.name for part in self.parts]
+        names = [LORA_B + part.name for part in self.parts]
         return {"lora_A": a} | {name: torch.zeros(shapes[name], device="cpu") for name in names}
 
     def additions(self) -> list[LoRATerm]:
         """Returns the first column, B and scale of each part, to be multiplied by A x."""
         local: dict[str, Any] = self._parameters  # none is None
-        return [LoRATerm(p.first, local[B + p.name], p.scale) for p in self.parts]
+        return [LoRATerm(p.first, local[LORA_B + p.name], p.scale) for p in self.parts]
 
     def dora_scale(self, weight: Tensor) -> Tensor:
         """Returns [K] in fp32, each row's learned norm over that of W + scale B A; 1 elsewhere.
@@ -137,7 +137,7 @@ class LowRank(LayerAdapter):
             with torch.no_grad():
                 rows = weight[part.first : part.first + part.size]
                 a = self.lora_A[rank : rank + part.rank]
-                b = local[B + part.name].float() * part.scale
+                b = local[LORA_B + part.name].float() * part.scale
                 square = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32).square()
                 square += 2 * (nn.functional.linear(rows, a.to(rows.dtype)).float() * b).sum(1)
                 square += (b @ (a.float() @ a.float().t()) * b).sum(1)
@@ -182,7 +182,6 @@ class SavedModules(nn.Module):
         return None if self.chosen is None else self._parameters.get(self.chosen)
 
 
-A = "lora_A_"  # what names of parameters begin with, the matrix's behind it; and B
 MATRICES = ("gate_up_proj", "down_proj")
 
 
@@ -201,12 +200,12 @@ class LowRankExperts(LayerAdapter):
         for part, width in zip(parts, columns, strict=True):
             a = torch.empty(experts * part.rank, width, **options)
             b = torch.empty(part.size, part.rank * experts, **options)
-            self.register_parameter(A + part.name, nn.Parameter(a))
-            self.register_parameter(B + part.name, nn.Parameter(b))
+            self.register_parameter(LORA_A + part.name, nn.Parameter(a))
+            self.register_parameter(LORA_B + part.name, nn.Parameter(b))
 
     def name_of_a(self, part: LoRAPart) -> str:
         """Returns the name of the part's own parameter A."""
-        return A + part.name
+        return LORA_A + part.name
 
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
@@ -215,15 +214,15 @@ class LowRankExperts(LayerAdapter):
         initial = {}
         for name, _ in self.named_parameters():
             values = torch.zeros(shapes[name], dtype=torch.float32, device="cpu")
-            if name.startswith(A):
+            if name.startswith(LORA_A):
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
             initial[name] = values
         return initial
 
     def factors(self, part: LoRAPart) -> tuple[Tensor, Tensor]:
         """Returns A [E, r, K], and B [E, O, r] times its scale."""
-        a = self.get_parameter(A + part.name).view(self.experts, part.rank, -1)
-        b = self.get_parameter(B + part.name).view(part.size, part.rank, self.experts)
+        a = self.get_parameter(LORA_A + part.name).view(self.experts, part.rank, -1)
+        b = self.get_parameter(LORA_B + part.name).view(part.size, part.rank, self.experts)
         return a, b.permute(2, 0, 1) * part.scale
 
     def lora_factors(self, gate_up: Tensor, down: Tensor) -> LoRAFactors:

@@ -60,19 +60,9 @@ class Experts(nn.Module):
         return None if self.shard is None else self.shard.route(experts)
 
     def forward(
-        self,
-        x: Tensor,
-        experts: Tensor,
-        weights: Tensor,
-        route: TokenRoute | None = None,
-        replicated: bool = False,
+        self, x: Tensor, experts: Tensor, weights: Tensor, route: TokenRoute | None = None
     ) -> Tensor:
-        """x [N, C], experts and weights [N, k] -> [N, C]; the experts are not checked.
-
-        `replicated`: all ranks that share the experts have these tokens.
-        """
-        if self.shard is not None and replicated:
-            return self.shard.run_replicated(self._run_local, x, experts, weights)
+        """x [N, C], experts and weights [N, k] -> [N, C]; the experts are not checked."""
         if self.shard is not None:
             route = self.shard.route(experts) if route is None else route
             return self.shard.run(self._run_local, route, x, experts, weights)
@@ -97,8 +87,6 @@ class SparseMoE(nn.Module):
     The weights are probabilities over all experts, made to sum to 1 with `normalize`, and rounded
     to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert takes
     every token, weighted by a gate. `dropout_args`: keys [B, T] of an adapter's dropout, if any.
-    `replicated`: all ranks that share the experts have these tokens and get the same output; there
-    are no gradients.
     """
 
     def __init__(
@@ -125,12 +113,12 @@ class SparseMoE(nn.Module):
         """Whether each rank has some whole experts, and all have the rest."""
         return self.experts.shard is not None
 
-    def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
+    def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
         rows = x.flatten(0, -2)
         logits = self.gate(rows)
         probs = logits.softmax(-1, dtype=torch.float32)
         weights, chosen = probs.topk(self.per_token)
-        route = None if replicated else self.experts.route(chosen)
+        route = self.experts.route(chosen)
         if self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         if not self.exact_weights:
@@ -140,7 +128,7 @@ class SparseMoE(nn.Module):
             keys = [t.flatten() for t in dropout_args]
             share = F.sigmoid(self.shared_expert_gate(rows, *keys))
             shared = share * self.shared_expert(rows, *keys)
-        y = self.experts(rows, chosen, weights, route, replicated)
+        y = self.experts(rows, chosen, weights, route)
         y = y if shared is None else y + shared
         # No view: FSDP2 warns of views among what a block returns
         return MoEOutput(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)

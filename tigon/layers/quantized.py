@@ -222,12 +222,17 @@ class FP8Weight(QuantizedWeight):
 
     def dequantize(self) -> Tensor:
         """Returns the weight [K, C] in its dtype, in new memory."""
-        options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
-        return dequantize_block_fp8(self._stored(), **options)
+        return dequantize_block_fp8(
+            self._stored(), width=self.width, stored=self.stored, dtype=self.dtype
+        )
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
         """Returns rows [first, first + count) of matrix `part`, dequantized in plain torch."""
-        options: dict[str, Any] = {"width": self.width, "stored": self.stored, "dtype": self.dtype}
         return dequantize_block_fp8_rows(
-            self._stored(), sum(self.parts[:part]) + first, count, **options
+            self._stored(),
+            sum(self.parts[:part]) + first,
+            count,
+            width=self.width,
+            stored=self.stored,
+            dtype=self.dtype,
         )

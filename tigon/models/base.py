@@ -49,6 +49,8 @@ class LanguageModel(CheckedCasts):
         self.tensor_ranks: Ranks | None = None  # share each layer, and make the same calls
         self.context_ranks: Ranks | None = None  # share the tokens of each row, before `forward`
         self.fsdp_ranks: Ranks | None = None  # gather weights for the same calls
+        self.tensor_parallel: Any = None  # tigon.parallel.TensorParallel, to sum gradients
+        self.zero2: Any = None  # tigon.parallel.zero2.Zero2, with sharding=gradients
         # Drop padding before the blocks and fill it with zeros after them. True: wherever no number
         # changes; False: never; None: where it is faster (16 bits on a GPU, varlen attention)
         self.drop_padding: bool | None = None
@@ -233,7 +235,11 @@ class LanguageModel(CheckedCasts):
         embeds, position_ids, mask, real_token_indices = batch.drop_padding(embeds)
         options: dict[str, Any] = {} if batch.shard is None else {"shard": batch.shard}
         if self.drops_elements and batch.cache is None:
-            keys = batch.draw_dropout_keys(self.tensor_ranks)
+            keys = batch.dropout_keys
+            if keys is None:
+                keys = batch.draw_dropout_keys()
+                if self.tensor_ranks is not None:  # they take those of the first rank
+                    keys = self.tensor_ranks.gather(keys)[: len(keys)]
             if real_token_indices is not None:
                 keys = keys.flatten()[real_token_indices][None]
             options["dropout_keys"] = keys

@@ -94,8 +94,9 @@ class TransformerBlock(nn.Module):
 
     def make_add_norm(self, c: ModelConfig) -> AddRMSNorm:
         """Make a norm as `make_norm` does that first adds a branch to the residual stream."""
-        options: dict[str, Any] = {"offset": self.norm_offset, "cast": self.norm_cast}
-        return AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
+        return AddRMSNorm(
+            c.hidden_size, c.rms_norm_eps, offset=self.norm_offset, cast=self.norm_cast
+        )
 
     def mlp_forward(self, x: Tensor, ctx: BlockInputs) -> tuple[Tensor, Tensor | None]:
         """Run the MLP: returns its output [B, T, C], and the router's counts if `ctx.routing` is
@@ -253,8 +254,9 @@ class Decoder(nn.Module):
         )
         blocks = [block(c, i) for i in range(c.num_hidden_layers)]
         self.layers = nn.ModuleList(blocks)
-        options: dict[str, Any] = {"offset": block.norm_offset, "cast": block.norm_cast}
-        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps, **options)
+        self.norm = AddRMSNorm(
+            c.hidden_size, c.rms_norm_eps, offset=block.norm_offset, cast=block.norm_cast
+        )
         # Layers with equal RoPE parameters share a table
         ropes = [layer.layer_rope(c, i) for i, layer in enumerate(blocks)]
         unique = [rope for i, rope in enumerate(ropes) if rope not in ropes[:i]]

@@ -10,7 +10,6 @@ from typing import Any, Protocol, Self, Unpack
 import torch
 from torch import Tensor
 
-from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.api import AttentionMask, Backend
 from tigon.kernels.attention.backends import HALF, PLAIN
 from tigon.kernels.runtime import check_values, on_host, runs_triton
@@ -296,14 +295,10 @@ class Batch:
         inputs = input_ids, inputs_embeds, positions, segment_ids, mask, cache
         return cls(*inputs, model.defaults, drop, keys)
 
-    def draw_dropout_keys(self, ranks: Ranks | None) -> Tensor:
-        """Seeds of an adapter's dropout, int64 [B, T]: the given ones, or else drawn from torch's
-        generator, by the first of `ranks` for all of them."""
-        if self.dropout_keys is not None:
-            return self.dropout_keys
+    def draw_dropout_keys(self) -> Tensor:
+        """Draw seeds of an adapter's dropout, int64 [B, T], from torch's generator."""
         bounds = torch.iinfo(torch.int64)
-        keys = torch.randint(bounds.min, bounds.max, self.shape, device=self.device)
-        return keys if ranks is None else ranks.gather(keys)[: len(keys)]
+        return torch.randint(bounds.min, bounds.max, self.shape, device=self.device)
 
     def drop_padding(self, x: Tensor) -> tuple[Tensor, Tensor, AttentionMask, Tensor | None]:
         """x [B, T, C], positions and mask for the blocks, and the indices of the real tokens.

@@ -5,8 +5,8 @@ from tigon.parallel.expert_parallel import check_experts, shard_experts
 from tigon.parallel.fsdp import reduction_dtype, shard_blocks
 from tigon.parallel.load import from_pretrained, shard_layers
 from tigon.parallel.mesh import DataRank, Meshes, MeshSizes
-from tigon.parallel.tensor_parallel import TensorParallel, find_tensor, keep_rank_zero, shard_model
-from tigon.parallel.zero2 import IN_FLIGHT, find_zero2, forward_order, shard_gradients
+from tigon.parallel.tensor_parallel import TensorParallel, keep_rank_zero, shard_model
+from tigon.parallel.zero2 import IN_FLIGHT, forward_order, shard_gradients
 
 __all__ = [
     "IN_FLIGHT",
@@ -16,8 +16,6 @@ __all__ = [
     "TensorParallel",
     "check_context",
     "check_experts",
-    "find_tensor",
-    "find_zero2",
     "forward_order",
     "from_pretrained",
     "gather_output",

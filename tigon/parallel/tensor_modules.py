@@ -24,9 +24,11 @@ from tigon.distributed.collectives import (
     reduce_from_group,
     scale_replicated_grad,
 )
+from tigon.distributed.expert_dispatch import TokenRoute
 from tigon.distributed.sequence_parallel import SequenceParallelRegion
 from tigon.layers import (
     AddRMSNorm,
+    Experts,
     FusedLinear,
     GatedLinear,
     Linear,
@@ -103,8 +105,9 @@ class TensorPass:
         norm = self.norms[place]
         if isinstance(norm.weight, DTensor):  # FSDP gathers it when the norm is called
             return None
-        options: dict[str, Any] = {"offset": norm.offset, "cast": norm.cast}
-        found = all_reduce_small_norm(x, residual, norm.weight, norm.eps, self.ranks, **options)
+        found = all_reduce_small_norm(
+            x, residual, norm.weight, norm.eps, self.ranks, offset=norm.offset, cast=norm.cast
+        )
         if found is None:
             return None
         total, y, stream = found
@@ -166,15 +169,35 @@ class TensorParallelMoE(SparseMoE):
 
     tensor: TensorPass
 
-    def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
-        """As in the base for the region's tokens x; routing is of all tokens, on every rank.
-
-        `replicated` changes nothing.
-        """
+    def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
+        """As in the base for the region's tokens x; routing is of all tokens, on every rank."""
         x = self.tensor.region.gather_from_region(x, single_reader=False)
         y = super().forward(x, *dropout_args)
         probs = scale_replicated_grad(y.probs, self.tensor.ranks)
         return y._replace(x=self.tensor.reduce(y.x), probs=probs)
+
+
+class DispatchedExperts(Experts):
+    """This rank's whole experts. If all ranks have the tokens, their results are summed."""
+
+    tensor: TensorPass
+
+    @property
+    def has_all_tokens(self) -> bool:
+        """Whether all ranks that share the experts have these tokens, without gradients."""
+        region = self.tensor.region
+        decoding = region.replicated and region.shape[1] == 1
+        return decoding and self.shard is not None and self.shard.ranks == region.ranks
+
+    def route(self, experts: Tensor) -> TokenRoute | None:
+        return None if self.has_all_tokens else super().route(experts)
+
+    def forward(
+        self, x: Tensor, experts: Tensor, weights: Tensor, route: TokenRoute | None = None
+    ) -> Tensor:
+        if self.shard is not None and self.has_all_tokens:
+            return self.shard.run_replicated(self._run_local, x, experts, weights)
+        return super().forward(x, experts, weights, route)
 
 
 class DispatchedMoE(SparseMoE):
@@ -184,29 +207,24 @@ class DispatchedMoE(SparseMoE):
     """
 
     tensor: TensorPass
+    experts: DispatchedExperts
 
-    def forward(self, x: Tensor, *dropout_args: Tensor, replicated: bool = False) -> MoEOutput:
+    def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
         """As in the base for the region's tokens x; routing is of this rank's tokens alone, but in
-        decoding of all. `replicated` changes nothing."""
+        decoding of all."""
         region = self.tensor.region
-        if self._is_replicated(region):
-            return super().forward(x, replicated=True)
+        if self.experts.has_all_tokens:
+            return super().forward(x)
         y = super().forward(region.local_tokens(x), *map(region.slice_tokens, dropout_args))
         return y._replace(x=region.gather_tokens(y.x))
 
     def count_routing(self, routed: MoEOutput, real: Tensor | None) -> Tensor:
         """Returns the counts and sums over the tokens of all ranks, on every rank."""
         region = self.tensor.region
-        if self._is_replicated(region):
+        if self.experts.has_all_tokens:
             return count_routing(routed, real)
         real = None if real is None else region.slice_tokens(real)
         return reduce_from_group(count_routing(routed, real), region.ranks)
-
-    def _is_replicated(self, region: SequenceParallelRegion) -> bool:
-        """Whether this is decoding of one token a row, and the region's ranks share the experts."""
-        shard = self.experts.shard
-        decoding = region.replicated and region.shape[1] == 1
-        return decoding and shard is not None and shard.ranks == region.ranks
 
 
 class TensorParallelNorm(AddRMSNorm):

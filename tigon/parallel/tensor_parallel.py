@@ -34,7 +34,7 @@ from tigon.layers import (
     LowRankExperts,
     SparseMoE,
 )
-from tigon.layers.lora import MAGNITUDE, B
+from tigon.layers.lora import LORA_B, MAGNITUDE
 from tigon.models import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.parallel.context_parallel import check_context, set_context_ranks
@@ -43,6 +43,7 @@ from tigon.parallel.mesh import MeshSizes
 from tigon.parallel.tensor_modules import (
     ColumnParallelGatedLinear,
     ColumnParallelLinear,
+    DispatchedExperts,
     DispatchedMoE,
     FlatParallelNorm,
     RowParallelLinear,
@@ -160,11 +161,6 @@ def _gradients(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
             yield name, p, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
 
 
-def find_tensor(model: nn.Module) -> TensorParallel | None:
-    """The tensor parallelism of a model, or None."""
-    return vars(model).get("_tensor")
-
-
 # Adapters, which are added before the model is sharded, are split like their weights: B and DoRA's
 # magnitudes by rows if the weight is column-wise parallel, A by columns if it is row-wise parallel,
 # and an embedding's A by vocabulary. The rest is replicated, with partial gradients. Norms of rows
@@ -206,7 +202,7 @@ def adapter_specs(
             elif _is_row_wise(weight):
                 names, dim, pieces = [low.name_of_a(part)], 1, weight.pieces
             else:
-                names, dim, pieces = [B + part.name], 0, _pieces_of_part(weight, part)
+                names, dim, pieces = [LORA_B + part.name], 0, _pieces_of_part(weight, part)
                 names += [MAGNITUDE + part.name] * low.dora
             for name in names:
                 yield f"{at}.{name}", ShardSpec(tuple(low.get_parameter(name).shape), dim, pieces)
@@ -400,7 +396,7 @@ def shard_model(model: CausalLM, mesh: DeviceMesh) -> None:
     they are. Raises ValueError for a model that so many ranks cannot split.
     """
     shard_parameters(model, Ranks.of(mesh.get_group()))
-    vars(model)["_tensor"] = TensorParallel(model, mesh)
+    model.tensor_parallel = TensorParallel(model, mesh)
 
 
 def shard_parameters(model: CausalLM, ranks: Ranks) -> None:
@@ -446,6 +442,8 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
         moes = [module for module in block.modules() if isinstance(module, SparseMoE)]
         for moe in moes:
             _install(moe, DispatchedMoE if moe.divided else TensorParallelMoE, tensor=tensor)
+            if moe.divided:
+                _install(moe.experts, DispatchedExperts, tensor=tensor)
         inside = {module for moe in moes for module in moe.modules()}
         for module in block.modules():
             if isinstance(module, Attention):

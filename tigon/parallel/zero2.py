@@ -338,13 +338,8 @@ def shard_gradients(
     micro-batches and are reduced over ranks. Gradients are summed, not averaged, and given in the
     dtype of the rows.
     """
-    model._zero = Zero2(model, mesh, compute, sums)  # type: ignore[assignment]
-    return find_zero2(model)  # type: ignore[return-value]
-
-
-def find_zero2(model: nn.Module) -> Zero2 | None:
-    """The Zero2 of a model, or None."""
-    return vars(model).get("_zero")
+    model.zero2 = zero = Zero2(model, mesh, compute, sums)
+    return zero
 
 
 def forward_order(model: CausalLM) -> Iterator[list[nn.Module]]:

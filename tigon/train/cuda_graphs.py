@@ -30,7 +30,6 @@ from tigon.layers import Adapters, Attention
 from tigon.layers.moe import Experts
 from tigon.models import CausalLM
 from tigon.models.decoder import Decoder
-from tigon.parallel import find_zero2
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype, is_sharded
@@ -50,7 +49,7 @@ class ReplayGuard:
     """
 
     def __init__(self, model: CausalLM) -> None:
-        decoder, zero = model.model, find_zero2(model) is not None
+        decoder, zero = model.model, model.zero2 is not None
         ends = *decoder.layers, decoder.norm
         inner = dict.fromkeys(m for end in ends for m in end.modules())
         modules = decoder, *inner
@@ -125,7 +124,7 @@ class GradientBuffers:
     """
 
     def __init__(self, model: CausalLM) -> None:
-        self.zero, self._modules = find_zero2(model), [*model.model.layers, model.model.norm]
+        self.zero, self._modules = model.zero2, [*model.model.layers, model.model.norm]
         self._holders: list[tuple[nn.Parameter, Any, str]] = []
         self.memory: list[Tensor | None] = []  # one for each holder, made by a capture
 
@@ -531,7 +530,7 @@ def check_model(model: CausalLM) -> None:
         raise ValueError(
             "cuda_graphs with activation_offload, which copies beside the passes: leave one out"
         )
-    zero = find_zero2(model)
+    zero = model.zero2
     if zero is None and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("cuda_graphs: the model is sharded by FSDP2, which gathers by Python")
     dtype = model.dtype if zero is None else zero.compute

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tigon.models import CausalLM
-from tigon.parallel import DataRank, Meshes, MeshSizes, find_zero2, shard_blocks
+from tigon.parallel import DataRank, Meshes, MeshSizes, shard_blocks
 from tigon.train.config import Config, Parallel
 from tigon.train.signals import Signals
 from tigon.utils.terminal import one_line
@@ -253,16 +253,16 @@ def local(tensor: Tensor) -> Tensor:
 
 def sync_gradients(model: CausalLM, on: bool) -> None:
     """Lets the next backward reduce gradients over ranks, or only add them up here."""
-    if (zero := find_zero2(model)) is not None:
-        zero.reduces = on
+    if model.zero2 is not None:
+        model.zero2.reduces = on
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(on)
 
 
 def reshard(model: CausalLM) -> None:
     """Frees the gathered weights after forwards without a backward."""
-    if (zero := find_zero2(model)) is not None:
-        zero.release()
+    if model.zero2 is not None:
+        model.zero2.release()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

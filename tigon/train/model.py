@@ -22,7 +22,6 @@ from tigon.models.pretrained.quantization import quantize_model, quantized_bytes
 from tigon.parallel import (
     Meshes,
     MeshSizes,
-    find_zero2,
     keep_rank_zero,
     shard_experts,
     shard_gradients,
@@ -64,8 +63,8 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
         _load_or_init_weights(model, config, weights, dtype)
     if config.lora is not None:  # equally on any number of ranks
         init_adapter(model, generator=torch.Generator().manual_seed(config.seed))
-    if (zero := find_zero2(model)) is not None:
-        zero.allocate()
+    if model.zero2 is not None:
+        model.zero2.allocate()
     return apply_model_settings(model, config)
 
 

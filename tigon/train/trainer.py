@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tigon import report
 from tigon.data.examples import format_count
-from tigon.parallel import find_tensor
 from tigon.train import checkpoint, guard, publish, resume
 from tigon.train.build import TrainingRun
 from tigon.train.callbacks import NamedSets, PassWatcher, PredictionsWriter
@@ -161,8 +160,8 @@ def forward_backward(run: TrainingRun, step: int) -> dict[str, float]:
         # Detached, as a CUDA graph capture must not see nodes of an eager pass
         results.append(replace(result, loss=result.loss.detach(), output=None))
     if norm is None:
-        if (tensor := find_tensor(model)) is not None:
-            tensor.sum_gradients(model)
+        if model.tensor_parallel is not None:
+            model.tensor_parallel.sum_gradients(model)
         norm = clip(model, run.optimizer, run.config.max_grad_norm)
     own_loss = torch.stack([result.loss.detach().double() for result in results]).sum()
     values = to_host({"grad_norm": norm, "own_loss": own_loss} | reduce_losses(run, results))

@@ -24,7 +24,7 @@ from tigon.layers import (
     LowRankExperts,
     SavedModules,
 )
-from tigon.layers.lora import MAGNITUDE, A, B, dropout_seed
+from tigon.layers.lora import LORA_A, LORA_B, MAGNITUDE, dropout_seed
 from tigon.models.adapters.lora import (
     LoraConfig,
     LoRAParts,
@@ -46,7 +46,7 @@ def add_delta(weight: Tensor, low: LowRank) -> None:
     local, start = local_rows("weight", weight)
     a, rank = _full_tensor(low.lora_A).float(), 0
     for part in low.parts:
-        b = _full_tensor(low.get_parameter(B + part.name)).float()
+        b = _full_tensor(low.get_parameter(LORA_B + part.name)).float()
         if low.dora:  # before the test of rows, since all ranks gather
             magnitudes = _full_tensor(low.get_parameter(MAGNITUDE + part.name)).float()
         begin, end = max(part.first, start), min(part.first + part.size, start + len(local))
@@ -83,7 +83,8 @@ def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
     """Add scale B_e A_e to the matrices of this rank's experts, in place; computed in float32."""
     for part in low.parts:
         local, start = local_rows(part.name, layer.get_parameter(part.name))
-        a, b = (_full_tensor(low.get_parameter(kind + part.name)).float() for kind in (A, B))
+        names = LORA_A + part.name, LORA_B + part.name
+        a, b = (_full_tensor(low.get_parameter(name)).float() for name in names)
         a = a.view(low.experts, part.rank, -1)
         b = b.view(part.size, part.rank, low.experts)
         for e, matrix in enumerate(local, start):

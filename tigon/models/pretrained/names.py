@@ -15,7 +15,7 @@ from tigon.layers import (
     LowRankExperts,
     SavedModules,
 )
-from tigon.layers.lora import MAGNITUDE, B
+from tigon.layers.lora import LORA_B, MAGNITUDE
 from tigon.weights import Layout, ShardSpec, TensorSlice, shard_slices
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -121,7 +121,7 @@ def _adapter_slices(
     if kind == "lora_A":
         leaf = [f"{parent}{part.name}.lora_A.{adapter}.weight" for part in module.parts]
         return _tile(leaf, [part.rank for part in module.parts], shape[1:])
-    for start in (B, MAGNITUDE):
+    for start in (LORA_B, MAGNITUDE):
         if kind.startswith(start):
             name = f"{kind.removeprefix(start)}.{start.removesuffix('_')}"
             return (TensorSlice.whole(f"{parent}{name}.{adapter}.weight", shape),)

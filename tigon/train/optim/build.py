@@ -7,7 +7,6 @@ import torch
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
-from tigon.parallel import find_tensor
 from tigon.train.config import Config
 from tigon.train.optim import adamw
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
@@ -65,7 +64,7 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
         # CPUs without bf16 units would take longer for less
         dtype=torch.bfloat16 if model.device.type == "cuda" else torch.float32,
         shard_specs={named[name]: spec for name, spec in model.shard_specs.items()},
-        tensor=find_tensor(model),
+        tensor=model.tensor_parallel,
         like=next(model.parameters()),
     )
 

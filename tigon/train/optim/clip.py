@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tigon.kernels.norm.grad_norm import SquaredNorm
-from tigon.parallel import find_tensor
+from tigon.parallel import TensorParallel
 from tigon.train.distributed import local
 from tigon.train.optim.adamw import LowPrecisionOptimizer
 from tigon.weights import row_group
@@ -101,11 +101,16 @@ def _local_gradients(model: nn.Module) -> list[Tensor]:
     return [gradient for _, gradient in _counted_gradients(model, model.named_parameters())]
 
 
+def _tensor_parallel(model: nn.Module) -> TensorParallel | None:
+    """The tensor parallelism of the model, which need not be a language model."""
+    return getattr(model, "tensor_parallel", None)
+
+
 def _counted_gradients(
     model: nn.Module, named: Iterable[tuple[str, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns parameters with the gradients that this rank adds to the global norm."""
-    if (tensor := find_tensor(model)) is not None:
+    if (tensor := _tensor_parallel(model)) is not None:
         return list(tensor.unique_gradients(named))
     return _rank_gradients(p for _, p in named)
 
@@ -129,7 +134,7 @@ def _combine_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
     norm = torch.zeros((), device=parameter.device)
     if norms:
         norm = torch.linalg.vector_norm(torch.stack([*norms]))
-    if isinstance(parameter, DTensor) or find_tensor(model) is not None:
+    if isinstance(parameter, DTensor) or _tensor_parallel(model) is not None:
         norm = _sum_over_ranks(norm.double().square(), model).sqrt()
     return norm.float()
 
@@ -139,7 +144,7 @@ def _sum_over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
     parameter = next(model.parameters())
     if isinstance(parameter, DTensor):
         dist.all_reduce(squares, group=row_group(parameter))
-    if (tensor := find_tensor(model)) is not None:
+    if (tensor := _tensor_parallel(model)) is not None:
         squares = tensor.ranks.sum(squares)
     return squares
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.models import CausalLM
-from tigon.parallel import find_tensor, forward_order
+from tigon.parallel import forward_order
 from tigon.train.config import Config
 from tigon.train.optim.adamw import LowPrecisionOptimizer
 from tigon.train.optim.clip import BucketedNorm
@@ -40,7 +40,7 @@ class InBackward:
         """Registers a hook on each parameter; the optimizer must have all trained ones."""
         self.optimizer, self.norm = optimizer, BucketedNorm(model)
         self.names = {p: name for name, p in model.named_parameters()}
-        self.tensor = find_tensor(model)
+        self.tensor = model.tensor_parallel
         if self.tensor is not None:
             self.tensor.use_separate_group()
         self.under_way = False  # stays true after a failed backward

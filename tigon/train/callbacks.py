@@ -38,7 +38,7 @@ class HookRequest:
 
     @property
     def positions(self) -> Tensor | None:
-        """Concatenates the positions of all hooks."""
+        """Returns the positions of all hooks, one hook's after the other's; None without any."""
         positions = [at for at in self.at if at is not None]
         return torch.cat(positions) if positions else None
 
@@ -84,7 +84,8 @@ class Hook:
         self._call, self._positions = call, getattr(call, "positions", None)
 
     def positions(self, micro_batch: MicroBatch, labels: Tensor) -> Tensor | None:
-        """Returns the positions that the hook chooses, int64 [n] in the flattened batch."""
+        """Returns the positions that the hook chooses, int64 [n] in the flattened batch; None if it
+        chooses none. Raises TypeError or ValueError unless it returns None or bool [B, T]."""
         if self._positions is None:
             return None
         chosen = self._run(self._positions, micro_batch, labels)
@@ -99,10 +100,12 @@ class Hook:
         return chosen.to(labels.device).flatten().nonzero().squeeze(1)
 
     def __call__(self, context: HookContext) -> None:
+        """Calls the hook with a pass, without gradients; an error in it is a RuntimeError."""
         self._run(self._call, context)
 
     def _run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls the user's hook; an error in it names the hook."""
+        """Returns what the user's callable returns, without gradients; an error in it becomes a
+        RuntimeError that names the hook."""
         try:
             with torch.no_grad():
                 return call(*args)
@@ -117,7 +120,8 @@ class Hooks:
         self.hooks, self.every = [Hook(name) for name in names], every
 
     def is_due(self, step: int, *, training: bool) -> bool:
-        """Returns whether this step, counted from 1, or this evaluation calls the hooks."""
+        """Returns whether there are hooks that this step, counted from 1, or this evaluation calls:
+        every evaluation does, and each `every`-th step."""
         in_training = self.every > 0 and step % self.every == 0
         return bool(self.hooks) and (in_training or not training)
 
@@ -215,7 +219,8 @@ class PredictionsWriter:
                 self.file.close()
 
     def write(self, output: PassOutput, micro_batch: MicroBatch) -> None:
-        """Writes the next micro-batch of every rank; all ranks call it."""
+        """Writes the next micro-batch of every rank, once for ranks with the same rows; all ranks
+        call it."""
         rows = prediction_rows(output, micro_batch) if self.world.is_data_leader else []
         for row in rows:
             for name in ("target", "predicted"):

@@ -78,7 +78,8 @@ def _read_file(path: str | Path) -> dict[str, Any]:
 
 
 def _with_entries(line: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets the entries of dictionaries, as columns.NAME=value, beside those of the file."""
+    """Moves settings of entries, as columns.NAME=value, into dictionaries with the file's other
+    entries; changes and returns `line`."""
     for name in DICTIONARIES:
         entries = {key: line.pop(key) for key in [*line] if key.startswith(f"{name}.")}
         if entries:
@@ -122,7 +123,8 @@ def _setting_names(values: dict[str, Any], groups: Container[str], parse: Parse)
 
 
 def _named_eval_data(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
-    """Turns eval_data={NAME: path or entry, ...} into a list of entries with a name."""
+    """Returns eval_data={NAME: path or entry, ...} as a list of entries with a name; {} for any
+    other eval_data."""
     value = values.get("eval_data")
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = parse(value)
@@ -148,6 +150,7 @@ def _parse(text: str) -> Any:
 
 
 def _parse_entry(text: str) -> Any:
+    """Returns a dictionary entry's value, read as YAML; what is no YAML stays text."""
     try:
         return _parse(text)
     except ConfigError:
@@ -157,7 +160,7 @@ def _parse_entry(text: str) -> Any:
 
 
 def _number(text: str) -> float | str:
-    """Reads 2e-5, which is text in YAML, as a number."""
+    """Returns the number in a text, such as 2e-5, which is text in YAML; other text unchanged."""
     try:
         return float(text)
     except ValueError:

@@ -85,7 +85,8 @@ class ReplayGuard:
         return False
 
     def fingerprint(self) -> list[object]:
-        """Returns the addresses of parameters and buffers, which are trained, and the adapters."""
+        """Returns address and requires_grad of each parameter and buffer, and the chosen adapters,
+        to compare with those of another pass."""
         tensors = (t for named in self._tensors for t in named.values())
         states: list[object] = [(t.data_ptr(), t.requires_grad) for t in tensors if t is not None]
         return states + [m.chosen for m in self._adapters]
@@ -99,7 +100,8 @@ def graph_key(
     routing: bool,
     dropout_keys: Tensor | None,
 ) -> GraphKey:
-    """Identifies passes that one graph serves: by shapes, and host numbers that launches use."""
+    """Returns a key that is equal for passes that one graph serves: it has shapes, and the host
+    numbers that launches use."""
     cu = mask.cu_seq_lens
     return (
         x.shape,
@@ -155,7 +157,8 @@ class GradientBuffers:
         return any(value is not None for value in self.read())
 
     def copy_eager(self) -> None:
-        """Copies the gradients of a pass without graphs to the fixed memory."""
+        """Copies the gradients of a pass without graphs to the fixed memory, zeros where it has
+        none, and makes that memory the gradients."""
         with torch.no_grad():
             for buffer, grad in zip(self.memory, self.read(), strict=True):
                 if buffer is not None and grad is None:
@@ -195,7 +198,7 @@ class GradientBuffers:
                 setattr(owner, name, buffer)
 
     def _copy_hook(self, index: int) -> Callable[[Tensor], None]:
-        """Returns a hook that copies a parameter's new gradient into its buffer."""
+        """Returns a hook that moves a parameter's new gradient into its buffer."""
         _, owner, name = self.holders[index]
 
         def copy(_: Tensor) -> None:
@@ -283,6 +286,7 @@ class CapturedGraph:
     def forward(
         self, x: Tensor, positions: Tensor, mask: AttentionMask, dropout_keys: Tensor | None
     ) -> list[Tensor]:
+        """Returns new outputs for these inputs, by a replay: hidden states and routers' tallies."""
         with torch.no_grad():
             self.x.copy_(x)
         self.positions.copy_(positions)
@@ -311,11 +315,13 @@ class CapturedGraph:
 
 
 def mask_tensors(mask: AttentionMask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns cu_seq_lens, segment_ids and key_mask of a mask."""
     return mask.cu_seq_lens, mask.segment_ids, mask.key_mask
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
-    """Captures what `run` launches; raises RuntimeError if it cannot be captured."""
+    """Captures what `run` launches and returns a function that replays it; raises RuntimeError if
+    it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads allocate and copy the next micro-batches meanwhile
@@ -419,7 +425,8 @@ class Graphs:
         return type(None), ()  # a copy of the model has weights of its own, and runs without
 
     def _needs_eager(self) -> bool:
-        """Returns whether a replay would ignore something that this pass does."""
+        """Returns whether this pass must run without graphs: under torch.compile or autocast, or
+        with hooks, which a replay would ignore."""
         if torch.compiler.is_compiling():
             return True
         if autocast_dtype(self.device) is not None:  # casts of weights outlive the graph's memory

@@ -301,7 +301,7 @@ class CheckpointingChoice:
 
 
 def format_gib(size: int) -> str:
-    """Returns bytes in GiB, with enough digits for tiny models."""
+    """Formats bytes as a number of GiB, with enough digits for tiny models."""
     return f"{size / GIB:.2f}" if size >= GIB else f"{size / GIB:.3g}"
 
 

@@ -47,7 +47,7 @@ class Profiler:
                 self._stop()
 
     def close(self) -> None:
-        """Stops a profile that the run ends before the last of its steps, and says so."""
+        """Drops a profile that the run ends before the last of its steps, and says so."""
         if self.profile is not None:
             self.profile.on_trace_ready = None
             self._stop()
@@ -59,6 +59,7 @@ class Profiler:
         self.profile = None
 
     def _write(self, profile: torch.profiler.profile) -> None:
+        """Writes the trace; logs its path, or why there is none."""
         try:
             self.trace.parent.mkdir(parents=True, exist_ok=True)
             self.trace.unlink(missing_ok=True)  # never written through, should it be a link

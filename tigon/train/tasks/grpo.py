@@ -60,6 +60,7 @@ class GRPO(AnswerTask):
     }
 
     def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the task or its loss_type does not use."""
         super().__init__(config, world)
         self.refers = self.beta > 0
         self.clip = Clip(config.epsilon, config.epsilon_high, config.delta)
@@ -73,6 +74,7 @@ class GRPO(AnswerTask):
             raise ValueError(f"reference={config.reference} with beta=0 has no effect")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """Returns the encoder of answers with rewards or advantages."""
         scale = self.config.scale_rewards == "group"
         return RewardedEncoder(tokenizer, scale=scale, **self.encoder_options())
 
@@ -105,11 +107,13 @@ class GRPO(AnswerTask):
         return notes
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
+        """Adds the number of "answers" to the base's sums."""
         answers = torch.full((), len(inputs.micro_batch.spans), device=model.device)
         return super().sums(model, inputs) | {"answers": answers}
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
-        """Computes the clipped policy-gradient loss of a micro-batch."""
+        """Returns a micro-batch's part of the clipped policy-gradient loss, with beta times the
+        divergence from the reference, and of the metrics."""
         known = self.reference_logprobs(inputs) if self.refers else None
         output = self.forward(model, inputs)
         assert output.logprobs is not None
@@ -162,7 +166,7 @@ class GRPO(AnswerTask):
 
 
 def moments(micro_batch: MicroBatch) -> dict[str, Tensor]:
-    """Returns the count, sum and sum of squares of the rewards, float64 [3].
+    """Returns {"rewards": float64 [3]}: the count, sum and sum of squares of the rewards.
 
     Rewards are NaN if a row has advantages. Data cached by an earlier version have no rewards: {}.
     """

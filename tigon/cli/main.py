@@ -74,7 +74,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _needs_headers_alone(args: argparse.Namespace) -> bool:
-    """Whether `tigon info` needs only config.json and headers, and so no torch."""
+    """Returns whether `tigon info` needs only config.json and headers, and so no torch."""
     if args.check or args.model is None or args.model.endswith(".gguf"):
         return False
     return not any(Path(args.model, name).exists() for name in ("run.json", "checkpoints"))
@@ -96,18 +96,22 @@ def _import_interruptibly(name: str) -> Any:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Prints a warning as one line on standard error, without where it came from."""
     print(f"tigon: {one_line(message)}", file=sys.stderr)
 
 
 def _flag(help: str) -> dict[str, Any]:
+    """Returns the keywords of add_argument for an option without a value."""
     return {"action": "store_true", "help": help}
 
 
 def _text(metavar: str, help: str, **options: Any) -> dict[str, Any]:
+    """Returns the keywords of add_argument for an argument that stays text."""
     return {"metavar": metavar, "help": help, **options}
 
 
 def _number(help: str, type: type = int, metavar: str = "N", **options: Any) -> dict[str, Any]:
+    """Returns the keywords of add_argument for a number, by default an int."""
     return {"type": type, "metavar": metavar, "help": help, **options}
 
 

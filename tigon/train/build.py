@@ -190,8 +190,8 @@ def read_inputs(
 
 
 def resolve_parallel(config: Config, world: World, gpus: int) -> tuple[Config, World]:
-    """Returns both with the layout that is chosen for `gpus` GPUs in place of parallel=auto; without
-    that as they are."""
+    """Returns both with the layout that is chosen for `gpus` GPUs in place of parallel=auto, or
+    unchanged without that."""
     if config.parallel != "auto":
         return config, world
     from tigon.train.auto_layout import resolve_layout  # the planner imports the trainer

@@ -116,7 +116,8 @@ def full_state(model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) ->
 
 
 def weight_state(model: CausalLM) -> State:
-    """Returns the weights, a tied one once; only the adapter's if the model has one."""
+    """Returns this rank's rows of the weights, a tied one once; only of the adapter's if the model
+    has one."""
     parameters = dict(model.named_parameters())
     if model.active_adapter is not None:
         parameters = adapter_parameters(model, model.active_adapter)
@@ -124,7 +125,7 @@ def weight_state(model: CausalLM) -> State:
 
 
 def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
-    """Returns the states as optimizer.STATE.NAME; zeros before the first step.
+    """Returns this rank's rows of the states as optimizer.STATE.NAME; zeros before the first step.
 
     A state is one number, which each checkpoint tensor of a packed parameter gets, or has the rows
     of its parameter, perhaps with fewer columns (scales of blocks).
@@ -160,7 +161,7 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
 
 
 def _has_same_rows(state: Tensor, weight: Tensor) -> bool:
-    """Whether a state has the rows of its weight, so that it can be divided as that is."""
+    """Returns whether a state has the rows of its weight, so that it can be divided as that is."""
     return state.shape == weight.shape or (
         weight.dim() > 1 and state.shape[:-1] == weight.shape[:-1]
     )
@@ -258,7 +259,8 @@ def _assign_files(items: Sequence[WriteItem], rank: int) -> dict[str, list[Write
 
 
 def _write(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> str:
-    """Writes a file tensor by tensor; returns its checksum."""
+    """Writes a new safetensors file, tensor by tensor, to the disk; returns its SHA-256 in
+    hexadecimal digits."""
     offsets = {i.index.fqn: {SAVED_OFFSETS_KEY: list(_data(i).chunk.offsets)} for i in items}
     header = write_header(
         [(i.index.fqn, _data(i).chunk.sizes, _data(i).properties.dtype) for i in items],
@@ -282,4 +284,5 @@ def _data(item: WriteItem) -> Any:
 
 
 def _nbytes(item: WriteItem) -> int:
+    """Returns the bytes of the rows that an item writes."""
     return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize

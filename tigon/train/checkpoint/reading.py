@@ -106,7 +106,8 @@ def _row_spans(
 
 
 def _read_tensor_metadata(checkpoint: Path) -> Metadata:
-    """Reads the names, shapes and dtypes of a checkpoint's tensors."""
+    """Returns the names, shapes and dtypes of a checkpoint's tensors; ValueError if its files
+    cannot be read."""
     try:
         return HuggingFaceStorageReader(str(checkpoint)).read_metadata()
     except Exception as error:  # whatever torch and safetensors meet in headers that are wrong

@@ -345,12 +345,14 @@ class LowPrecisionOptimizer(Optimizer):
         return self.memory.on_host or not is_float32
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, and the `scale` that no step has used."""
         self.scale = None
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters that have gradients."""
+        """Updates all parameters that have gradients, which `scale` multiplies if it is set; unsets
+        it."""
         scale, self.scale = self.scale, None
         parts = [(i, group["params"]) for i, group in enumerate(self.param_groups)]
         self.update(parts, scale=scale)
@@ -494,7 +496,7 @@ class LowPrecisionOptimizer(Optimizer):
             yield bucket
 
     def _slices(self, parameter: Tensor) -> Iterator[UpdateSlice]:
-        """Yields a parameter, a few million elements at a time where they are copied."""
+        """Yields a parameter whole if it is updated in place, else SIZE elements at a time."""
         assert parameter.grad is not None
         weight, gradient = local(parameter), local(parameter.grad).contiguous()
         states, runs = dict(self.state[parameter]), self.runs[parameter]
@@ -557,7 +559,8 @@ def _step_counters(counts: Sequence[float], device: torch.device) -> list[Tensor
 
 
 def _fits_kernel(parameter: Tensor) -> bool:
-    """Returns whether the kernel runs, and takes this parameter with its gradient."""
+    """Returns whether Triton kernels run on the parameter's device, and the fused kernel takes it
+    with its gradient."""
     own = local(parameter)
     return (
         runs_triton(own)
@@ -612,14 +615,15 @@ def blocks_of(model: CausalLM) -> dict[Tensor, int]:
 
 
 def sgd(model: CausalLM, config: Config) -> Optimizer:
-    """Builds SGD with a momentum in float32."""
+    """Builds SGD, with a momentum in float32 if the settings have one."""
     names = ("momentum_buffer",) if config.momentum else ()
     settings = {"momentum": config.momentum or 0.0, "nesterov": bool(config.nesterov)}
     return _build(model, config, update_sgd, names, lambda _: torch.float32, **settings)
 
 
 def state_bytes(states: str) -> float:
-    """Returns the bytes of AdamW's states for each element of a matrix."""
+    """Returns the bytes of AdamW's states in `float32`, `bfloat16` or `8bit` for each element of a
+    matrix, with the scales of blocks."""
     return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]
 
 

@@ -15,7 +15,7 @@ from tigon.train.optim.muon import Muon
 
 
 class OptimizerSpec(NamedTuple):
-    """How an optimizer is built, and the bytes of its states."""
+    """Holds the function that builds an optimizer, and those for the bytes of its states."""
 
     build: Callable[[CausalLM, Config], Optimizer]
     state_bytes: Callable[[Config], float]  # per trained parameter
@@ -23,7 +23,8 @@ class OptimizerSpec(NamedTuple):
 
 
 def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
-    """Builds the optimizer of the trained parameters, and freezes the others."""
+    """Freezes the parameters that the settings do not train, and returns the optimizer of the
+    others."""
     freeze(model, config)
     return OPTIMIZERS[config.optimizer].build(model, config)
 

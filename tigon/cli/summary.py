@@ -34,7 +34,7 @@ def info(args: Namespace) -> int:
 
 
 def print_facts(name: str, facts: Facts) -> None:
-    """Prints a name and its facts, a line for each."""
+    """Prints a name and its facts, a line for each, with control characters escaped."""
     print(escape(name))
     for label, value in facts.items():
         print(f"  {label:<14}{escape(value, 4000)}")
@@ -243,6 +243,7 @@ def format_rope(rope: Mapping[str, Any]) -> str:
 
 
 def format_mib(count: int) -> str:
+    """Formats bytes in MiB, with one decimal."""
     return f"{count / 2**20:,.1f} MiB"
 
 

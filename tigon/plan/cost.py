@@ -91,6 +91,7 @@ class ParameterCounts:
 
     @property
     def total(self) -> int:
+        """The number of all parameters in the part."""
         return sum(self.counts.values())
 
     def per_shard(self, shards: int) -> Iterator[tuple[bool, float]]:

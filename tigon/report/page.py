@@ -54,16 +54,19 @@ def facts(run: RunFiles) -> dict[str, str]:
 
 
 def format_number(value: float) -> str:
+    """Formats four digits, or from 1,000 on a whole number with commas; NaN is "not finite"."""
     if math.isnan(value):
         return "not finite"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def format_percent(value: float) -> str:
+    """Formats a share, such as 0.5, as 50 %."""
     return f"{100 * value:.4g} %"
 
 
 def format_duration(seconds: float) -> str:
+    """Formats a duration as 4.2 s, 4 min 05 s or 1 h 04 min."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     long = f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"

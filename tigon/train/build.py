@@ -307,7 +307,7 @@ def check_same_models(config: Config, digest: str, world: World) -> None:
 
 
 def _describe_model(path: str, revision: str | None = None) -> str:
-    """Returns config and generation settings of a model, to compare between ranks."""
+    """Returns a text of a model's config and generation settings, to compare between ranks."""
     repository = Repository(path, revision=revision)
     file = repository.optional_file("generation_config.json")  # which samples go by
     generation = b"" if file is None else file.read_bytes()

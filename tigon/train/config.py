@@ -528,6 +528,8 @@ class Config(
         return self.data if self.eval_fraction else self.eval_data
 
     def __post_init__(self) -> None:
+        """Raises ValueError for settings out of range, at fault or in conflict; replaces a ~ at the
+        beginning of paths."""
         check_ranges(self)
         for name in ("run_dir", "model", "init", "tokenizer", "chat_template"):
             check_file_name(getattr(self, name))

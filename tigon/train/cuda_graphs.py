@@ -259,7 +259,7 @@ class CapturedGraph:
         return self
 
     def _run_forward(self) -> None:
-        """Runs the blocks on the graph's input buffers."""
+        """Runs the blocks on the graph's static inputs; sets `outputs`."""
         mask = AttentionMask(
             self.x.shape[1],
             segment_ids=self.segments,
@@ -276,7 +276,7 @@ class CapturedGraph:
         self.outputs = [hidden, *tallies]
 
     def _run_backward(self) -> None:
-        """Runs backward from the graph's gradient buffers."""
+        """Runs backward from the outputs' gradients in `upstream`; sets `dx`, the gradient of x."""
         self.x.grad = None
         upstream = [u for u in self.upstream if u is not None]
         torch.autograd.backward([self.outputs[i] for i in sorted(self.learned)], upstream)
@@ -422,6 +422,7 @@ class Graphs:
         return hidden, tallies
 
     def __reduce__(self) -> Any:
+        """Makes None of a copy, or of what is unpickled."""
         return type(None), ()  # a copy of the model has weights of its own, and runs without
 
     def _needs_eager(self) -> bool:
@@ -459,7 +460,8 @@ class Graphs:
             self.say(f"note: cuda_graphs: {text}")
 
     def _add(self, kind: GraphKey) -> bool:
-        """Adds a kind of micro-batch; returns False if there are MAX_GRAPHS of them."""
+        """Adds a kind of micro-batch and returns True; False if there are MAX_GRAPHS of them
+        already."""
         if len(self.learned) < MAX_GRAPHS:
             self.learned[kind] = set()
             return True

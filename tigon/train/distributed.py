@@ -79,6 +79,7 @@ class World:
 
     @property
     def sizes(self) -> MeshSizes:
+        """Returns the ranks of each dimension of the mesh; without meshes, all are FSDP's."""
         return MeshSizes(fsdp=self.size) if self.meshes is None else self.meshes.sizes
 
     def log_rank0(self, *texts: str) -> None:

@@ -220,7 +220,8 @@ def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) 
 
 
 def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
-    """Returns what ranks that divide rows, layers or experts send each other, a line each."""
+    """Returns what ranks that divide rows, layers or experts send each other, a line for each of
+    these dimensions with several ranks."""
     lines, context, tensor, expert = [], sizes.context, sizes.tensor, sizes.expert
     tokens, subject = -(-config.seq_len // context), "each of {} ranks has "
     element_bytes = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize

@@ -75,6 +75,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Runs an operator, counts the storages that it makes, and its workspace for a moment."""
         name = func._schema.name
         size = WORKSPACES[name](*args) if name in WORKSPACES else 0
         out = func(*args, **(kwargs or {}))

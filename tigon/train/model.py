@@ -470,6 +470,7 @@ def add_stop_tokens(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:
+    """Returns token ids as a new list; [] for None."""
     return [ids] if isinstance(ids, int) else list(ids or ())
 
 

@@ -54,6 +54,7 @@ class Profiler:
             self.world.log_rank0(f"no profile: the run ended before step {self.last}")
 
     def _stop(self) -> None:
+        """Ends the profile, which writes the trace unless `close` has dropped it."""
         assert self.profile is not None
         self.profile.stop()
         self.profile = None

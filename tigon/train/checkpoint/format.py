@@ -79,12 +79,14 @@ class LocalRows(Tensor):
         raise NotImplementedError(f"{func}: {cls.__name__} has no memory, only its chunks have")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Returns the offsets and sizes of this rank's chunks."""
         return [
             ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.rows.shape))
             for chunk in self.chunks
         ]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        """Returns an item to write for each of this rank's chunks."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -96,6 +98,7 @@ class LocalRows(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Returns the rows of the chunk at the index's offset: to write them, or to read into."""
         return next(c.rows for c in self.chunks if torch.Size(c.offsets) == index.offset)
 
 
@@ -214,6 +217,7 @@ class Writer(FileSystemWriter):
         self.begin, self.commit, self.directory = begin, commit, Path()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the plan unchanged."""
         return plan  # the directory is made when all ranks have a plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

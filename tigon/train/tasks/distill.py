@@ -100,6 +100,8 @@ class Distill(CrossEntropyTask):
             self.teacher = load_frozen(self.config, world, path, vocab_size=size)
 
     def meta_frozen_model(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
+        """Returns the teacher on the meta device, which an estimate's passes use then; None if the
+        rows have its distributions."""
         if path := self.config.teacher:
             self.teacher = meta_model_from_path(path, dtype, vocab_size=model.config.vocab_size)
         return self.teacher

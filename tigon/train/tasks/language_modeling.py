@@ -46,6 +46,8 @@ class CrossEntropyTask(Task):
     predicts_tokens: ClassVar[bool] = True
 
     def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the task does not use, or that `check_settings` does
+        not allow."""
         super().__init__(config, world)
         check_settings(config)
 

@@ -180,7 +180,7 @@ def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
 
 @on_ranks
 def eval_perplexity(args: Namespace, world: World | None) -> int:
-    """Runs `tigon eval perplexity`: prints perplexity and loss."""
+    """Runs `tigon eval perplexity`: prints perplexity, loss, accuracy and the number of tokens."""
     with raise_on_all_ranks(world):
         model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:

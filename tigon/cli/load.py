@@ -141,7 +141,8 @@ def on_ranks(command: Command) -> Callable[[Namespace], int]:
 
 
 def raise_on_all_ranks(world: World | None) -> AbstractContextManager[None]:
-    """Raises an error of one rank on all of them; on one process, does nothing."""
+    """Returns a context that raises an error of one rank on all of them; for None, one process, it
+    does nothing."""
     return nullcontext() if world is None else world.raise_on_all_ranks()
 
 

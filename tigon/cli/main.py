@@ -20,7 +20,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; errors that a user can fix are one line on stderr, without a traceback."""
+    """Runs one command and returns its exit code; errors that a user can fix are one line on
+    stderr, without a traceback, and 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Closed by whoever started this, as some schedulers do
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
@@ -61,7 +62,8 @@ def _main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments, `key=value`s behind an option too, which argparse does not take."""
+    """Returns the parsed arguments, `key=value`s behind an option too, which argparse does not
+    take; `module` and `run` name the function of the command."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     if rest and ("arguments" not in args or any(text.startswith("-") for text in rest)):
@@ -81,8 +83,8 @@ def _needs_headers_alone(args: argparse.Namespace) -> bool:
 
 
 def _import_interruptibly(name: str) -> Any:
-    """Imports a module that needs torch. Ctrl-C ends the process at once: a KeyboardInterrupt
-    inside compiled modules may be lost, or become another error with a traceback."""
+    """Returns a module that needs torch. While it is imported Ctrl-C ends the process at once: a
+    KeyboardInterrupt inside compiled modules may be lost, or become an error with a traceback."""
     before = signal.getsignal(signal.SIGINT)
     main_thread = threading.current_thread() is threading.main_thread()
     # Whoever ignores SIGINT, as nohup's scripts do, goes on

@@ -233,7 +233,7 @@ def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def format_rope(rope: Mapping[str, Any]) -> str:
-    """Formats RoPE's parameters, or those of each kind of layer, as text."""
+    """Returns RoPE's parameters, or those of each kind of layer, as a line; "" without any."""
     if rope and all(isinstance(inner, dict) for inner in rope.values()):
         return "; ".join(f"{_plain(name)}: {format_rope(inner)}" for name, inner in rope.items())
     kind = rope.get("rope_type", rope.get("type", "default"))

@@ -86,7 +86,7 @@ class ParameterCounts:
 
     @property
     def shared(self) -> int:
-        """Parameters of experts that ranks divide."""
+        """The number of parameters in the part that belong to experts which ranks divide."""
         return sum(count for (_, sharded), count in self.counts.items() if sharded)
 
     @property

@@ -235,7 +235,8 @@ def make_plan(
 
 
 def rank_ties(choices: Iterable[LayoutChoice]) -> list[LayoutChoice]:
-    """Sorts choices of ascending time by memory where they tie with the fastest of their tie."""
+    """Returns choices of ascending time with those sorted by memory that are within TIE of the
+    fastest of their group."""
     keyed, fastest = list[tuple[float, int, LayoutChoice]](), 0.0
     for choice in choices:
         if choice.step.seconds > fastest * (1 + TIE):

@@ -78,7 +78,7 @@ class RunFiles:
 
     @property
     def last_step(self) -> int | None:
-        """The highest step that has a loss."""
+        """The highest step that has a loss; None without any."""
         return max(self.column("loss").steps, default=None)
 
     @property

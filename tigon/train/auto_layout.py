@@ -122,7 +122,7 @@ def model_shapes(config: Config, source: Path | None) -> Shapes:
 
 
 def describe_best(plan: LayoutPlan) -> str:
-    """Describes the fastest layout that fits, with its estimated time and memory."""
+    """Returns a text on the fastest layout that fits, with its estimated time and memory."""
     best = plan.choices[0]
     return (
         f"{best.layout.description}: {best.step.seconds:.3g} s a step and "

@@ -126,7 +126,8 @@ class Hooks:
         return bool(self.hooks) and (in_training or not training)
 
     def request(self, micro_batch: MicroBatch, labels: Tensor) -> HookRequest:
-        """Collects the hooks' positions; `labels` [B, T] are the tokens to predict."""
+        """Returns a request with each hook's positions, for `labels` [B, T], the tokens to
+        predict."""
         return HookRequest(tuple(hook.positions(micro_batch, labels) for hook in self.hooks))
 
     def call(self, output: PassOutput, request: HookRequest, **context: Any) -> None:
@@ -141,7 +142,8 @@ class Hooks:
 
 
 def _import_function(name: str) -> Any:
-    """Imports what module:function or file.py:function names."""
+    """Returns what module:function or file.py:function names; ValueError if it cannot be
+    imported."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ValueError(f"hooks={name}: give module:function or file.py:function")
@@ -157,7 +159,7 @@ def _import_function(name: str) -> Any:
 
 
 def _import(name: str) -> ModuleType:
-    """Imports a module by its name, from the working directory too."""
+    """Imports a module by its name; leaves the working directory in sys.path, at the end."""
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:  # `python -m` has it, `tigon` lacks it
         sys.path.append(directory)

@@ -49,7 +49,8 @@ def dump(config: Config) -> str:
 
 
 def parse_arguments(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """Splits `key=value` and `--key value` texts into names and values."""
+    """Returns the name, with _ for -, and the value of each `key=value` or `--key value`;
+    ValueError for any other text."""
     pairs, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -63,7 +64,7 @@ def parse_arguments(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:
-    """Reads settings from a YAML file."""
+    """Returns the settings in a YAML file, as `read_settings` does; errors name the file."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no config file {path}")
     if Path(path).suffix in DATA_ENDINGS:
@@ -190,7 +191,7 @@ def load_aliases() -> Aliases:
 
 
 def _invert(answers: dict[str, list[str]]) -> dict[str, str]:
-    """Maps each name to its answer, from a list of names for each answer."""
+    """Returns the answer for each name, from the names for each answer."""
     return {name: text for text, names in answers.items() for name in names}
 
 

@@ -169,9 +169,10 @@ class GradientBuffers:
 
     @contextmanager
     def capturing(self, *, adds: bool) -> Iterator[None]:
-        """Captures a backward pass that writes gradients to the fixed memory, or adds to it.
+        """Makes the backward pass in the `with` block write gradients to the fixed memory, or add
+        to it, as it is captured; restores the parameters' gradients.
 
-        The first one that writes decides where that is.
+        The first one that writes decides where that memory is.
         """
         before, reduces, hooks = self.read(), self.zero is not None and self.zero.reduces, []
         if self.zero is not None:
@@ -240,7 +241,7 @@ class CapturedGraph:
         adds: bool,
     ) -> Self:
         """Captures both graphs in the pool that all share, with the decoder's `options` recompute
-        and routing. `adds`: backward adds to gradients."""
+        and routing, and returns itself. `adds`: backward adds to gradients."""
         self.adds, self.options = adds, options
         self.causal, self.longest, self.backend = mask.causal, mask.longest, mask.backend
         self.x = x.detach().clone().requires_grad_(x.requires_grad)
@@ -343,7 +344,8 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
 
 @contextmanager
 def on_capture_stream(device: torch.device, *tensors: Tensor | None) -> Iterator[None]:
-    """Runs on the capture stream, so that its workspaces do not come from a graph's memory.
+    """Runs the `with` block on the capture stream, after the current one and before what this gets
+    next, so that its workspaces do not come from a graph's memory; on a CPU changes nothing.
 
     `tensors` were made on the current stream.
     """
@@ -396,7 +398,8 @@ class Graphs:
         offload: bool = False,
         dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Replays a graph, or runs Decoder.forward, whose arguments these are."""
+        """Returns what Decoder.forward, whose arguments these are, returns: by a replay, or from
+        the decoder where a pass cannot be replayed or is the first of its kind."""
         rest = cache, recompute, routing, offload, dropout_keys
         learns = torch.is_grad_enabled() and self.decoder.training and cache is None
         shares = mask.prefixes is not None
@@ -474,7 +477,8 @@ class Graphs:
     def _first(
         self, learned: set[int], x: Tensor, positions: Tensor, mask: AttentionMask, *rest: Any
     ) -> tuple[Tensor, list[Tensor]]:
-        """Runs without a graph, and records which outputs get gradients."""
+        """Runs without a graph and returns hidden states and tallies; backward will add to
+        `learned` the indices of those that get gradients."""
         # With ZeRO, parts of it read gradients of blocks as soon as these are launched
         tensors = x, positions, *mask_tensors(mask), rest[-1]
         zero = self.gradients.zero

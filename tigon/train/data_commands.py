@@ -292,7 +292,7 @@ def _format_row(row: PreviewRow, config: Config, color: bool) -> Iterator[str]:
 
 
 def _describe(example: PreviewExample, config: Config) -> str:
-    """Describes an example: how many tokens it has and how many are learned."""
+    """Returns a text with an example's tokens, those that are learned, and its values."""
     learned = f"{example.learned:,} learned"
     if config.labels:
         learned = f"{example.learned:,} of them in the answer, whose score is learned"
@@ -317,7 +317,8 @@ def _describe_cut(example: PreviewExample) -> str:
 
 
 def _mark(piece: PreviewText, color: bool) -> str:
-    """Marks a piece of text as learned or context, by color or by brackets."""
+    """Returns the text with control characters escaped, marked as learned or not by color, or
+    without `color` in brackets if it is learned; a weight other than 0 and 1 stands before it."""
     text = escape_controls(piece.text)
     weight = "" if piece.weight in (0, 1) else f"x{piece.weight:.4g}"
     if color:
@@ -331,5 +332,5 @@ def _mark(piece: PreviewText, color: bool) -> str:
 
 
 def _paint(text: str, code: str, color: bool) -> str:
-    """Colors text for a terminal."""
+    """Returns the text between the terminal's `code` and RESET, or without `color` unchanged."""
     return f"{code}{text}{RESET}" if color else text

@@ -89,8 +89,8 @@ class World:
                 print(*map(one_line, texts), sep="\n", flush=True)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """All-reduces (sum) in place over the data-parallel ranks; ranks that share rows hold the
-        same values already."""
+        """All-reduces (sum) in place over the data-parallel ranks and returns the tensor; ranks
+        that share rows hold the same values already."""
         dist.all_reduce(tensor, group=None if self.meshes is None else self.meshes.loss)
         return tensor
 
@@ -106,7 +106,7 @@ class World:
         return torch.where(bad > 0, torch.where(finite, math.nan, loss), largest)
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """All-reduces (max) in place over all ranks."""
+        """All-reduces (max) in place over all ranks and returns the tensor."""
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 

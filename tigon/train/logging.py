@@ -128,7 +128,8 @@ class Sinks:
 
     @contextmanager
     def _dropped_on_error(self, name: str) -> Iterator[None]:
-        """Drops a service whose call raises, and says so once."""
+        """Drops a service if the `with` block raises an Exception, which is reported and not
+        raised."""
         try:
             yield
         except Exception as error:
@@ -217,7 +218,8 @@ class Console:
         self.say(f"{self._step(step)}  {text} {seconds:.1f} s")
 
     def seconds_left(self, step: int) -> float | None:
-        """Estimates the seconds of the remaining steps and evaluations; None while unknown."""
+        """Returns an estimate of the seconds of the remaining steps and evaluations; None while
+        unknown."""
         if step == self.steps:
             return 0.0
         if not self.times:
@@ -257,8 +259,8 @@ class Console:
 
 
 def fit_columns(columns: Sequence[tuple[int, str]], width: int | None) -> str:
-    """Joins the columns that fit the width (None: all): the highest rank is dropped first. If those
-    of rank 0 are too long, their text is cut."""
+    """Returns the texts of the columns (rank, text) that fit the width (None: all): the highest
+    rank is dropped first. If those of rank 0 are too long, their text is cut."""
     kept = list(columns)
     while width is not None and len(text := "  ".join(t for _, t in kept)) > width:
         worst = max(rank for rank, _ in kept)
@@ -269,7 +271,8 @@ def fit_columns(columns: Sequence[tuple[int, str]], width: int | None) -> str:
 
 
 def split_by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Splits an evaluation's row into metrics of all data, and those of each named data set."""
+    """Returns the metrics of all data in an evaluation's row, and those of each named data set, all
+    without "eval_"."""
     whole: dict[str, float] = {}
     sets: dict[str, dict[str, float]] = {}
     for key, value in row.items():
@@ -283,7 +286,8 @@ def split_by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]
 
 
 def format_measures(values: Mapping[str, float]) -> str:
-    """Joins names and values; a NaN beside the loss is a mean of nothing, as without kto pairs."""
+    """Returns names and formatted values in a line; a NaN but for the loss, as the mean of nothing
+    is, becomes "-"."""
     texts = []
     for name, value in values.items():
         shown = f"{value:6.1%}" if name == "accuracy" else format_number(value)

@@ -104,7 +104,8 @@ def _load_or_init_weights(
 
 
 def read_model_config(config: Config, source: Path | None = None) -> Any:
-    """Reads the config of the checkpoint `source`, or of the model that the settings name."""
+    """Returns the config of the checkpoint `source`, or of the model that the settings name, as its
+    config.json has it: before new_tokens and scores."""
     if source is not None or config.init:
         return _read_config_file(_init_path(config) if source is None else source / "config.json")
     return read_config(Repository(config.model, revision=config.revision), MODELS)[1]

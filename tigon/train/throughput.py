@@ -135,7 +135,7 @@ class Meter:
 
     @property
     def convention(self) -> str | None:
-        """Says what MFU is a share of; None on a CPU."""
+        """Returns a text that says what MFU is a share of; None on a CPU."""
         if self.world.device.type != "cuda":
             return None
         gpu = torch.cuda.get_device_name(self.world.device)

@@ -177,6 +177,7 @@ def forward_backward(run: TrainingRun, data_step: int) -> dict[str, float]:
             tensor.sum_gradients(model)
         norm = clip(model, run.optimizer, run.config.max_grad_norm)
     own_loss = torch.stack([result.loss.detach().double() for result in results]).sum()
+    # The step's one wait for results; its passes wait for counts, as of the rows that are learned
     values = to_host({"grad_norm": norm, "own_loss": own_loss} | reduce_losses(run, results))
     if run.in_backward is not None and not math.isfinite(values["loss"]):
         run.in_backward.undo_step()
@@ -221,8 +222,7 @@ def all_reduce_sums(world: World, terms: Sequence[Mapping[str, Tensor]]) -> dict
 
 
 def to_host(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the values as Python floats, after one wait for the device: in a step, the only one
-    for its results, as a head that computes learned rows alone also waits for their number."""
+    """Returns the values as Python floats, after one wait for the device for all of them."""
     host = torch.stack([value.double() for value in values.values()]).tolist()
     return dict(zip(values, host, strict=True))
 
@@ -427,8 +427,8 @@ class Deadline:
 
 
 def export_pending(run: TrainingRun) -> bool:
-    """Returns whether hf_every asks for an export after `run.start`, the step of the last
-    checkpoint, which does not exist."""
+    """Returns whether an export after `run.start`, the step of the last checkpoint, is due by
+    hf_every and missing."""
     config, step = run.config, run.start
     latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
     due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0

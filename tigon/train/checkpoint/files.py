@@ -178,7 +178,7 @@ def _find_faults(
 
 
 def _read_sums(path: Path) -> dict[str, str]:
-    """Reads SHA256SUMS: the checksum of each file name."""
+    """Returns the checksums in SHA256SUMS by file name; ValueError if it is missing or damaged."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     sums = {}

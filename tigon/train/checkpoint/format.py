@@ -177,7 +177,8 @@ def run_layout(model: CausalLM) -> Layout:
 
 
 def _checkpoint_tensors(rows: ParameterRows, model: CausalLM, prefix: str = "") -> State:
-    """Divides rows of (packed) parameters into those of checkpoint tensors."""
+    """Returns this rank's rows of checkpoint tensors, named with `prefix`: views of its rows of the
+    parameters, packed ones too."""
     layout, parameters = run_layout(model), dict(model.named_parameters())
     state: State = {}
     for name, (local_part, first) in rows.items():
@@ -221,12 +222,14 @@ class Writer(FileSystemWriter):
         return plan  # the directory is made when all ranks have a plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Makes the directory and numbers the ranks; rank 0 calls this."""
+        """Makes the directory and returns the plans with it and each rank's number; rank 0 calls
+        this."""
         self.directory = self.begin(sum(_nbytes(item) for plan in plans for item in plan.items))
         return [replace(p, storage_data=(self.directory, rank)) for rank, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's files, as torch.distributed.checkpoint's planner planned them."""
+        """Writes this rank's files of the plan; returns a finished future with a result for each
+        item, which has the name and checksum of its file."""
         results = []
         directory, rank = plan.storage_data
         for name, items in _assign_files(plan.items, rank).items():

@@ -58,7 +58,7 @@ class BackgroundWriter(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows already that `wait` will raise."""
+        """Returns whether this rank knows already that `wait` will raise."""
         return (
             self.pending is not None
             and self.pending.done()
@@ -294,7 +294,7 @@ class _Stager(AsyncStager):
         pass
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies the tensors into host memory, which is kept for the next save."""
+        """Returns the tensors copied into host memory, which is kept for the next save."""
         staged: dict[str, Any] = {}
         on_gpu = False
         for name, rows in state_dict.items():

@@ -64,7 +64,7 @@ def stream_seed(seed: int, step: int) -> int:
 
 
 def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
-    """Rounds float32 values to bfloat16 by random bits, int32 in 0...65535 of the same shape.
+    """Returns float32 values rounded to bfloat16 by random bits, int32 in 0...65535 of their shape.
 
     Values that bfloat16 has stay, NaN and infinities too. The sum of the bits and those below the
     mantissa carries into it; the sign is not part of the sum, so that a carry is away from zero.
@@ -135,7 +135,7 @@ def write_state(states: States, kind: str, value: Tensor, drawn: Tensor, index: 
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Views [..., C] as [R, C]; a vector has rows of one element."""
+    """Returns a view of [..., C] as [R, C]; of a vector as [R, 1]."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)
 
 
@@ -330,7 +330,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     @cached_property
     def kernel(self) -> FusedAdamW:
-        """The kernel with its tables of codes and of tensors."""
+        """The fused kernel with its tables of codes, made at the first use."""
         codes = CodeTables.build(*(tables(signed, self.memory.device) for signed in (True, False)))
         return FusedAdamW(self.stochastic, codes)
 
@@ -635,7 +635,8 @@ def _build(
     dtype_of: Callable[[Tensor], torch.dtype],
     **defaults: Any,
 ) -> Optimizer:
-    """Builds an optimizer that knows where this rank's elements are in whole parameters."""
+    """Returns an optimizer of the trained parameters by `rule`, with the positions of this rank's
+    elements in the whole model; `defaults` are the rule's settings."""
     runs: dict[Tensor, tuple[PositionRun, ...]] = {}
     count = 0
     for name, p in model.named_parameters():

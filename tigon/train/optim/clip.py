@@ -138,7 +138,8 @@ def _combine_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
 
 
 def _sum_over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
-    """Sums squares over the ranks that hold other parts of the gradients."""
+    """Returns the sum of squares over the ranks that hold other parts of the gradients; may change
+    `squares`. All of them call this."""
     parameter = next(model.parameters())
     if isinstance(parameter, DTensor):
         dist.all_reduce(squares, group=row_group(parameter))

@@ -194,7 +194,8 @@ def _plan_round(
     blocks: Sequence[dict[int, list[MatrixBlock]]],  # of each rank, by matrix
     rank: int,
 ) -> Round:
-    """Plans one exchange: which blocks this rank sends to whom, and which matrices it computes."""
+    """Returns a round: which blocks this rank sends to whom and receives, and which matrices it
+    computes."""
     result = Round(own=[matrices[i] for i in assigned[rank]])
     for indices in assigned:
         size = 0

@@ -122,7 +122,7 @@ class GRPO(AnswerTask):
         lengths = sum_per_sequence(micro_batch, tokens).clamp(min=1)
 
         def spread(values: Tensor) -> Tensor:
-            """Copies a value of each sequence [n] to its tokens [B, T]."""
+            """Returns [B, T] with the value of each position's sequence, from values [n]."""
             return F.pad(values, (0, 1))[sequence]
 
         old = F.pad(micro_batch.per_token["old_logprobs"][:, 1:], (0, 1))
@@ -144,7 +144,8 @@ class GRPO(AnswerTask):
         return MicroBatchLoss(loss + self.balance(model, output, inputs, sums), metrics)
 
     def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Adds TRL's `reward` and `reward_std` over all rewards of a step; NaN without rewards."""
+        """Replaces "rewards", the sums of `moments`, by TRL's "reward" and "reward_std": mean and
+        standard deviation of all rewards of a step, NaN without rewards."""
         metrics = dict(metrics)
         if "rewards" in metrics:
             count, total, squares = metrics.pop("rewards")

@@ -84,7 +84,8 @@ class KTO(AnswerTask):
     def resolve(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True
     ) -> StepInputs:
-        """Resolves the micro-batch, with mismatched answers from its other prompts."""
+        """Returns the inputs of the matched sequences, with those of the mismatched ones in
+        `mismatched`; in an estimate both are the whole micro-batch."""
         if not micro_batch.sources:  # an estimate, or padding alone
             whole = super().resolve(model, micro_batch, training=training)
             return KTOInputs(**vars(whole), mismatched=whole)

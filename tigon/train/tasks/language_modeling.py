@@ -133,7 +133,8 @@ class CrossEntropyTask(Task):
         targets: Targets,
         criteria: Sequence[LossTerm] | None,
     ) -> Output:
-        """Runs the model with the arguments that the settings and the hooks ask for."""
+        """Returns the model's output, on each rank for whole rows, with the metrics and logits that
+        the settings and the hooks ask for."""
         request, training = inputs.request, inputs.training
         at = None if request is None else request.positions
         logits = request is not None and self.setting("return_logits", training=training)

@@ -175,8 +175,8 @@ class AnswerTask(Task):
         return inputs.micro_batch.per_token[reference.COLUMN]
 
     def forward(self, model: CausalLM, inputs: StepInputs) -> CausalLMOutput:
-        """Runs the model for the log-probabilities of learned tokens, fp32 [B, T], each at the
-        token before."""
+        """Returns the model's output, with the log-probabilities of learned tokens in `logprobs`:
+        fp32 [B, T], each at the token before."""
         output = model(
             batch=inputs.batch,
             targets=inputs.targets,

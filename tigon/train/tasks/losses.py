@@ -31,7 +31,8 @@ class Scores:
         return self.chosen - self.rejected
 
     def __sub__(self, other: "Scores") -> "Scores":
-        """Subtracts the scores of another model: log-probabilities become log-ratios."""
+        """Returns scores less those of another model: log-probabilities become log-ratios; the
+        numbers of tokens stay."""
         chosen, rejected = self.chosen - other.chosen, self.rejected - other.rejected
         return Scores(chosen, rejected, self.chosen_tokens, self.rejected_tokens)
 

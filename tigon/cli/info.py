@@ -109,8 +109,8 @@ def describe_model(model: CausalLM) -> Facts:
 
 
 def _format_loads(model: CausalLM, stored: Checkpoint | None = None) -> str:
-    """Returns the class, dtype and size of the model, and how the checkpoint `stored` differs; or
-    "no: " and which of its tensors do not fit."""
+    """Returns a text with the class, dtype and size of the model, and how `stored` has experts and
+    a tied head; or with "no: " and which tensors of `stored` do not fit."""
     misfits = {} if stored is None else find_misfits(model, stored)
     if misfits:
         texts = (format_misfits(fault, names, MAX_MISFITS) for fault, names in misfits.items())

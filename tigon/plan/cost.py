@@ -131,7 +131,8 @@ class Shapes:
 
     @property
     def experts(self) -> int:
-        """Returns the number of experts per layer that ranks may divide; 0 without experts."""
+        """Returns the greatest common divisor of the layers' numbers of experts, which ranks may
+        divide; 0 without experts."""
         counts = [len(m.down_proj) for m in self.part().modules() if isinstance(m, Experts)]
         return math.gcd(*counts)
 

@@ -132,7 +132,8 @@ def settings(run: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def differences(runs: Sequence[RunFiles]) -> Iterator[list[str]]:
-    """Yields the settings that differ, with the value of each run."""
+    """Yields the name of each setting that differs, except run_dir and resume, with the value of
+    each run."""
     for name in dict.fromkeys(name for run in runs for name in run.config):
         values = [format_setting(run.config[name]) if name in run.config else "–" for run in runs]
         if len(set(values)) > 1 and name not in ("run_dir", "resume"):

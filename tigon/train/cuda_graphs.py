@@ -144,11 +144,11 @@ class GradientBuffers:
         return self._holders
 
     def read(self) -> list[Tensor | None]:
-        """Returns the present gradients of the parameters."""
+        """Returns the present gradient of each parameter of `holders`, None where there is none."""
         return [getattr(owner, name) for _, owner, name in self.holders]
 
     def write(self, values: Sequence[Tensor | None]) -> None:
-        """Sets the gradients of the parameters."""
+        """Sets the gradient of each parameter of `holders`."""
         for (_, owner, name), value in zip(self.holders, values, strict=True):
             setattr(owner, name, value)
 
@@ -287,7 +287,8 @@ class CapturedGraph:
     def forward(
         self, x: Tensor, positions: Tensor, mask: AttentionMask, dropout_keys: Tensor | None
     ) -> list[Tensor]:
-        """Returns new outputs for these inputs, by a replay: hidden states and routers' tallies."""
+        """Returns hidden states and routers' tallies for these inputs, by a replay, in memory that
+        the next one overwrites."""
         with torch.no_grad():
             self.x.copy_(x)
         self.positions.copy_(positions)

@@ -132,7 +132,8 @@ def check_names(setting: str, entries: Sequence[Entry]) -> None:
 
 
 def mixture_weights(setting: str, entries: Sequence[Entry]) -> list[float] | None:
-    """Returns None if no entry has a weight; otherwise entries without one weigh 1."""
+    """Returns the entries' weights, 1 for those without one, or None if no entry has one;
+    ValueError for a weight that is not above 0."""
     for entry in entries:
         if entry.weight is not None and not 0 < entry.weight < float("inf"):
             raise ValueError(f"{setting}: weight={entry.weight} of {entry.path} must be above 0")

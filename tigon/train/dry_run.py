@@ -362,7 +362,8 @@ def time_run(
     advised: bool,
     checkpointing: CheckpointingChoice | None,
 ) -> list[str]:
-    """Returns lines with the time of a step on random weights; `advised` if advice is printed."""
+    """Runs steps on random weights and returns lines with their time; raises InputError, with
+    advice unless it is printed already (`advised`), if one does not fit into memory."""
     try:
         model = random_model(config, world, inputs.source)
         if checkpointing is not None:

@@ -429,7 +429,7 @@ def check_context(config: Config, source: Path | None = None) -> None:
 
 
 def check_longest(config: Config, context: int, model_name: str) -> None:
-    """Raises ValueError for sequences of more than `context` tokens."""
+    """Raises ValueError if the settings allow sequences of more than `context` tokens."""
     name = "seq_len" if config.max_length is None else "max_length"
     if (longest := min(config.seq_len, config.max_length or config.seq_len)) > context:
         raise ValueError(

@@ -258,7 +258,8 @@ def _find_changes(
 
 
 def _describe_change(name: str, was: Any, now: Any) -> str:
-    """Describes a changed setting; of lora and parallel only the fields that differ."""
+    """Returns "NAME BEFORE -> NOW" of a changed setting, as JSON has the values; of lora and
+    parallel only the fields that differ."""
     if name == "parallel" and all(isinstance(value, dict | None) for value in (was, now)):
         was, now = (asdict(Parallel()) | (value or {}) for value in (was, now))
     if name in ("lora", "parallel") and isinstance(was, dict) and isinstance(now, dict):

@@ -402,7 +402,8 @@ class Deadline:
         self._warned = False
 
     def warn_once(self, step_seconds: float) -> None:
-        """Warns before any signal if a step and a checkpoint take longer than stop_seconds."""
+        """Logs, once, that a step of `step_seconds` and a checkpoint as the last one take longer
+        than stop_seconds, if they do; before the first checkpoint does nothing."""
         needed = step_seconds + self.run.saver.seconds
         if self._warned or not self.run.saver.seconds or not 0 < self.seconds < needed:
             return

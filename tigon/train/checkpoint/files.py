@@ -211,8 +211,7 @@ def is_listed(checkpoint: Path) -> Callable[[str], bool]:
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A complete checkpoint's step, time and eval loss, by which checkpoints are kept or
-    removed."""
+    """Holds a complete checkpoint's step, time and eval loss, by which it is kept or removed."""
 
     step: int
     time: float  # seconds since the epoch

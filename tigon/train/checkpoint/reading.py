@@ -234,7 +234,7 @@ def check_values(checkpoint: Path, state: State, stored: Metadata) -> None:
 
 
 def _files(stored: Metadata, name: str) -> str:
-    """Returns the first file with rows of a tensor, and how many others have some."""
+    """Returns a text with the first file that has rows of a tensor, and how many others have."""
     paths = [info.relative_path for index, info in stored.storage_data.items() if index.fqn == name]
     files = {Path(path).name for path in paths}
     return min(files) + f" or {len(files) - 1} more" * (len(files) > 1)

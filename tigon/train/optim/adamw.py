@@ -125,7 +125,8 @@ def read_state(states: States, kind: str) -> Tensor:
 
 
 def write_state(states: States, kind: str, value: Tensor, drawn: Tensor, index: int) -> None:
-    """Stores a state of float32 [R, C] in its dtype; bfloat16 takes the index-th 16 drawn bits."""
+    """Stores a float32 value [R, C] of the state `kind` as codes and scales, or as bfloat16, which
+    the index-th 16 drawn bits round; leaves a float32 state, which is the value itself."""
     if kind not in states:
         codes, scale = quantize(value, kind == "exp_avg")
         states[f"{kind}_codes"].copy_(codes)
@@ -552,7 +553,7 @@ class LowPrecisionOptimizer(Optimizer):
 
 
 def _step_counters(counts: Sequence[float], device: torch.device) -> list[Tensor]:
-    """Returns separate tensors, which a fused kernel increments."""
+    """Returns each count as a separate float32 scalar, which a fused kernel increments."""
     if len(set(counts)) == 1:  # one kernel makes all
         return [*torch.full((len(counts),), counts[0], device=device).unbind()]
     return [torch.full((), count, device=device) for count in counts]

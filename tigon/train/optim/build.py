@@ -30,7 +30,8 @@ def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
 
 
 def check_local_model(model: CausalLM, config: Config) -> None:
-    """Raises ValueError if the optimizer cannot keep states of a rank's part of the model."""
+    """Raises ValueError if optimizer=adamw_8bit cannot keep states of a rank's part of the model,
+    which divides a row within a block; others can keep those of any part."""
     if config.optimizer == "adamw_8bit":
         adamw.blocks_of(model)
 

@@ -114,8 +114,8 @@ def _counted_gradients(
 
 
 def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns each gradient's norm. A CPU adds up in pieces: in float32, the norm of a large matrix
-    would be 2e-3 off."""
+    """Returns each gradient's norm, in float32, or in float64 on a CPU, which adds up in pieces: in
+    float32, the norm of a large matrix would be 2e-3 off."""
     if not gradients:
         return ()
     if gradients[0].device.type != "cpu":

@@ -37,7 +37,7 @@ class InBackward:
     """
 
     def __init__(self, model: CausalLM, optimizer: LowPrecisionOptimizer) -> None:
-        """Registers a hook on each parameter; the optimizer must have all trained ones."""
+        """Registers a hook on each trained parameter; the optimizer must have all of them."""
         self.optimizer, self.norm = optimizer, BucketedNorm(model)
         self.names = {p: name for name, p in model.named_parameters()}
         self.tensor = find_tensor(model)

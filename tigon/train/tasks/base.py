@@ -156,8 +156,8 @@ class Task:
         return getattr(self.config, name) if value is None else value
 
     def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """Returns the labels, where the column "supervised" is True, and the column "loss_weights"
-        if there is one."""
+        """Returns "labels", the input ids with IGNORE_INDEX where the column "supervised" is False,
+        and the column "loss_weights" if there is one."""
         columns = micro_batch.per_token
         labels = micro_batch.input_ids.masked_fill(~columns["supervised"], IGNORE_INDEX)
         weights = {name: columns[name] for name in ("loss_weights",) if name in columns}

@@ -156,7 +156,9 @@ class GRPO(AnswerTask):
         return metrics
 
     def _weights(self, lengths: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
-        """Returns the weights of tokens in answers of these lengths: [B, T] or a scalar."""
+        """Returns the factors of the tokens' losses, [B, T] or a scalar: 1 / tokens of the step;
+        with grpo 1 / (answers x length of the answer), with dr_grpo 1 / (answers x
+        max_completion_length)."""
         answers = sums["answers"].clamp(min=1)
         if self.loss_type == "grpo":
             return 1 / (lengths.clamp(min=1) * answers)

@@ -77,9 +77,9 @@ def poisoned(monkeypatch):
     """Makes the gradients of chosen data steps NaN, before they are measured."""
 
     def poison(*steps: int, factor: float = math.nan) -> None:
-        def then(run, step, **options):
-            values = forward_backward(run, step, **options)
-            if step in steps:
+        def then(run, data_step, **options):
+            values = forward_backward(run, data_step, **options)
+            if data_step in steps:
                 values["grad_norm"] *= factor
                 values["loss"] *= factor
                 for p in run.model.parameters():

@@ -180,8 +180,8 @@ def test_a_rollback_goes_on_with_the_rows_behind(workspace, poisoned, monkeypatc
     assert "<td>Rollbacks</td><td>1</td>" in report and "finished · 7 steps" in report
     taken = []
 
-    def jump(run, step, **options):
-        taken.append(step if step < 4 else step + 1)
+    def jump(run, data_step, **options):
+        taken.append(data_step if data_step < 4 else data_step + 1)
         return forward_backward(run, taken[-1], **options)
 
     monkeypatch.setattr(trainer, "forward_backward", jump)

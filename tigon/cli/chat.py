@@ -91,6 +91,7 @@ class Chat:
         return dropped
 
     def reset(self) -> None:
+        """Forgets all messages but the system message."""
         self.messages = []
 
     def use_system(self, text: str | None) -> None:
@@ -138,7 +139,8 @@ def talk(chat: Chat, name: str) -> None:
 
 
 def answer_turn(chat: Chat, text: str, name: str) -> None:
-    """Streams the answer to a text and keeps both in the conversation."""
+    """Streams the answer to a text to standard output and keeps both in the conversation; notes an
+    interruption, an unusable text and forgotten messages on standard error."""
     try:
         text.encode()  # some locales accept any byte
         forgotten = chat.answer(text, print_text)
@@ -166,7 +168,7 @@ def print_text(piece: str) -> None:
 
 
 def run_chat_command(chat: Chat, line: str) -> bool:
-    """Runs a line that begins with a slash; False ends the conversation."""
+    """Runs a line that begins with a slash; returns whether the conversation goes on."""
     word, _, text = line.strip().partition(" ")
     match word:
         case "/exit" | "/quit":
@@ -192,6 +194,7 @@ def run_chat_command(chat: Chat, line: str) -> bool:
 
 
 def print_note(text: str) -> None:
+    """Prints a text in parentheses, as one line on standard error."""
     print(f"({one_line(text)})", file=sys.stderr, flush=True)
 
 
@@ -266,7 +269,7 @@ class GenerateCalls:
             signal.raise_signal(signal.SIGINT)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Stops the answer at Ctrl-C."""
+        """Notes Ctrl-C, by which all ranks stop after the present step."""
         self.interrupted = True
 
     def _step(self, new: Tensor, streamer: Callable[[Tensor], object] | None = None) -> None:
@@ -291,4 +294,5 @@ class GenerateCalls:
 
 
 def exit_interrupted(number: int, frame: FrameType | None) -> None:
+    """Handles Ctrl-C by SystemExit with its exit code."""
     sys.exit(INTERRUPTED)

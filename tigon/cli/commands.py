@@ -111,7 +111,8 @@ def chat(args: Namespace, world: World | None) -> int:
 
 
 def _sampling_settings(args: Namespace) -> dict[str, Any]:
-    """Returns the sampling options that are set, as arguments of model.generate."""
+    """Returns the sampling options that are set, as arguments of model.generate: greedy with
+    temperature 0, sampling with any other. Without --seed, seeds torch anew."""
     names = (*SAMPLING, "repetition_penalty", "seed")
     settings = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
     if args.temperature == 0:
@@ -133,7 +134,7 @@ def plan(args: Namespace) -> int:
 
 
 def _read_prompt(args: Namespace) -> str:
-    """Returns the prompt; `-` reads it from standard input."""
+    """Returns the prompt, for `-` from standard input; ValueError if it is not UTF-8."""
     try:
         text = sys.stdin.read().removesuffix("\n") if args.prompt == "-" else args.prompt
         (text + (args.system or "")).encode()  # some locales accept any byte
@@ -144,6 +145,8 @@ def _read_prompt(args: Namespace) -> str:
 
 
 def _encode_prompt(args: Namespace, text: str, tokenizer: Tokenizer) -> list[int]:
+    """Returns the tokens of what a user says, by the chat template, or with --raw or without one of
+    the text itself; ValueError for --system then."""
     if args.raw and args.system is not None:
         raise ValueError("--raw and --system: a raw text has no system message; give one of them")
     if args.raw or tokenizer.chat_template is None:
@@ -177,7 +180,7 @@ def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
 
 @on_ranks
 def eval_perplexity(args: Namespace, world: World | None) -> int:
-    """Runs `tigon eval perplexity`: prints perplexity and loss."""
+    """Runs `tigon eval perplexity`: prints perplexity, loss, accuracy and the number of tokens."""
     with raise_on_all_ranks(world):
         model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:
@@ -200,7 +203,8 @@ def eval_perplexity(args: Namespace, world: World | None) -> int:
 
 
 def eval_parity(args: Namespace) -> int:
-    """Runs `tigon eval parity`: 1 if the model differs from transformers'."""
+    """Runs `tigon eval parity`: prints its report; returns 1 if the model differs from
+    transformers', else 0."""
     device, revision = parse_device(args.device), args.revision
     place: AbstractContextManager[str] = nullcontext(args.model)
     if (checkpoint := find_checkpoint(args.model)) or is_adapter(args.model, revision):
@@ -215,7 +219,8 @@ def eval_parity(args: Namespace) -> int:
 
 
 def export(args: Namespace) -> int:
-    """Runs `tigon export`: writes a Hugging Face checkpoint."""
+    """Runs `tigon export`: writes a Hugging Face checkpoint, or PEFT's of an adapter's run without
+    --merge, and prints its directory and dtype."""
     dtype = parse_dtype(args)
     check_free(args.directory)  # before anything is fetched
     options = {"max_shard_size": args.max_shard_size, "stacked_experts": args.stack_experts}
@@ -238,7 +243,7 @@ def export(args: Namespace) -> int:
 
 
 def push(args: Namespace) -> int:
-    """Runs `tigon push`: uploads an export."""
+    """Runs `tigon push`: uploads an export and prints its URL."""
     url = push_folder(
         Path(args.model),
         args.repository,
@@ -253,7 +258,8 @@ def push(args: Namespace) -> int:
 
 
 def data_show(args: Namespace) -> int:
-    """Prints rows of data; returns 1 if a run would end at one of them."""
+    """Runs `tigon data show`: prints rows of data; returns 1 if a run would end at one of them,
+    else 0."""
     config = read_arguments(args.arguments)
     shown = preview(config, args.rows)
     output = raw_stream(sys.stdout)  # the colors are control characters; the text has none
@@ -263,12 +269,13 @@ def data_show(args: Namespace) -> int:
 
 
 def data_pack(args: Namespace) -> int:
-    """Runs `tigon data pack`: fills the data cache."""
+    """Runs `tigon data pack`: fills the data cache and prints what is in it."""
     pack(args.arguments)
     return 0
 
 
 def data_clean(args: Namespace) -> int:
-    """Runs `tigon data clean`: removes entries of the data cache."""
+    """Runs `tigon data clean`: removes what the data cache has not used for --days, by default all,
+    and prints how much that was."""
     print(clean_cache(args.days))
     return 0

@@ -42,6 +42,7 @@ def info(args: Namespace) -> int:
 
 
 def print_machine() -> None:
+    """Prints versions, CPU, GPUs, and the attention backend of each kind of call and why."""
     print(f"tigon {__version__}, python {platform.python_version()}, torch {torch.__version__}")
     print(f"cpu: {platform.machine()}, {torch.get_num_threads()} threads")
     for i in range(torch.cuda.device_count()):
@@ -85,7 +86,7 @@ def _describe_gguf(repository: Repository, name: str) -> Facts:
 
 
 def _describe_run(checkpoint: Path) -> Facts:
-    """Returns the facts of a run's checkpoint."""
+    """Returns the facts of a run's checkpoint, its files and the size of their tensors by kind."""
     model = meta_model_from_checkpoint(checkpoint)
     sizes: Counter[str] = Counter()
     for path in sorted(checkpoint.glob("*.safetensors")):
@@ -100,6 +101,7 @@ def _describe_run(checkpoint: Path) -> Facts:
 
 
 def describe_model(model: CausalLM) -> Facts:
+    """Returns the facts in a model's config, and the numbers of its parameters."""
     parameters = {
         name: StoredTensor("F32", tuple(p.shape), Path(), 0) for name, p in model.named_parameters()
     }
@@ -107,7 +109,8 @@ def describe_model(model: CausalLM) -> Facts:
 
 
 def _format_loads(model: CausalLM, stored: Checkpoint | None = None) -> str:
-    """Says whether the checkpoint loads, or why not."""
+    """Returns a text with the class, dtype and size of the model, and how `stored` has experts and
+    a tied head; or with "no: " and which tensors of `stored` do not fit."""
     misfits = {} if stored is None else find_misfits(model, stored)
     if misfits:
         texts = (format_misfits(fault, names, MAX_MISFITS) for fault, names in misfits.items())
@@ -126,4 +129,5 @@ def _format_loads(model: CausalLM, stored: Checkpoint | None = None) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
+    """Returns a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")

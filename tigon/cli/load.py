@@ -78,6 +78,7 @@ def refuse_base(args: Namespace) -> None:
 
 
 def adapter_on_ranks_error(adapter: str) -> ValueError:
+    """Returns the error that says that ranks cannot share an adapter, and what to do."""
     return ValueError(
         f"{adapter} is an adapter, which ranks cannot share: `tigon export {shlex.quote(adapter)} "
         "DIRECTORY --merge` writes it and its base as a model, which they can"
@@ -85,7 +86,8 @@ def adapter_on_ranks_error(adapter: str) -> ValueError:
 
 
 def load_tokenizer(args: Namespace) -> Tokenizer:
-    """Loads the model's tokenizer; for a GGUF file, that of its directory."""
+    """Loads the model's tokenizer; for a GGUF file that of its directory, FileNotFoundError if that
+    has none."""
     directory, gguf_file = parse_gguf_path(args.model)
     if gguf_file is not None:
         files = Repository(directory, revision=args.revision)
@@ -100,7 +102,7 @@ def load_tokenizer(args: Namespace) -> Tokenizer:
 
 
 def parse_dtype(args: Namespace) -> torch.dtype | Literal["auto"]:
-    """Returns the torch dtype of `--dtype`."""
+    """Returns the torch dtype of `--dtype`, or "auto"."""
     return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
@@ -116,8 +118,8 @@ def parse_device(name: str | None) -> str:
 
 
 def on_ranks(command: Command) -> Callable[[Namespace], int]:
-    """Runs a command on this process or, with --tp, on ranks that share the model: those of
-    torchrun, or new processes of this host. Rank 0 reads and writes."""
+    """Returns a function that runs the command on this process or, with --tp, on ranks that share
+    the model: those of torchrun, or new processes of this host. Rank 0 reads and writes."""
 
     @functools.wraps(command)
     def run(args: Namespace) -> int:
@@ -139,12 +141,14 @@ def on_ranks(command: Command) -> Callable[[Namespace], int]:
 
 
 def raise_on_all_ranks(world: World | None) -> AbstractContextManager[None]:
-    """Raises an error of one rank on all of them; on one process, does nothing."""
+    """Returns a context that raises an error of one rank on all of them; for None, one process, it
+    does nothing."""
     return nullcontext() if world is None else world.raise_on_all_ranks()
 
 
 def _check_ranks(args: Namespace) -> None:
-    """Raises ValueError if `--tp` does not fit the number of processes."""
+    """Raises ValueError if `--tp` does not fit the number of processes, another option or a
+    checkpoint that ranks cannot share."""
     if args.tp < 1:
         raise ValueError(f"--tp {args.tp} must be at least 1")
     if args.tp == 1 and args.expert_parallel:
@@ -216,7 +220,9 @@ def _restore_terminal() -> Iterator[None]:
 
 
 def _run_rank(args: Namespace, command: Command, world: World) -> int:
-    """Runs the command on one of several ranks; when it fails, torch's agent ends the others."""
+    """Runs the command on one of several ranks and returns its exit code. An error is recorded for
+    torch's agent, which ends the other ranks, and raised again; a ValueError, which all ranks raise
+    alike, is raised only where nobody else prints it, and 1 is returned elsewhere."""
     if not world.main:
         warnings.simplefilter("ignore")  # all ranks have the same
     try:

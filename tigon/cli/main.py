@@ -20,7 +20,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; errors that a user can fix are one line on stderr, without a traceback."""
+    """Runs one command and returns its exit code; errors that a user can fix are one line on
+    stderr, without a traceback, and 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Closed by whoever started this, as some schedulers do
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))
@@ -61,7 +62,8 @@ def _main(arguments: list[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parses the arguments, `key=value`s behind an option too, which argparse does not take."""
+    """Returns the parsed arguments, `key=value`s behind an option too, which argparse does not
+    take; `module` and `run` name the function of the command."""
     parser = _parser()
     args, rest = parser.parse_known_args(arguments)
     if rest and ("arguments" not in args or any(text.startswith("-") for text in rest)):
@@ -74,15 +76,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _needs_headers_alone(args: argparse.Namespace) -> bool:
-    """Whether `tigon info` needs only config.json and headers, and so no torch."""
+    """Returns whether `tigon info` needs only config.json and headers, and so no torch."""
     if args.check or args.model is None or args.model.endswith(".gguf"):
         return False
     return not any(Path(args.model, name).exists() for name in ("run.json", "checkpoints"))
 
 
 def _import_interruptibly(name: str) -> Any:
-    """Imports a module that needs torch. Ctrl-C ends the process at once: a KeyboardInterrupt
-    inside compiled modules may be lost, or become another error with a traceback."""
+    """Returns a module that needs torch. While it is imported Ctrl-C ends the process at once: a
+    KeyboardInterrupt inside compiled modules may be lost, or become an error with a traceback."""
     before = signal.getsignal(signal.SIGINT)
     main_thread = threading.current_thread() is threading.main_thread()
     # Whoever ignores SIGINT, as nohup's scripts do, goes on
@@ -96,18 +98,22 @@ def _import_interruptibly(name: str) -> Any:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Prints a warning as one line on standard error, without where it came from."""
     print(f"tigon: {one_line(message)}", file=sys.stderr)
 
 
 def _flag(help: str) -> dict[str, Any]:
+    """Returns the keywords of add_argument for an option without a value."""
     return {"action": "store_true", "help": help}
 
 
 def _text(metavar: str, help: str, **options: Any) -> dict[str, Any]:
+    """Returns the keywords of add_argument for an argument that stays text."""
     return {"metavar": metavar, "help": help, **options}
 
 
 def _number(help: str, type: type = int, metavar: str = "N", **options: Any) -> dict[str, Any]:
+    """Returns the keywords of add_argument for a number, by default an int."""
     return {"type": type, "metavar": metavar, "help": help, **options}
 
 

@@ -34,7 +34,7 @@ def info(args: Namespace) -> int:
 
 
 def print_facts(name: str, facts: Facts) -> None:
-    """Prints a name and its facts, a line for each."""
+    """Prints a name and its facts, a line for each, with control characters escaped."""
     print(escape(name))
     for label, value in facts.items():
         print(f"  {label:<14}{escape(value, 4000)}")
@@ -61,7 +61,8 @@ class HeadersOnly(Repository):
         self._folder.cleanup()
 
     def optional_file(self, name: str) -> Path | None:
-        """Returns a file's path, or None; weights are never downloaded whole."""
+        """Returns a file's path, or None if there is none; for .safetensors, which are never
+        fetched whole, that of a temporary file with the header and a hole."""
         if name in self._paths or not name.endswith(".safetensors"):
             return self._paths.get(name) or super().optional_file(name)
         try:
@@ -81,7 +82,8 @@ class HeadersOnly(Repository):
         return path
 
     def tensors(self) -> list[StoredTensor]:
-        """Returns the tensors of all files that were requested."""
+        """Returns the tensors of all .safetensors files that were requested, without those of wrong
+        headers."""
         tensors: list[StoredTensor] = []
         for path in sorted(self._paths.values()):
             with suppress(ValueError):  # was raised when the file was requested
@@ -129,12 +131,14 @@ def describe_config(source: Mapping[str, Any], stored: Mapping[str, StoredTensor
 
 
 def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a config with the values of its text_config, if it has one, in place of its own."""
     inner = source.get("text_config")
     return {**source, **inner} if isinstance(inner, dict) else source
 
 
 def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
-    """Returns the numbers of parameters and their dtypes."""
+    """Returns the numbers of parameters and of those in the embedding, and whether the head is
+    tied."""
     parameters = _parameters(values, stored)
     if not stored or parameters is None:
         count = f"{sum(t.count for t in stored.values()):,} stored" if stored else "unknown"
@@ -162,6 +166,7 @@ def _parameters(
 
 
 def _quantization(values: Mapping[str, Any]) -> Facts:
+    """Returns {"quantised": METHOD} of a quantized model, else {}."""
     config = values.get("quantization_config")
     if config is None:
         return {}
@@ -169,14 +174,16 @@ def _quantization(values: Mapping[str, Any]) -> Facts:
 
 
 def supported_class(model_type: Any) -> str | None:
-    """Returns the name of the class in tigon.models for a model_type of config.json."""
+    """Returns the name of the class in tigon.models for a model_type of config.json; None if there
+    is none."""
     names = re.findall(r" as (\w+)", SUPPORTED.read_text())
     classes = {name.lower().replace("_", ""): name for name in names} | {"mistral3": "Mistral"}
     return classes.get(str(model_type).replace("_", "").removesuffix("text"))
 
 
 def _format_loads(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> str:
-    """Returns the class, dtype and size of the model in memory, if all of its tensors fit."""
+    """Returns a text with the class, dtype and size in memory that the model would have; it begins
+    with "no: " if model_type is not supported, and "not checked: " if headers do not say."""
     values, model_type = _text_config(source), source.get("model_type")
     name = supported_class(values.get("model_type")) or supported_class(model_type)
     if name is None:
@@ -226,7 +233,7 @@ def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def format_rope(rope: Mapping[str, Any]) -> str:
-    """Formats RoPE's parameters, or those of each kind of layer, as text."""
+    """Returns RoPE's parameters, or those of each kind of layer, as a line; "" without any."""
     if rope and all(isinstance(inner, dict) for inner in rope.values()):
         return "; ".join(f"{_plain(name)}: {format_rope(inner)}" for name, inner in rope.items())
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -236,8 +243,10 @@ def format_rope(rope: Mapping[str, Any]) -> str:
 
 
 def format_mib(count: int) -> str:
+    """Formats bytes in MiB, with one decimal."""
     return f"{count / 2**20:,.1f} MiB"
 
 
 def _plain(value: Any) -> str:
+    """Returns a value as printable text of about 80 characters at most; a string without quotes."""
     return escape(value, 80) if isinstance(value, str) else quote(value, 80)

@@ -12,7 +12,8 @@ with suppress(ImportError):  # input() then has editing and history
 
 
 def read_lines(terminal: bool) -> Iterator[str]:
-    """Yields lines of standard input, with a prompt, editing and history in a terminal."""
+    """Yields lines of standard input, with a prompt, editing and history in a `terminal`, where
+    Ctrl-C drops the line that is being typed."""
     if not terminal:
         yield from (line.rstrip("\r\n") for line in sys.stdin)
         return

@@ -76,6 +76,7 @@ class ParameterCounts:
 
     @classmethod
     def of(cls, model: CausalLM, tensor: int, expert: int) -> Self:
+        """Returns the counts of `model`, which is one rank's part."""
         hidden, counts = hidden_matrices(model), defaultdict[tuple[bool, bool], int](int)
         sharded = {p for experts in sharded_experts(model) for p in experts.parameters()}
         for name, parameter in model.named_parameters():
@@ -85,15 +86,17 @@ class ParameterCounts:
 
     @property
     def shared(self) -> int:
-        """Parameters of experts that ranks divide."""
+        """The number of parameters in the part that belong to experts which ranks divide."""
         return sum(count for (_, sharded), count in self.counts.items() if sharded)
 
     @property
     def total(self) -> int:
+        """The number of all parameters in the part."""
         return sum(self.counts.values())
 
     def per_shard(self, shards: int) -> Iterator[tuple[bool, float]]:
-        """Yields whether they are hidden matrices and how many, for one of `shards` FSDP ranks."""
+        """Yields whether parameters are hidden matrices, and how many of them one of `shards` FSDP
+        ranks holds."""
         for (hidden, sharded), count in self.counts.items():
             yield hidden, count / (shards * self.tensor // self.expert if sharded else shards)
 
@@ -119,6 +122,7 @@ class Shapes:
         return model
 
     def _counts(self, tensor: int = 1, expert: int = 1) -> ParameterCounts:
+        """Returns the numbers of parameters in the first rank's part."""
         return ParameterCounts.of(self.part(tensor, expert), tensor, expert)
 
     def _work(self, rows: int, tokens: int, tensor: int = 1, expert: int = 1, **how: Any) -> Work:
@@ -127,7 +131,8 @@ class Shapes:
 
     @property
     def experts(self) -> int:
-        """Returns the number of experts per layer that ranks may divide; 0 without experts."""
+        """Returns the greatest common divisor of the layers' numbers of experts, which ranks may
+        divide; 0 without experts."""
         counts = [len(m.down_proj) for m in self.part().modules() if isinstance(m, Experts)]
         return math.gcd(*counts)
 
@@ -184,8 +189,8 @@ def micro_batch_work(
 
 
 def expert_tokens(block: nn.Module, local: int, tensor: int) -> dict[nn.Module, int]:
-    """Returns the tokens that modules of a mixture compute where tensor ranks hold whole experts:
-    a rank's share of the stream."""
+    """Returns the number of tokens of each module in a mixture whose whole experts tensor ranks
+    divide: a rank's share of its `local` ones. Modules that compute all of these are left out."""
     moes = [m for m in block.modules() if isinstance(m, SparseMoE) and m.divided]
     return {module: -(-local // tensor) for moe in moes for module in moe.modules()}
 
@@ -266,24 +271,25 @@ class CommGroup:
     stride: int
 
     def per_host(self, gpu: GPU) -> int:
+        """Returns how many of the group's ranks are on one host."""
         return max(1, min(self.size, gpu.host // self.stride))
 
     def gather(self, size: float, gpu: GPU, k: Constants) -> CommTime:
-        """All-gather or reduce-scatter of all ranks' `size` bytes as a ring; the ranks on a host
-        share that many network adapters."""
+        """Returns the time of an all-gather or reduce-scatter, as a ring, of `size` bytes of all
+        ranks together; the ranks on a host share that many network adapters."""
         local = self.per_host(gpu)
         hosts = self.size / local
         inside = size * (self.size - 1) / self.size if local > 1 else 0.0
         return self._time(inside, size * (hosts - 1) / hosts / local, gpu, k)
 
     def exchange(self, size: float, gpu: GPU, k: Constants) -> CommTime:
-        """All-to-all of `size` bytes per rank, which keeps its share."""
+        """Returns the time of an all-to-all of `size` bytes per rank, which keeps its share."""
         local = self.per_host(gpu)
         inside, across = (size * n / self.size for n in (local - 1, self.size - local))
         return self._time(inside, across, gpu, k)
 
     def _time(self, inside: float, across: float, gpu: GPU, k: Constants) -> CommTime:
-        """Returns the time to exchange bytes inside and across hosts."""
+        """Returns the time in which a GPU receives these bytes inside its host and across hosts."""
         if self.size == 1:
             return CommTime()
         local = self.per_host(gpu)
@@ -307,13 +313,13 @@ class Step:
 
     @property
     def largest(self) -> list[tuple[str, float]]:
-        """Kinds and their seconds, the largest first, without those below 0.2 %."""
+        """Returns kinds and their seconds, the largest first, without those of 0.2 % or less."""
         kinds = [(kind, s) for kind, s in self.kinds.items() if s > 0.002 * self.seconds]
         return sorted(kinds, key=lambda entry: -entry[1])
 
     @property
     def rate(self) -> float:
-        """Tokens per second of a GPU."""
+        """Returns the tokens per second of a GPU."""
         return self.tokens / self.seconds
 
     def mfu(self, gpu: GPU) -> float:
@@ -419,11 +425,12 @@ class ShardedParameters:
     numel: float  # of each
 
     def gather(self, gpu: GPU, k: Constants) -> CommTime:
-        """All-gather of the weights in bfloat16."""
+        """Returns the time to all-gather the weights of all groups once, in bfloat16."""
         return self.ranks.gather(BF16 * self.numel, gpu, k) * self.count
 
     def reduce(self, sums: torch.dtype, gpu: GPU, k: Constants) -> CommTime:
-        """Reduce-scatter of the gradients, and all-reduce of the result over the replicas."""
+        """Returns the time to reduce-scatter the gradients of all groups once, in the dtype `sums`,
+        and to all-reduce the result over the replicas."""
         size = sums.itemsize * self.numel
         scattered = self.ranks.gather(size, gpu, k) * self.count
         return scattered + self.replicas.gather(size / self.ranks.size, gpu, k) * (2 * self.count)

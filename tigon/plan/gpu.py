@@ -78,6 +78,7 @@ class Constants:
 
 
 def known_gpus() -> dict[str, GPU]:
+    """Returns the data sheets of gpus.json by name."""
     return {name: GPU(name=name, **values) for name, values in read_json(GPUS).items()}
 
 

@@ -26,6 +26,7 @@ class Layout(MeshSizes):
 
     @property
     def parallel(self) -> Parallel:
+        """The ranks of each dimension as the setting `parallel`."""
         return Parallel(self.replicate, self.fsdp, self.context, self.tensor, self.expert)
 
     def config(self, config: Config) -> Config:
@@ -47,7 +48,8 @@ class Layout(MeshSizes):
 
     @property
     def settings(self) -> str:
-        """Returns the settings for `tigon train`."""
+        """Returns a line of settings for `tigon train`: micro_batch_size, and others that differ
+        from their defaults, without batch_size."""
         sizes = {n: getattr(self, n) for n in MESH}
         words = [f"parallel.{name}={size}" for name, size in sizes.items() if size > 1]
         words.append(f"micro_batch_size={self.rows}")
@@ -59,13 +61,13 @@ class Layout(MeshSizes):
 
     @property
     def mesh(self) -> tuple[object, ...]:
-        """Returns the key of a line in a plan."""
+        """Returns the ranks of each dimension and the sharding: a plan has one line for each."""
         return *(getattr(self, name) for name in MESH), self.sharding
 
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Returns all divisors in order, in the time of the square root."""
+    """Returns all divisors in ascending order, in the time of the square root."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return *small, *(number // n for n in reversed(small) if n * n != number)
 

@@ -103,7 +103,7 @@ def check_settings(settings: Sequence[str]) -> None:
 
 
 def check_modeled(config: Config) -> None:
-    """Raises ValueError for settings whose time is not modeled."""
+    """Raises ValueError for settings whose time is not modeled, and for a given `parallel`."""
     if config.parallel not in (None, "auto"):
         raise ValueError("parallel: a plan finds the layout itself; leave it out")
     for name in UNMODELED:
@@ -169,7 +169,8 @@ def table_rows(plan: LayoutPlan) -> list[list[str]]:
 
 
 def format_reasons(plan: LayoutPlan) -> list[str]:
-    """Why other layouts are impossible, the most frequent reasons first."""
+    """Returns lines that say why other layouts are impossible, the most frequent reasons first; []
+    if none is."""
     if not plan.reasons:
         return []
     reasons = merge_rank_counts(plan.reasons)
@@ -209,7 +210,8 @@ def suggestions(plan: LayoutPlan) -> list[str]:
 
 
 def merge_rank_counts(reasons: Counter[str]) -> Counter[str]:
-    """Merges reasons that differ in the number of ranks: "2, 4 ranks cannot ..."."""
+    """Returns the reasons with those merged that differ only in the number of ranks: "2, 4 ranks
+    cannot ...", with the sum of their counts."""
     merged, ranks = Counter[str](), dict[str, list[int]]()
     for reason, count in reasons.items():
         match = re.fullmatch(r"(\d+)( ranks .*)", reason, re.S)

@@ -32,7 +32,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A layout that fits."""
+    """Holds a layout that fits, with its estimated step and memory."""
 
     layout: Layout
     step: Step
@@ -41,7 +41,7 @@ class LayoutChoice:
 
 @dataclass(frozen=True)
 class LayoutPlan:
-    """Ranks the layouts of a job."""
+    """Holds the best layouts of a job, ranked, and why others are left out."""
 
     job: Job
     choices: list[LayoutChoice]  # one per mesh: the fastest first, ties by memory
@@ -111,7 +111,7 @@ def all_layouts(job: Job, mesh: Layout) -> Iterator[Layout]:
 
 
 def estimate_memory(job: Job, layout: Layout) -> Estimate:
-    """Returns the memory of a GPU, as `tigon train --dry-run` estimates it."""
+    """Returns the memory of a GPU in this layout, as `tigon train --dry-run` estimates it."""
     config = replace(layout.config(job.config), seq_len=job.seq_len)
     model = job.shapes.build()
     model.activation_checkpointing = layout.checkpointing
@@ -120,7 +120,8 @@ def estimate_memory(job: Job, layout: Layout) -> Estimate:
 
 
 def persistent_bytes(job: Job, layout: Layout) -> int:
-    """Returns the bytes of weights, gradients and states that are alive at once in each step."""
+    """Returns a lower bound of the bytes of weights, gradients and states that a GPU has at once in
+    each step."""
     item = getattr(torch, job.config.param_dtype).itemsize
     counts, several = job.shapes.counts(layout.tensor, layout.expert), layout.micro_batches > 1
     states = 0.0 if job.config.optimizer_offload else state_bytes(job.config, hidden=True)
@@ -138,7 +139,8 @@ def persistent_bytes(job: Job, layout: Layout) -> int:
 
 
 class MemorySearch:
-    """Memory of layouts, each estimated once, unless a smaller one is known to be too large."""
+    """Estimates the memory of layouts, each once, and none that must be above the budget as a
+    leaner one is."""
 
     def __init__(self, job: Job, estimate: EstimateMemory, budget: int) -> None:
         self.job, self.estimate, self.budget = job, estimate, budget
@@ -233,7 +235,8 @@ def make_plan(
 
 
 def rank_ties(choices: Iterable[LayoutChoice]) -> list[LayoutChoice]:
-    """Sorts choices of ascending time by memory where they tie with the fastest of their tie."""
+    """Returns choices of ascending time with those sorted by memory that are within TIE of the
+    fastest of their group."""
     keyed, fastest = list[tuple[float, int, LayoutChoice]](), 0.0
     for choice in choices:
         if choice.step.seconds > fastest * (1 + TIE):

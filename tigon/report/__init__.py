@@ -53,7 +53,8 @@ def write_or_explain(run: Path) -> str:
 
 
 def lacks_page(run: Path) -> bool:
-    """Returns whether a run that has ended lacks its page, as it was killed before that."""
+    """Returns whether report.html is missing or older than metrics.jsonl, as where a run was killed
+    before it wrote its page; False without metrics.jsonl but with a page."""
     page, rows = run / "report.html", run / "metrics.jsonl"
     try:
         return not page.exists() or page.stat().st_mtime_ns < rows.stat().st_mtime_ns

@@ -70,7 +70,8 @@ def chart(
     title: str, style: Sequence[Any], lines: Sequence[Line], wide: bool = False,
     marks: RunFiles | None = None,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yields the chart of the lines with finite values, if any, with the marks of a run."""
+    """Yields one chart, of the lines with finite values, or none without any; `marks` is the run
+    whose skipped steps and rollbacks are drawn."""
     unit, share, from_zero = style
     lines = [line for line in lines if line[1].finite()]
     if lines:
@@ -83,7 +84,8 @@ def chart(
 def describe(
     lines: Sequence[Line], limit: int, share: bool, marks: RunFiles | None
 ) -> Iterator[str]:
-    """Yields what is below a chart."""
+    """Yields the notes below a chart: each line's first and last value, steps without a finite one,
+    and the skipped steps and rollbacks of `marks`."""
     for label, column, _ in lines:
         size, values, missing = -(-len(column.steps) // limit), column.finite(), column.missing()
         first, last = (f"{100 * v:.4g} %" if share else f"{v:.4g}" for v in (values[0], values[-1]))
@@ -102,7 +104,7 @@ def draw(
     lines: Sequence[Line], limit: int, share: bool, from_zero: bool, wide: bool,
     marks: RunFiles | None,
 ) -> str:  # fmt: skip
-    """Returns the SVG element of a chart."""
+    """Returns the SVG element of a chart; raises ImportError without matplotlib."""
     try:
         from matplotlib import rc_context, ticker
         from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -152,6 +154,6 @@ def buckets(values: Sequence[float], size: int) -> "np.ndarray[Any, Any]":
 
 
 def shorten(steps: Sequence[int], limit: int = 5) -> str:
-    """Returns the first steps in words."""
+    """Returns the first `limit` steps in words, and how many more there are."""
     rest = f" and {len(steps) - limit:,} more" if len(steps) > limit else ""
     return "step " + ", ".join(f"{step:,}" for step in steps[:limit]) + rest

@@ -29,7 +29,8 @@ def render_page(runs: Sequence[RunFiles]) -> str:
 
 
 def describe_state(run: RunFiles) -> str:
-    """Says whether the run has finished, goes on or was interrupted."""
+    """Returns a text that says whether the run has finished, goes on or was interrupted, and its
+    step."""
     last, steps = run.last_step or 0, run.config.get("steps")
     if run.is_finished:
         return f"finished · {last:,} steps"
@@ -38,7 +39,8 @@ def describe_state(run: RunFiles) -> str:
 
 
 def facts(run: RunFiles) -> dict[str, str]:
-    """Returns what was trained on what, and where."""
+    """Returns texts by name that say what was trained on what, and where; without what is not
+    known."""
     config, init = run.config, run.config.get("init")
     count = f"{run.parameters:,} parameters" if run.parameters else ""
     size = ", ".join(filter(None, (run.architecture, count)))
@@ -52,16 +54,19 @@ def facts(run: RunFiles) -> dict[str, str]:
 
 
 def format_number(value: float) -> str:
+    """Formats four digits, or from 1,000 on a whole number with commas; NaN is "not finite"."""
     if math.isnan(value):
         return "not finite"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def format_percent(value: float) -> str:
+    """Formats a share, such as 0.5, as 50 %."""
     return f"{100 * value:.4g} %"
 
 
 def format_duration(seconds: float) -> str:
+    """Formats a duration as 4.2 s, 4 min 05 s or 1 h 04 min."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     long = f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
@@ -87,7 +92,7 @@ FIGURES: dict[str, tuple[str, Callable[[Column], float], Callable[[float], str]]
 
 
 def figures(run: RunFiles) -> dict[str, str]:
-    """Returns the key figures by name."""
+    """Returns the texts of the key figures by name, without those that have no finite values."""
     columns = {name: run.column(key) for name, (key, *_) in FIGURES.items()}
     found = {name: text(pick(columns[name])) for name, (_, pick, text) in FIGURES.items()
              if columns[name].finite()}  # fmt: skip
@@ -96,7 +101,8 @@ def figures(run: RunFiles) -> dict[str, str]:
 
 
 def format_setting(value: Any) -> str:
-    """Returns a setting as YAML on one line, without what is empty in entries of data."""
+    """Returns a setting as YAML on one line, cut after CHARACTERS, without what is empty in entries
+    of data."""
     if isinstance(value, list | tuple):
         value = [{k: v for k, v in item.items() if v not in (None, {}, [])}
                  if isinstance(item, dict) else item for item in value]  # fmt: skip
@@ -126,7 +132,8 @@ def settings(run: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def differences(runs: Sequence[RunFiles]) -> Iterator[list[str]]:
-    """Yields the settings that differ, with the value of each run."""
+    """Yields the name of each setting that differs, except run_dir and resume, with the value of
+    each run."""
     for name in dict.fromkeys(name for run in runs for name in run.config):
         values = [format_setting(run.config[name]) if name in run.config else "–" for run in runs]
         if len(set(values)) > 1 and name not in ("run_dir", "resume"):
@@ -134,7 +141,7 @@ def differences(runs: Sequence[RunFiles]) -> Iterator[list[str]]:
 
 
 def select_samples(texts: dict[int, str], limit: int = 12) -> list[tuple[int, str]]:
-    """Returns the samples of at most `limit` steps, evenly spaced."""
+    """Returns the samples of at most `limit` steps, evenly spaced, as (step, text)."""
     steps, last = sorted(texts), len(texts) - 1
     if last >= limit:
         steps = [steps[round(i * last / (limit - 1))] for i in range(limit)]

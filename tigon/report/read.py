@@ -29,12 +29,15 @@ class Column:
     values: "array[float]" = field(default_factory=lambda: array("d"))
 
     def finite(self) -> list[float]:
+        """Returns the values that are finite, in order."""
         return [value for value in self.values if not math.isnan(value)]
 
     def median(self) -> float:
+        """Returns the median of the finite values; StatisticsError without any."""
         return median(self.finite())
 
     def total(self) -> float:
+        """Returns the sum of the finite values."""
         return sum(self.finite())
 
     def missing(self) -> list[int]:
@@ -46,7 +49,7 @@ class Column:
         return next((value for value in reversed(self.values) if not math.isnan(value)), math.nan)
 
     def lowest(self) -> tuple[int, float] | None:
-        """Returns the step and the value of the first minimum."""
+        """Returns the step and the value of the first minimum; None without finite values."""
         value = min(self.finite(), default=None)
         return None if value is None else (self.steps[self.values.index(value)], value)
 
@@ -70,16 +73,18 @@ class RunFiles:
     parameters: int | None = None
 
     def column(self, key: str) -> Column:
-        """Returns a column of the training rows."""
+        """Returns the column of a key of metrics.jsonl, an empty one if no row has it."""
         return self.columns.get(key, Column())
 
     @property
     def last_step(self) -> int | None:
+        """The highest step that has a loss; None without any."""
         return max(self.column("loss").steps, default=None)
 
     @property
     def is_finished(self) -> bool:
-        """Returns whether the run has done all the steps of its settings."""
+        """Returns whether the run has done all the steps or epochs of its settings, or its last
+        step is the one that was exported."""
         steps, epochs = self.config.get("steps"), _number(self.config.get("epochs") or 1)
         if self.last_step is None or self.last_step in (self.exported, steps):
             return self.last_step is not None
@@ -115,13 +120,15 @@ def read(path: Path) -> RunFiles:
 
 
 def _content(path: Path, limit: int = BYTES) -> bytes:
+    """Returns the bytes of a file; ValueError for a link or more than `limit` bytes."""
     if path.is_symlink():
         raise ValueError("it is a link, which may leave the run")
     return read_bytes(path, limit)
 
 
 def _read_config(run: RunFiles) -> None:
-    """Reads config.yaml; a damaged one becomes a note on the page."""
+    """Reads settings and machine from config.yaml into the run; a missing or damaged one becomes a
+    problem."""
     try:
         text = _content(run.path / "config.yaml", BYTES).decode(errors="replace")
         config = parse_yaml(text, "config.yaml")
@@ -137,7 +144,8 @@ def _read_config(run: RunFiles) -> None:
 
 
 def _read_metrics(run: RunFiles) -> None:
-    """Reads metrics.jsonl; damaged lines become a note on the page."""
+    """Reads columns, skipped steps and rollbacks from metrics.jsonl into the run; what is missing
+    or damaged becomes a problem."""
     rollbacks = 0.0
     for row in _rows(run, "metrics.jsonl"):
         step = row.pop("step")
@@ -158,6 +166,7 @@ def _read_metrics(run: RunFiles) -> None:
 
 
 def _number(value: Any) -> float:
+    """Returns a value as a float; NaN if it is no number, or above LARGEST."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -166,7 +175,8 @@ def _number(value: Any) -> float:
 
 
 def _rows(run: RunFiles, name: str) -> Iterator[dict[str, Any]]:
-    """Yields the readable rows, and counts those that a crash left damaged."""
+    """Yields the readable rows of a .jsonl file, none if it is missing; how many others it has
+    becomes a problem of the run, and so does a file that cannot be read."""
     damaged = 0
     try:
         lines = _content(run.path / name, LOG_BYTES).splitlines()
@@ -200,7 +210,8 @@ def _is_locked(path: Path) -> bool:
 
 
 def _read_model(run: RunFiles) -> None:
-    """Reads architecture and parameters from the export or the newest checkpoint."""
+    """Reads architecture and number of parameters from the export, or else from the newest
+    checkpoint, into the run."""
     steps = run.path.glob("checkpoints/step-*")
     newest = max(steps, default=None, key=lambda path: (len(path.name), path.name))
     for folder in filter(None, (run.path / "hf", newest)):

@@ -97,7 +97,8 @@ def choose_layout(
 
 
 def checkpoint_layout(config: Config, gpus: int) -> tuple[Path | None, list[Layout]]:
-    """Returns the checkpoint to resume from, and its layout if that has as many GPUs."""
+    """Returns the checkpoint to resume from, None without, and its layout in a list, which is empty
+    if that is not one of `gpus` GPUs or cannot be read."""
     source = None
     with suppress(ValueError, OSError, LookupError):  # resuming reports what is wrong with it
         if config.resume in (True, "auto"):
@@ -112,7 +113,7 @@ def checkpoint_layout(config: Config, gpus: int) -> tuple[Path | None, list[Layo
 
 
 def model_shapes(config: Config, source: Path | None) -> Shapes:
-    """Returns the shapes of the model that the run starts with, or resumes."""
+    """Returns the shapes of the model that the run starts with, or of its checkpoint `source`."""
     config = replace(config, activation_checkpointing=False, memory_budget=None, parallel=None)
     dtype = getattr(torch, config.param_dtype)
     with suppress(ValueError, OSError):  # likewise
@@ -121,7 +122,7 @@ def model_shapes(config: Config, source: Path | None) -> Shapes:
 
 
 def describe_best(plan: LayoutPlan) -> str:
-    """Describes the fastest layout that fits, with its estimated time and memory."""
+    """Returns a text on the fastest layout that fits, with its estimated time and memory."""
     best = plan.choices[0]
     return (
         f"{best.layout.description}: {best.step.seconds:.3g} s a step and "

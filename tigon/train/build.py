@@ -87,17 +87,17 @@ class TrainingRun:
 
     @cached_property
     def prefetcher(self) -> Prefetcher:
-        """Prefetches the micro-batches of the next steps."""
+        """The prefetcher of the micro-batches of the next steps, made once."""
         return Prefetcher(self.data, self.world.device)
 
     @cached_property
     def exporter(self) -> Exporter:
-        """Writes exports; every rank creates it at the same time."""
+        """The writer of exports, made once; every rank creates it at the same time."""
         return Exporter(self.world, background=self.config.async_save)
 
     @cached_property
     def meter(self) -> Meter:
-        """Measures the speed of steps."""
+        """The meter of the speed of steps, made once."""
         return Meter(self.model, self.world, compute_dtype(self.config, self.world.device))
 
 
@@ -116,7 +116,8 @@ class RunInputs:
     state: TrainState
 
     def check_model(self, model: CausalLM) -> None:
-        """Raises ValueError if the model does not fit the data; adds the tokens that end a turn."""
+        """Raises ValueError if the data has tokens beyond the model's vocabulary; adds the tokens
+        that end a turn to the model's eos_token_id."""
         add_stop_tokens(model, self.tokenizer, self.task.ends)
         for loader in filter(None, (self.data, self.eval_data)):
             loader.windows.check_vocabulary(model.config.vocab_size)
@@ -189,7 +190,8 @@ def read_inputs(
 
 
 def resolve_parallel(config: Config, world: World, gpus: int) -> tuple[Config, World]:
-    """Returns both with the layout that is chosen for `gpus` GPUs in place of parallel=auto."""
+    """Returns both with the layout that is chosen for `gpus` GPUs in place of parallel=auto, or
+    unchanged without that."""
     if config.parallel != "auto":
         return config, world
     from tigon.train.auto_layout import resolve_layout  # the planner imports the trainer
@@ -305,7 +307,7 @@ def check_same_models(config: Config, digest: str, world: World) -> None:
 
 
 def _describe_model(path: str, revision: str | None = None) -> str:
-    """Returns config and generation settings of a model, to compare between ranks."""
+    """Returns a text of a model's config and generation settings, to compare between ranks."""
     repository = Repository(path, revision=revision)
     file = repository.optional_file("generation_config.json")  # which samples go by
     generation = b"" if file is None else file.read_bytes()
@@ -376,7 +378,8 @@ def check_machine(config: Config, world: World) -> None:
 
 
 def seed_everything(config: Config, world: World) -> None:
-    """Seeds Python and torch, and turns on deterministic algorithms if set."""
+    """Seeds Python's and torch's random numbers, and with `deterministic` turns on deterministic
+    algorithms until the world closes."""
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     if config.deterministic:

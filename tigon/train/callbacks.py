@@ -39,7 +39,7 @@ class HookRequest:
 
     @property
     def positions(self) -> Tensor | None:
-        """Concatenates the positions of all hooks."""
+        """Returns the positions of all hooks, one hook's after the other's; None without any."""
         positions = [at for at in self.at if at is not None]
         return torch.cat(positions) if positions else None
 
@@ -85,7 +85,8 @@ class Hook:
         self._call, self._positions = call, getattr(call, "positions", None)
 
     def positions(self, micro_batch: MicroBatch, labels: Tensor) -> Tensor | None:
-        """Returns the positions that the hook chooses, int64 [n] in the flattened batch."""
+        """Returns the positions that the hook chooses, int64 [n] in the flattened batch; None if it
+        chooses none. Raises TypeError or ValueError unless it returns None or bool [B, T]."""
         if self._positions is None:
             return None
         chosen = self._run(self._positions, micro_batch, labels)
@@ -100,10 +101,12 @@ class Hook:
         return chosen.to(labels.device).flatten().nonzero().squeeze(1)
 
     def __call__(self, context: HookContext) -> None:
+        """Calls the hook with a pass, without gradients; an error in it is a RuntimeError."""
         self._run(self._call, context)
 
     def _run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Calls the user's hook; an error in it names the hook."""
+        """Returns what the user's callable returns, without gradients; an error in it becomes a
+        RuntimeError that names the hook."""
         try:
             with torch.no_grad():
                 return call(*args)
@@ -118,12 +121,14 @@ class Hooks:
         self.hooks, self.every = [Hook(name) for name in names], every
 
     def is_due(self, step: int, *, training: bool) -> bool:
-        """Returns whether this step, counted from 1, or this evaluation calls the hooks."""
+        """Returns whether there are hooks that this step, counted from 1, or this evaluation calls:
+        every evaluation does, and each `every`-th step."""
         in_training = self.every > 0 and step % self.every == 0
         return bool(self.hooks) and (in_training or not training)
 
     def request(self, micro_batch: MicroBatch, labels: Tensor) -> HookRequest:
-        """Collects the hooks' positions; `labels` [B, T] are the tokens to predict."""
+        """Returns a request with each hook's positions, for `labels` [B, T], the tokens to
+        predict."""
         return HookRequest(tuple(hook.positions(micro_batch, labels) for hook in self.hooks))
 
     def call(self, output: PassOutput, request: HookRequest, **context: Any) -> None:
@@ -138,7 +143,8 @@ class Hooks:
 
 
 def _import_function(name: str) -> Any:
-    """Imports what module:function or file.py:function names."""
+    """Returns what module:function or file.py:function names; ValueError if it cannot be
+    imported."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ValueError(f"hooks={name}: give module:function or file.py:function")
@@ -154,7 +160,7 @@ def _import_function(name: str) -> Any:
 
 
 def _import(name: str) -> ModuleType:
-    """Imports a module by its name, from the working directory too."""
+    """Imports a module by its name; leaves the working directory in sys.path, at the end."""
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:  # `python -m` has it, `tigon` lacks it
         sys.path.append(directory)
@@ -205,7 +211,8 @@ class PredictionsWriter:
             self._opened.__exit__(*error)
 
     def write(self, output: PassOutput, micro_batch: MicroBatch) -> None:
-        """Writes the next micro-batch of every rank; all ranks call it."""
+        """Writes the next micro-batch of every rank, once for ranks with the same rows; all ranks
+        call it."""
         rows = prediction_rows(output, micro_batch) if self.world.is_data_leader else []
         for row in rows:
             for name in ("target", "predicted"):

@@ -528,6 +528,8 @@ class Config(
         return self.data if self.eval_fraction else self.eval_data
 
     def __post_init__(self) -> None:
+        """Raises ValueError for settings out of range, at fault or in conflict; replaces a ~ at the
+        beginning of paths."""
         check_ranges(self)
         for name in ("run_dir", "model", "init", "tokenizer", "chat_template"):
             check_file_name(getattr(self, name))
@@ -568,7 +570,8 @@ def holds(config: Config, condition: str) -> bool:
 
 
 def _term_holds(config: Config, term: str) -> bool:
-    """Whether a term of CONFLICTS or REQUIRES, such as `packing=false`, holds for the config."""
+    """Returns whether a term of CONFLICTS or REQUIRES, such as `packing=false`, holds for the
+    config."""
     match = TERM.fullmatch(term)
     assert match is not None, term
     name, operator, expected = match.groups()
@@ -597,7 +600,7 @@ def show_value(value: Any) -> str:
 
 
 def show_requirement(config: Config, condition: str, needed: str, reason: str) -> str:
-    """Says which setting needs which other one."""
+    """Returns the error's text that says what the `condition` needs, and why."""
     text = f"{show_condition(config, condition)} needs {needed.replace('|', ' or ')}"
     match = TERM.fullmatch(needed)
     if match is not None and match[2] == "=":

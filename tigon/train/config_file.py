@@ -49,7 +49,8 @@ def dump(config: Config) -> str:
 
 
 def parse_arguments(arguments: Sequence[str]) -> list[tuple[str, str]]:
-    """Splits `key=value` and `--key value` texts into names and values."""
+    """Returns the name, with _ for -, and the value of each `key=value` or `--key value`;
+    ValueError for any other text."""
     pairs, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -63,7 +64,7 @@ def parse_arguments(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:
-    """Reads settings from a YAML file."""
+    """Returns the settings in a YAML file, as `read_settings` does; errors name the file."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no config file {path}")
     if Path(path).suffix in DATA_ENDINGS:
@@ -78,7 +79,8 @@ def _read_file(path: str | Path) -> dict[str, Any]:
 
 
 def _with_entries(line: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets the entries of dictionaries, as columns.NAME=value, beside those of the file."""
+    """Moves settings of entries, as columns.NAME=value, into dictionaries with the file's other
+    entries; changes and returns `line`."""
     for name in DICTIONARIES:
         entries = {key: line.pop(key) for key in [*line] if key.startswith(f"{name}.")}
         if entries:
@@ -122,7 +124,8 @@ def _setting_names(values: dict[str, Any], groups: Container[str], parse: Parse)
 
 
 def _named_eval_data(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
-    """Turns eval_data={NAME: path or entry, ...} into a list of entries with a name."""
+    """Returns eval_data={NAME: path or entry, ...} as a list of entries with a name; {} for any
+    other eval_data."""
     value = values.get("eval_data")
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = parse(value)
@@ -148,6 +151,7 @@ def _parse(text: str) -> Any:
 
 
 def _parse_entry(text: str) -> Any:
+    """Returns a dictionary entry's value, read as YAML; what is no YAML stays text."""
     try:
         return _parse(text)
     except ConfigError:
@@ -157,7 +161,7 @@ def _parse_entry(text: str) -> Any:
 
 
 def _number(text: str) -> float | str:
-    """Reads 2e-5, which is text in YAML, as a number."""
+    """Returns the number in a text, such as 2e-5, which is text in YAML; other text unchanged."""
     try:
         return float(text)
     except ValueError:
@@ -187,7 +191,7 @@ def load_aliases() -> Aliases:
 
 
 def _invert(answers: dict[str, list[str]]) -> dict[str, str]:
-    """Maps each name to its answer, from a list of names for each answer."""
+    """Returns the answer for each name, from the names for each answer."""
     return {name: text for text, names in answers.items() for name in names}
 
 

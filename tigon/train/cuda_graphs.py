@@ -84,7 +84,8 @@ class ReplayGuard:
         return False
 
     def fingerprint(self) -> list[object]:
-        """Returns the addresses of parameters and buffers, which are trained, and the adapters."""
+        """Returns address and requires_grad of each parameter and buffer, and the chosen adapters,
+        to compare with those of another pass."""
         tensors = (t for named in self._tensors for t in named.values())
         states: list[object] = [(t.data_ptr(), t.requires_grad) for t in tensors if t is not None]
         return states + [m.chosen for m in self._adapters]
@@ -98,7 +99,8 @@ def graph_key(
     routing: bool,
     dropout_keys: Tensor | None,
 ) -> GraphKey:
-    """Identifies passes that one graph serves: by shapes, and host numbers that launches use."""
+    """Returns a key that is equal for passes that one graph serves: it has shapes, and the host
+    numbers that launches use."""
     cu = mask.cu_seq_lens
     return (
         x.shape,
@@ -141,11 +143,11 @@ class GradientBuffers:
         return self._holders
 
     def read(self) -> list[Tensor | None]:
-        """Returns the present gradients of the parameters."""
+        """Returns the present gradient of each parameter of `holders`, None where there is none."""
         return [getattr(owner, name) for _, owner, name in self.holders]
 
     def write(self, values: Sequence[Tensor | None]) -> None:
-        """Sets the gradients of the parameters."""
+        """Sets the gradient of each parameter of `holders`."""
         for (_, owner, name), value in zip(self.holders, values, strict=True):
             setattr(owner, name, value)
 
@@ -154,7 +156,8 @@ class GradientBuffers:
         return any(value is not None for value in self.read())
 
     def copy_eager(self) -> None:
-        """Copies the gradients of a pass without graphs to the fixed memory."""
+        """Copies the gradients of a pass without graphs to the fixed memory, zeros where it has
+        none, and makes that memory the gradients."""
         with torch.no_grad():
             for buffer, grad in zip(self.memory, self.read(), strict=True):
                 if buffer is not None and grad is None:
@@ -165,9 +168,10 @@ class GradientBuffers:
 
     @contextmanager
     def capturing(self, *, adds: bool) -> Iterator[None]:
-        """Captures a backward pass that writes gradients to the fixed memory, or adds to it.
+        """Makes the backward pass in the `with` block write gradients to the fixed memory, or add
+        to it, as it is captured; restores the parameters' gradients.
 
-        The first one that writes decides where that is.
+        The first one that writes decides where that memory is.
         """
         before, reduces, hooks = self.read(), self.zero is not None and self.zero.reduces, []
         if self.zero is not None:
@@ -194,7 +198,7 @@ class GradientBuffers:
                 setattr(owner, name, buffer)
 
     def _copy_hook(self, index: int) -> Callable[[Tensor], None]:
-        """Returns a hook that copies a parameter's new gradient into its buffer."""
+        """Returns a hook that moves a parameter's new gradient into its buffer."""
         _, owner, name = self.holders[index]
 
         def copy(_: Tensor) -> None:
@@ -236,7 +240,7 @@ class CapturedGraph:
         adds: bool,
     ) -> Self:
         """Captures both graphs in the pool that all share, with the decoder's `options` recompute
-        and routing. `adds`: backward adds to gradients."""
+        and routing, and returns itself. `adds`: backward adds to gradients."""
         self.adds, self.options = adds, options
         self.causal, self.longest, self.backend = mask.causal, mask.longest, mask.backend
         self.x = x.detach().clone().requires_grad_(x.requires_grad)
@@ -255,7 +259,7 @@ class CapturedGraph:
         return self
 
     def _run_forward(self) -> None:
-        """Runs the blocks on the graph's input buffers."""
+        """Runs the blocks on the graph's static inputs; sets `outputs`."""
         mask = AttentionMask(
             self.x.shape[1],
             segment_ids=self.segments,
@@ -272,7 +276,7 @@ class CapturedGraph:
         self.outputs = [hidden, *tallies]
 
     def _run_backward(self) -> None:
-        """Runs backward from the graph's gradient buffers."""
+        """Runs backward from the outputs' gradients in `upstream`; sets `dx`, the gradient of x."""
         self.x.grad = None
         upstream = [u for u in self.upstream if u is not None]
         torch.autograd.backward([self.outputs[i] for i in sorted(self.learned)], upstream)
@@ -282,6 +286,8 @@ class CapturedGraph:
     def forward(
         self, x: Tensor, positions: Tensor, mask: AttentionMask, dropout_keys: Tensor | None
     ) -> list[Tensor]:
+        """Returns hidden states and routers' tallies for these inputs, by a replay, in memory that
+        the next one overwrites."""
         with torch.no_grad():
             self.x.copy_(x)
         self.positions.copy_(positions)
@@ -310,11 +316,13 @@ class CapturedGraph:
 
 
 def mask_tensors(mask: AttentionMask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns cu_seq_lens, segment_ids and key_mask of a mask."""
     return mask.cu_seq_lens, mask.segment_ids, mask.key_mask
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
-    """Captures what `run` launches; raises RuntimeError if it cannot be captured."""
+    """Captures what `run` launches and returns a function that replays it; raises RuntimeError if
+    it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads allocate and copy the next micro-batches meanwhile
@@ -336,7 +344,8 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
 
 @contextmanager
 def on_capture_stream(device: torch.device, *tensors: Tensor | None) -> Iterator[None]:
-    """Runs on the capture stream, so that its workspaces do not come from a graph's memory.
+    """Runs the `with` block on the capture stream, after the current one and before what this gets
+    next, so that its workspaces do not come from a graph's memory; on a CPU changes nothing.
 
     `tensors` were made on the current stream.
     """
@@ -389,7 +398,8 @@ class Graphs:
         offload: bool = False,
         dropout_keys: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Replays a graph, or runs Decoder.forward, whose arguments these are."""
+        """Returns what Decoder.forward, whose arguments these are, returns: by a replay, or from
+        the decoder where a pass cannot be replayed or is the first of its kind."""
         rest = cache, recompute, routing, offload, dropout_keys
         learns = torch.is_grad_enabled() and self.decoder.training and cache is None
         shares = mask.prefixes is not None
@@ -415,10 +425,12 @@ class Graphs:
         return hidden, tallies
 
     def __reduce__(self) -> Any:
+        """Makes None of a copy, or of what is unpickled."""
         return type(None), ()  # a copy of the model has weights of its own, and runs without
 
     def _needs_eager(self) -> bool:
-        """Returns whether a replay would ignore something that this pass does."""
+        """Returns whether this pass must run without graphs: under torch.compile or autocast, or
+        with hooks, which a replay would ignore."""
         if torch.compiler.is_compiling():
             return True
         if autocast_dtype(self.device) is not None:  # casts of weights outlive the graph's memory
@@ -451,7 +463,8 @@ class Graphs:
             self.say(f"note: cuda_graphs: {text}")
 
     def _add(self, kind: GraphKey) -> bool:
-        """Adds a kind of micro-batch; returns False if there are MAX_GRAPHS of them."""
+        """Adds a kind of micro-batch and returns True; False if there are MAX_GRAPHS of them
+        already."""
         if len(self.learned) < MAX_GRAPHS:
             self.learned[kind] = set()
             return True
@@ -464,7 +477,8 @@ class Graphs:
     def _first(
         self, learned: set[int], x: Tensor, positions: Tensor, mask: AttentionMask, *rest: Any
     ) -> tuple[Tensor, list[Tensor]]:
-        """Runs without a graph, and records which outputs get gradients."""
+        """Runs without a graph and returns hidden states and tallies; backward will add to
+        `learned` the indices of those that get gradients."""
         # With ZeRO, parts of it read gradients of blocks as soon as these are launched
         tensors = x, positions, *mask_tensors(mask), rest[-1]
         zero = self.gradients.zero

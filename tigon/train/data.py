@@ -94,7 +94,10 @@ def build_loader(
 def find_entry_sources(
     config: Config, entries: Sequence[Entry], *, held_out: bool = False, streaming: bool = False
 ) -> list[list[Source]]:
-    """Returns the sources of each entry: with eval_fraction, the held-out rows or the others."""
+    """Returns the sources of each entry: with eval_fraction, the held-out rows or the others.
+
+    Raises ValueError if none are left.
+    """
     options: dict[str, Any] = {"separator": config.separator, "columns": config.columns}
     sources = [find_sources(entry, streaming=streaming, **options) for entry in entries]
     if not (fraction := config.eval_fraction):
@@ -129,7 +132,8 @@ def check_names(setting: str, entries: Sequence[Entry]) -> None:
 
 
 def mixture_weights(setting: str, entries: Sequence[Entry]) -> list[float] | None:
-    """Returns None if no entry has a weight; otherwise entries without one weigh 1."""
+    """Returns the entries' weights, 1 for those without one, or None if no entry has one;
+    ValueError for a weight that is not above 0."""
     for entry in entries:
         if entry.weight is not None and not 0 < entry.weight < float("inf"):
             raise ValueError(f"{setting}: weight={entry.weight} of {entry.path} must be above 0")
@@ -200,7 +204,8 @@ def describe_truncation(config: Config, truncation: TruncationStats, unit: str) 
 
 
 def may_not_fit(task: Task) -> str | None:
-    """Returns what a stream, which is not counted before, may do to pairs longer than a row."""
+    """Returns a line that says that a stream, which is not counted before, may cut or leave out
+    groups longer than a row; None if it cannot."""
     config, group, most = task.config, task.group, task.config.max_length
     if not config.packing or group == 1 or (most and group * most <= config.seq_len):
         return None
@@ -215,7 +220,8 @@ def may_not_fit(task: Task) -> str | None:
 
 
 def set_share_prompts(task: Task, source: Path | None) -> str | None:
-    """Sets `task.share_prompts`; returns why prompts are not shared where they could be.
+    """Sets `task.share_prompts`, and `task.distinct` as the checkpoint `source` has it; returns why
+    prompts are not shared, None if they are or the task has none to share.
 
     ValueError for a checkpoint `source` whose run shared them, where they cannot be now.
     """
@@ -237,7 +243,7 @@ def set_share_prompts(task: Task, source: Path | None) -> str | None:
 
 
 def _find_obstacle(config: Config, source: Path | None) -> str | None:
-    """Returns why prompts cannot be shared, if they cannot."""
+    """Returns why prompts cannot be shared, or None."""
     if not config.packing:
         return "packing=false"
     if config.lora is not None and config.lora.dropout:

@@ -42,7 +42,7 @@ DIM, GREEN, YELLOW, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[33m", "\x1b[1m", 
 
 
 def read_arguments(arguments: Sequence[str]) -> Config:
-    """Reads the settings of a config file, or of data files, and of `key=value`s."""
+    """Returns the settings of a config file, or of data files, with those given as `key=value`."""
     settings = [argument for argument in arguments if "=" in argument]
     paths = [argument for argument in arguments if "=" not in argument]
     if entries := [path for path in paths if path.startswith(("[", "{"))]:
@@ -57,7 +57,8 @@ def read_arguments(arguments: Sequence[str]) -> Config:
 
 
 def pack(arguments: Sequence[str]) -> None:
-    """Tokenizes the data of `read_arguments`, and prints what is in it."""
+    """Fills the cache with the training and held-out data that `read_arguments` finds, tokenized,
+    and prints how many examples, tokens and rows they have and where the cache is."""
     config = read_arguments(arguments)
     if config.streaming:
         raise ValueError("streaming=true has no cache to make: leave it out")
@@ -291,7 +292,7 @@ def _format_row(row: PreviewRow, config: Config, color: bool) -> Iterator[str]:
 
 
 def _describe(example: PreviewExample, config: Config) -> str:
-    """Describes an example: how many tokens it has and how many are learned."""
+    """Returns a text with an example's tokens, those that are learned, and its values."""
     learned = f"{example.learned:,} learned"
     if config.labels:
         learned = f"{example.learned:,} of them in the answer, whose score is learned"
@@ -303,7 +304,8 @@ def _describe(example: PreviewExample, config: Config) -> str:
 
 
 def _describe_cut(example: PreviewExample) -> str:
-    """Returns a line to follow the text of an example that a limit cuts."""
+    """Returns a line to follow the text of an example that is cut, left out or goes on in more
+    rows; "" for a whole one."""
     if not example.kept:
         return "--- left out of the run"
     if lost := example.tokens - example.kept:
@@ -315,7 +317,8 @@ def _describe_cut(example: PreviewExample) -> str:
 
 
 def _mark(piece: PreviewText, color: bool) -> str:
-    """Marks a piece of text as learned or context, by color or by brackets."""
+    """Returns the text with control characters escaped, marked as learned or not by color, or
+    without `color` in brackets if it is learned; a weight other than 0 and 1 stands before it."""
     text = escape_controls(piece.text)
     weight = "" if piece.weight in (0, 1) else f"x{piece.weight:.4g}"
     if color:
@@ -329,5 +332,5 @@ def _mark(piece: PreviewText, color: bool) -> str:
 
 
 def _paint(text: str, code: str, color: bool) -> str:
-    """Colors text for a terminal."""
+    """Returns the text between the terminal's `code` and RESET, or without `color` unchanged."""
     return f"{code}{text}{RESET}" if color else text

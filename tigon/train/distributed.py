@@ -45,9 +45,9 @@ class InputError(ValueError):
 
 @dataclass
 class Progress:
-    """The step that this rank is in, for error messages."""
+    """Holds the step that this rank is in, for error messages."""
 
-    step: int = 0  # the last that this rank has begun, for error messages
+    step: int = 0  # the last that this rank has begun; 0 before the first
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class World:
 
     @property
     def sizes(self) -> MeshSizes:
+        """Returns the ranks of each dimension of the mesh; without meshes, all are FSDP's."""
         return MeshSizes(fsdp=self.size) if self.meshes is None else self.meshes.sizes
 
     def log_rank0(self, *texts: str) -> None:
@@ -88,14 +89,15 @@ class World:
                 print(*map(one_line, texts), sep="\n", flush=True)
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """All-reduces (sum) in place over the data-parallel ranks; ranks that share rows hold the
-        same values already."""
+        """All-reduces (sum) in place over the data-parallel ranks and returns the tensor; ranks
+        that share rows hold the same values already."""
         dist.all_reduce(tensor, group=None if self.meshes is None else self.meshes.loss)
         return tensor
 
     def same_loss(self, loss: Tensor) -> Tensor:
-        """Returns one loss on all ranks: the largest, or NaN if one is not finite, so that ranks
-        with the same rows decide alike after a fault of one."""
+        """Returns the largest of all ranks' losses; if one is not finite, its own value on that
+        rank and NaN on the others, so that ranks with the same rows decide alike after a fault of
+        one. Where no ranks share rows, returns `loss`, which is the same on all."""
         if self.size == self.data.size:  # what `all_reduce_sum` returns is the same on all
             return loss
         finite = loss.isfinite()
@@ -104,7 +106,7 @@ class World:
         return torch.where(bad > 0, torch.where(finite, math.nan, loss), largest)
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        """All-reduces (max) in place over all ranks."""
+        """All-reduces (max) in place over all ranks and returns the tensor."""
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
@@ -131,7 +133,8 @@ class World:
 
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
-        """Raises the same InputError on all ranks if one raises in the `with` block."""
+        """Raises the same InputError on all ranks if one raises ValueError, OSError or ImportError
+        in the `with` block; on one process, the error itself."""
         problem = None
         try:
             yield
@@ -148,7 +151,8 @@ class World:
 
 @contextmanager
 def ignore_closed_output(output: TextIO) -> Iterator[None]:
-    """Keeps training when stdout is closed, as by `tee` after Ctrl-C, or its disk is full."""
+    """Ignores an OSError of writing to `output` and sends all that follows nowhere: training goes
+    on when stdout is closed, as by `tee` after Ctrl-C, or its disk is full."""
     try:
         yield
     except OSError:
@@ -159,7 +163,7 @@ def ignore_closed_output(output: TextIO) -> Iterator[None]:
 
 
 def pick_device(name: str) -> torch.device:
-    """Returns this rank's device for auto, cuda or cpu."""
+    """Returns this rank's device for auto, cuda or cpu; ValueError for cuda without one."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -292,7 +296,8 @@ def record_error(text: str) -> None:
 
 
 def end_soon(code: int) -> None:
-    """Ends this process after LINGER: leaving the group of a dead rank may never end."""
+    """Ends this process and its children after LINGER seconds, from a thread: leaving the group of
+    a dead rank may never end."""
 
     def end() -> None:
         for child in multiprocessing.active_children():
@@ -319,7 +324,8 @@ def prepare_flight_recorder(config: Config) -> None:
 
 @contextmanager
 def flight_recorder(config: Config, world: World) -> Iterator[None]:
-    """Makes the folder of the dumps, and removes it at the end if it is empty."""
+    """Makes the folder of the dumps, and removes it at the end if it is empty; does nothing on one
+    rank or on CPUs."""
     if world.size == 1 or world.device.type == "cpu":
         yield
         return

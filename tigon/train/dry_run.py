@@ -81,7 +81,8 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
 
 
 def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
-    """Times `steps` steps and averages the second half; raises torch.OutOfMemoryError."""
+    """Runs `steps` steps and returns the mean measurements of the second half; raises
+    torch.OutOfMemoryError."""
     device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before
     run.task.rehearse(run.model)
     run.task.begin(run.model)
@@ -219,7 +220,8 @@ def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) 
 
 
 def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
-    """Returns what ranks that divide rows, layers or experts send each other, a line each."""
+    """Returns what ranks that divide rows, layers or experts send each other, a line for each of
+    these dimensions with several ranks."""
     lines, context, tensor, expert = [], sizes.context, sizes.tensor, sizes.expert
     tokens, subject = -(-config.seq_len // context), "each of {} ranks has "
     element_bytes = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize
@@ -275,7 +277,7 @@ def estimate_run(
 
 
 def memory_table(result: Estimate, gpus: int, device: torch.device) -> list[str]:
-    """Returns the estimate as a table in GiB."""
+    """Returns the lines of a table of the estimate in GiB, with host memory below it."""
     owner = "a GPU" if gpus == 1 else f"each of {gpus} GPUs"
     lines = [f"memory of {owner} at its peak, estimated, GiB:"]
     lines += [f"  {kind:18}{size / GIB:8.2f}" for kind, size in result.kinds.items()]
@@ -287,7 +289,7 @@ def memory_table(result: Estimate, gpus: int, device: torch.device) -> list[str]
 
 
 def uncounted_memory(config: Config) -> list[str]:
-    """Returns what the run takes besides the estimate."""
+    """Returns what the run takes besides the estimate, a text for each."""
     full_precision = compute_dtype(config, GPU) == torch.float32
     cases: dict[str, object] = {
         "attention in float32, which is not fused and may hold scores": full_precision,
@@ -313,7 +315,7 @@ def uncounted_memory(config: Config) -> list[str]:
 
 
 def memory_advice(config: Config, inputs: RunInputs, gpus: int) -> list[str]:
-    """Returns the memory with each change of settings that saves some."""
+    """Returns lines with the memory after each change of settings, or of GPUs, that saves some."""
     lines, present = ["less memory:"], estimate_run(config, inputs, gpus).total
     for change in SAVING:
         changes = change | ({"memory_budget": None} if "activation_checkpointing" in change else {})
@@ -340,7 +342,7 @@ def memory_advice(config: Config, inputs: RunInputs, gpus: int) -> list[str]:
 
 
 def targets_gpu(config: Config) -> bool:
-    """Returns whether the run is for GPUs, even if this machine has none."""
+    """Returns whether the run is for GPUs, even if this machine has none: unless device=cpu."""
     return config.device != "cpu"
 
 
@@ -360,7 +362,8 @@ def time_run(
     advised: bool,
     checkpointing: CheckpointingChoice | None,
 ) -> list[str]:
-    """Returns lines with the time of a step on random weights; `advised` if advice is printed."""
+    """Runs steps on random weights and returns lines with their time; raises InputError, with
+    advice unless it is printed already (`advised`), if one does not fit into memory."""
     try:
         model = random_model(config, world, inputs.source)
         if checkpointing is not None:

@@ -120,7 +120,7 @@ def _with_base(source: Path, config: Config, base: str | None) -> Config:
 
 @contextmanager
 def _explain_base_errors(prefix: str, hint: str) -> Iterator[None]:
-    """Adds a hint to errors that are about an adapter's base model."""
+    """Adds `prefix` and `hint` to the text of an OSError or ValueError about an adapter's base."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -190,7 +190,7 @@ def convert_checkpoint(
 
 
 def _is_export_file(name: str) -> bool:
-    """Whether exporting a checkpoint needs this file of it."""
+    """Returns whether exporting a checkpoint needs this file of it: weights and small files."""
     return name.startswith("weights-") or name.endswith(SMALL)
 
 
@@ -214,18 +214,21 @@ def export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None =
 
 
 def export_step(run: TrainingRun, step: int) -> None:
-    """Exports while training goes on."""
+    """Exports the weights after `step` to their own directory, with async_save while training goes
+    on."""
     _start_export(run, step_export_path(run.config, step), None)
 
 
 def export_best(run: TrainingRun, step: int) -> None:
-    """Exports run_dir/hf-best, if hf_best is set and the evaluation after `step` is the best."""
+    """Exports to run_dir/hf-best (adapter-best with lora) and waits, if hf_best is set and the
+    evaluation after `step` is the best so far."""
     if run.config.hf_best and run.state.best_step == step > 0:
         export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
 
 
 def _start_export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None) -> None:
-    """Raises FloatingPointError for values that are not finite in the dtype of the export."""
+    """Starts to export the run's model, or its `values`, to `target`; raises FloatingPointError for
+    weights that are not finite in the dtype of the export."""
     dtype = export_dtype(run.config, run.model)
     held = dtype if run.model.active_adapter is None else None
     try:

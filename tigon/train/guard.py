@@ -23,7 +23,8 @@ ADVICE = "try a lower lr, more warmup_steps or a lower max_grad_norm, or look at
 
 @dataclass(frozen=True)
 class BadStep:
-    """Says why a step's gradients must not be used; the same on every rank."""
+    """Says what is wrong with a step's gradients, or with the weights after it, and what the
+    settings do about it; the same on every rank."""
 
     kind: str  # "nonfinite" or "spike"
     policy: str  # stop, skip or rollback
@@ -31,13 +32,16 @@ class BadStep:
     broken: bool = False  # whether an earlier step has ruined the weights
 
 
-def check_step(run: TrainingRun, step: int, values: dict[str, float]) -> BadStep | None:
-    """Returns why the step's gradients must not change the weights, or None.
+def check_step(
+    run: TrainingRun, step: int, values: dict[str, float], own_loss: float
+) -> BadStep | None:
+    """Returns why the step's gradients must not change the weights, or None; counts and logs skips.
 
-    Pops "own_loss", this rank's part of the loss, from `values`. Raises FloatingPointError if the
-    policy is to stop.
+    `own_loss` is this rank's part of the loss. Raises FloatingPointError if the policy is to stop,
+    or to skip where that does not help: weights are ruined or already updated, or too many steps
+    have been skipped.
     """
-    own_loss, loss, grad_norm = values.pop("own_loss"), values["loss"], values["grad_norm"]
+    loss, grad_norm = values["loss"], values["grad_norm"]
     state = run.state
     bad_step = _find_problem(run, step, loss, grad_norm, own_loss)
     state.note_step(loss, grad_norm)
@@ -63,7 +67,8 @@ def check_step(run: TrainingRun, step: int, values: dict[str, float]) -> BadStep
 
 
 def check_skipped(run: TrainingRun, step: int) -> None:
-    """Raises FloatingPointError if most of a run's `step` steps were skipped, when it ends."""
+    """Raises FloatingPointError if more than half of a run's `step` steps were skipped; called when
+    it ends."""
     if 2 * run.state.skipped > step:
         raise FloatingPointError(
             f"{run.state.skipped} of {step} steps were skipped, most of the run, and nothing is "
@@ -72,8 +77,8 @@ def check_skipped(run: TrainingRun, step: int) -> None:
 
 
 def weights_changed(run: TrainingRun, loss: float) -> bool:
-    """Returns whether backward has updated the weights already: it skips only a loss that is not
-    finite."""
+    """Returns whether backward has updated the weights already, which optimizer_in_backward does
+    unless the loss is not finite."""
     return run.in_backward is not None and math.isfinite(loss)
 
 
@@ -116,16 +121,18 @@ def _find_problem(
 
 
 def spike_bound(past: Sequence[float], sigma: float) -> float:
-    """Returns mean + sigma * stdev, as OLMo-core's SkipStepOptimizer; inf in the first steps."""
+    """Returns mean + sigma * stdev, as OLMo-core's SkipStepOptimizer; inf for fewer values than
+    WINDOW / 2."""
     if len(past) < WINDOW // 2:
         return math.inf
     return statistics.fmean(past) + sigma * statistics.stdev(past)
 
 
 def check_weights(run: TrainingRun, step: int) -> BadStep | None:
-    """Checks the weights before they are saved, evaluated or exported after `step` steps.
+    """Returns why the weights after `step` steps must be rolled back before they are saved,
+    evaluated or exported; None if none is NaN or too large.
 
-    Raises FloatingPointError unless the policy is to roll back.
+    Raises FloatingPointError if one is, and the policy is not to roll back.
     """
     size = largest_weight(run.model, run.world)
     if not is_broken(size):
@@ -163,9 +170,10 @@ def largest_weight(model: nn.Module, world: World, *, quantized: bool = False) -
 
 
 def describe_ranks(world: World, own_loss: float, *, largest: bool = False) -> str:
-    """Names the ranks whose part of the loss is not finite, or else the one with the `largest`.
+    """Returns a text with the ranks whose part of the loss is not finite, or if all are finite and
+    with `largest`, with the rank of the largest part; "" without any, or on one rank.
 
-    Returns "" on one rank, or if there is no such rank.
+    Every rank calls this.
     """
     if world.size == 1:
         return ""
@@ -182,7 +190,7 @@ def describe_ranks(world: World, own_loss: float, *, largest: bool = False) -> s
 
 
 def describe_rows(run: TrainingRun, step: int) -> str:
-    """Names the files and lines of the step's rows."""
+    """Returns a text with the files and lines of the step's rows, of eight at most."""
     origins = list(dict.fromkeys(run.data.location(step + run.state.offset)))
     more = f" and {len(origins) - 8} more" if len(origins) > 8 else ""
     return f"its rows are {', '.join(origins[:8])}{more}"
@@ -191,10 +199,8 @@ def describe_rows(run: TrainingRun, step: int) -> str:
 def stop_error(
     run: TrainingRun, step: int, bad_step: BadStep, why: str, instead: str = ""
 ) -> FloatingPointError:
-    """Returns the error that ends the run after `step` steps, naming the last checkpoint.
-
-    `instead`: the policies that would go on.
-    """
+    """Returns the error that ends the run after `step` steps, naming the last checkpoint; waits
+    for one that is being written. `instead`: the policies that would go on."""
     run.saver.wait()
     saved = checkpoint.latest(Path(run.config.run_dir, "checkpoints"), step)
     last = f"last checkpoint: {saved}" if saved else "there is no checkpoint"
@@ -208,7 +214,10 @@ def stop_error(
 
 
 def rollback(run: TrainingRun, step: int, bad_step: BadStep) -> int:
-    """Loads the last checkpoint and skips the rows up to `step`. Returns the checkpoint's step."""
+    """Loads the last checkpoint and skips the rows up to `step`. Returns the checkpoint's step.
+
+    Raises FloatingPointError if there is none, or if max_rollbacks are used up.
+    """
     state, config = run.state, run.config
     if state.rollbacks >= config.max_rollbacks:
         raise stop_error(run, step, bad_step, f"max_rollbacks={config.max_rollbacks} are used up")

@@ -163,7 +163,8 @@ def _run(config: Config, world: World, plan: int | None) -> int:
 
 
 def _run_rank(config: Config, world: World, plan: int | None) -> int:
-    """Runs one of several ranks; when it fails, torch's agent ends the others."""
+    """Runs one of several ranks; returns the exit code, 1 after an error, which is printed or left
+    to the launcher, and recorded for torch's agent, which ends the other ranks."""
     try:
         return _run(config, world, plan)
     except (InputError, FloatingPointError) as error:  # the same on all ranks

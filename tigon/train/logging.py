@@ -51,6 +51,7 @@ class TensorBoard:
         self.writer = SummaryWriter(directory, purge_step=0, flush_secs=10)
 
     def log(self, row: Row) -> None:
+        """Adds the row's `scalar_tags` to the event file."""
         for tag, value in scalar_tags(row).items():
             self.writer.add_scalar(tag, value, row["step"])
 
@@ -88,6 +89,7 @@ class WandB:
         )
 
     def log(self, row: Row) -> None:
+        """Logs the row's `scalar_tags`, unless W&B has a later step already."""
         if row["step"] >= self.run.step:  # W&B drops earlier steps with a warning
             self.run.log(scalar_tags(row), step=row["step"])
 
@@ -118,6 +120,7 @@ class Sinks:
                 sink.log(row)
 
     def close(self) -> None:
+        """Closes all services; reports one that fails."""
         for name, sink in list(self.sinks.items()):
             with self._dropped_on_error(name):
                 sink.close()
@@ -125,7 +128,8 @@ class Sinks:
 
     @contextmanager
     def _dropped_on_error(self, name: str) -> Iterator[None]:
-        """Drops a service whose call raises, and says so once."""
+        """Drops a service if the `with` block raises an Exception, which is reported and not
+        raised."""
         try:
             yield
         except Exception as error:
@@ -214,7 +218,8 @@ class Console:
         self.say(f"{self._step(step)}  {text} {seconds:.1f} s")
 
     def seconds_left(self, step: int) -> float | None:
-        """Estimates the seconds of the remaining steps and evaluations; None while unknown."""
+        """Returns an estimate of the seconds of the remaining steps and evaluations; None while
+        unknown."""
         if step == self.steps:
             return 0.0
         if not self.times:
@@ -249,11 +254,13 @@ class Console:
         return found
 
     def _step(self, step: int) -> str:
+        """Returns "step N/STEPS", aligned."""
         return f"step {step:{len(str(self.steps))}}/{self.steps}"
 
 
 def fit_columns(columns: Sequence[tuple[int, str]], width: int | None) -> str:
-    """Joins the columns that fit the width, and those of rank 0 in any case."""
+    """Returns the texts of the columns (rank, text) that fit the width (None: all): the highest
+    rank is dropped first. If those of rank 0 are too long, their text is cut."""
     kept = list(columns)
     while width is not None and len(text := "  ".join(t for _, t in kept)) > width:
         worst = max(rank for rank, _ in kept)
@@ -264,7 +271,8 @@ def fit_columns(columns: Sequence[tuple[int, str]], width: int | None) -> str:
 
 
 def split_by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Splits an evaluation's row into metrics of all data, and those of each named data set."""
+    """Returns the metrics of all data in an evaluation's row, and those of each named data set, all
+    without "eval_"."""
     whole: dict[str, float] = {}
     sets: dict[str, dict[str, float]] = {}
     for key, value in row.items():
@@ -278,7 +286,8 @@ def split_by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]
 
 
 def format_measures(values: Mapping[str, float]) -> str:
-    """Joins names and values; a NaN beside the loss is a mean of nothing, as without kto pairs."""
+    """Returns names and formatted values in a line; a NaN but for the loss, as the mean of nothing
+    is, becomes "-"."""
     texts = []
     for name, value in values.items():
         shown = f"{value:6.1%}" if name == "accuracy" else format_number(value)
@@ -294,7 +303,8 @@ def shorten(text: str, most: int) -> str:
 
 
 def format_number(value: float) -> str:
-    """Formats five digits, in seven characters if they fit."""
+    """Formats five digits below 1,000, a whole number below 10^6, else two digits with an exponent,
+    in seven characters if they fit."""
     if abs(value) < 1000:
         digits = 4 if abs(value) < 10 else 3 if abs(value) < 100 else 2
         return f"{value:7.{digits}f}"
@@ -350,12 +360,13 @@ class RunLog:
             self.console.step(row)
 
     def rewind(self, step: int) -> None:
-        """Drops the rows of steps after `step`, which come again."""
+        """Drops the rows of steps after `step` from metrics.jsonl and samples.jsonl: they come
+        again."""
         if self.main:
             self._cut(step)
 
     def sync(self) -> None:
-        """Flushes the rows to the disk before a checkpoint."""
+        """Flushes the rows of metrics.jsonl to the disk."""
         if self.main:
             with self.metrics.open("rb") as file:
                 os.fsync(file.fileno())
@@ -379,7 +390,8 @@ class RunLog:
             raise OSError(error.errno, error.strerror, str(self.metrics)) from None
 
     def _cut(self, step: int) -> None:
-        """Removes the rows after a step, which a resumed run writes again."""
+        """Removes the rows after a step, all if it is 0, and the note of an export of later
+        weights: they come again."""
         for path in (self.metrics, self.path / SAMPLES):
             kept = [row for row in read_metrics(path) if step and row["step"] <= step]
             if kept or path == self.metrics or path.exists():

@@ -237,9 +237,11 @@ class SingleKindLedger(Ledger):
         self.ledger, self.kind = ledger, kind
 
     def add(self, kind: str, size: int) -> None:
+        """Adds bytes of any kind to the other ledger, as its kind."""
         self.ledger.add(self.kind, size)
 
     def remove(self, kind: str, size: int) -> None:
+        """Takes bytes of any kind from the other ledger, of its kind."""
         self.ledger.remove(self.kind, size)
 
 
@@ -301,7 +303,7 @@ class CheckpointingChoice:
 
 
 def format_gib(size: int) -> str:
-    """Returns bytes in GiB, with enough digits for tiny models."""
+    """Formats bytes as a number of GiB, with enough digits for tiny models."""
     return f"{size / GIB:.2f}" if size >= GIB else f"{size / GIB:.3g}"
 
 

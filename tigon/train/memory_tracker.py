@@ -75,6 +75,7 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Runs an operator, counts the storages that it makes, and its workspace for a moment."""
         name = func._schema.name
         size = WORKSPACES[name](*args) if name in WORKSPACES else 0
         out = func(*args, **(kwargs or {}))
@@ -124,12 +125,14 @@ class MemoryTracker(TorchDispatchMode):
         weakref.finalize(storage, self._free, key).atexit = False
 
     def _drop(self, tensor: Tensor) -> None:
+        """Counts a storage as 0 bytes from now on: an operator's outputs overwrite it."""
         key = tensor.untyped_storage()._cdata
         kind, size = self._storages[key]
         self._storages[key] = kind, 0
         self.ledger.remove(kind, size)
 
     def _free(self, key: int) -> None:
+        """Takes away the bytes of a storage that no longer exists."""
         kind, size = self._storages.pop(key)
         self.ledger.remove(kind, size)
 
@@ -152,7 +155,7 @@ def padded_numel(parameter: Tensor, world: int) -> int:
 
 
 def shard_bytes(parameter: Tensor, world: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of a rank's shard."""
+    """Returns the bytes of one rank's shard of a parameter in `dtype`, over `world` ranks."""
     if world == 1:
         return allocated_bytes(parameter, dtype)
     return padded_numel(parameter, world) * dtype.itemsize // world
@@ -378,6 +381,7 @@ class FSDPTracker:
         setattr(self, name, size)
 
     def _add_temporary(self, size: int) -> None:
+        """Counts bytes of communication that are free again at once, for the peak."""
         self.ledger.add(COMMUNICATION, size)
         self.ledger.remove(COMMUNICATION, size)
 
@@ -435,6 +439,8 @@ class ZeRO2Tracker:
             self._begin_reduction(self.waiting.pop())
 
     def _begin_reduction(self, group: list[nn.Parameter]) -> None:
+        """Makes the padded gradients and reduced parts of a group, and ends the oldest reduction if
+        more than IN_FLIGHT are under way."""
         gradients, parts = [], []
         for p in group:
             grad = self.added.pop(p, None)
@@ -455,9 +461,11 @@ class ZeRO2Tracker:
             self._end_reduction()
 
     def _end_reduction(self) -> None:
+        """Frees the gradients of the oldest reduction, whose parts stay in the weights' dtype."""
         _, parts = self.in_flight.popleft()
         self.shards += [self._relabeled(part.to(self.param_dtype), GRADIENTS) for part in parts]
 
     def _relabeled(self, tensor: Tensor, kind: str) -> Tensor:
+        """Returns the tensor, which is counted as `kind` from now on."""
         self.tracker.relabel(tensor, kind)
         return tensor

@@ -41,10 +41,10 @@ from tigon.weights.write import all_finite
 
 
 def build_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
-    """Builds the run's model on its device: in param_dtype, sharded if `is_sharded`.
+    """Builds the run's model on its device: in `weights_dtype`, divided by `parallelize`.
 
     Each rank reads only the rows that it keeps. With a checkpoint `source` the weights are only
-    allocated, for `checkpoint.load`.
+    allocated, for `checkpoint.load`; with lora only those of the adapter are left to it.
     """
     dtype, weights = weights_dtype(config, world.device), None
     resumes = source is not None and config.lora is None
@@ -69,7 +69,8 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
 
 
 def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | None]:
-    """Builds the model before its adapter; returns its weights to load, None if they are random."""
+    """Returns the model without its adapter, on the meta device, and its weights to load, None if
+    they are random."""
     if config.init:
         return _from_config(_init_path(config), dtype, config), None
     options: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
@@ -80,7 +81,7 @@ def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoin
 
 
 def _vocab_options(config: Config) -> dict[str, Any]:
-    """Returns the options of `build` that new_tokens need."""
+    """Returns the options of `build` that new_tokens need; {} without new_tokens."""
     vocabulary = read_vocabulary(config)
     if vocabulary is None:
         return {}
@@ -92,7 +93,8 @@ def _vocab_options(config: Config) -> dict[str, Any]:
 def _load_or_init_weights(
     model: CausalLM, config: Config, weights: Checkpoint | None, dtype: torch.dtype
 ) -> None:
-    """Loads the weights, or draws those of `init`, equally on any number of ranks."""
+    """Loads the weights into the model, or without any draws those of `init`, equally on any number
+    of ranks."""
     if weights is not None:
         load_weights(model, weights)
         return
@@ -101,7 +103,8 @@ def _load_or_init_weights(
 
 
 def read_model_config(config: Config, source: Path | None = None) -> Any:
-    """Reads the config of the checkpoint `source`, or of the model that the settings name."""
+    """Returns the config of the checkpoint `source`, or of the model that the settings name, as its
+    config.json has it: before new_tokens and scores."""
     if source is not None or config.init:
         return _read_config_file(_init_path(config) if source is None else source / "config.json")
     return read_config(Repository(config.model, revision=config.revision), MODELS)[1]
@@ -113,20 +116,21 @@ def base_vocab_size(config: Config) -> int:
 
 
 def describe_tokens(config: Config) -> list[str]:
-    """Returns lines for the user about new_tokens."""
+    """Returns lines for the user about new_tokens; [] without."""
     vocabulary = read_vocabulary(config)
     return [] if vocabulary is None else vocabulary.describe(base_vocab_size(config))
 
 
 def base_digest(config: Config) -> str:
-    """Returns a digest of the base model's weights, wherever its files are; reads little."""
+    """Returns a digest of samples of the base model's weights, wherever its files are; of `init`
+    one of its config.json and the seed."""
     if config.init:
         return hash_files([_init_path(config)], config.seed)
     return sampled_digest(config.model, config.revision)
 
 
 def sampled_digest(path: str, revision: str | None = None) -> str:
-    """Returns a digest of samples of a model's weights."""
+    """Returns a digest of samples of the weights in a directory or hub repository."""
     *_, opened = open_model(Repository(path, revision=revision), MODELS, None)
     return opened().sampled_digest()
 
@@ -134,7 +138,7 @@ def sampled_digest(path: str, revision: str | None = None) -> str:
 def build_adapted_model(
     config: Config, dtype: torch.dtype | None, device: str | torch.device
 ) -> CausalLM:
-    """Builds the base of a LoRA run with an adapter to load, in one process.
+    """Builds the base of a LoRA run with its weights, and an uninitialized adapter, in one process.
 
     The base has `dtype`, by default that of its config.json; the adapter has param_dtype.
     """
@@ -155,9 +159,10 @@ def weights_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def parallelize(model: CausalLM, config: Config, world: World) -> None:
-    """Shards the model over the ranks as `parallel` and `sharding` say, if `is_sharded`."""
+    """Divides the model over the ranks, in place, as `parallel` and `sharding` say; on one rank,
+    only if `is_sharded`."""
     compute = compute_dtype(config, world.device)
-    if not is_sharded(config, world.size, compute):
+    if world.size == 1 and not is_sharded(config, 1, compute):
         return
     meshes = meshes_of(world)
     _share_layers(model, meshes)
@@ -169,7 +174,7 @@ def parallelize(model: CausalLM, config: Config, world: World) -> None:
 
 
 def _share_layers(model: CausalLM, meshes: Meshes) -> None:
-    """Divides experts, matrices and rows over the ranks that share them."""
+    """Divides experts, matrices and tokens of rows over the ranks that share them, in place."""
     if meshes.expert is not None and has_experts(model):
         shard_experts(model, meshes.expert)
     if meshes.tensor is not None:
@@ -184,15 +189,17 @@ def sum_dtype(config: Config) -> torch.dtype:
 
 
 def is_sharded(config: Config, ranks: int, compute: torch.dtype) -> bool:
-    """Returns whether the model is sharded, which also casts weights to the compute dtype and adds
-    gradients up in float32: on one rank too, if either is needed."""
+    """Returns whether FSDP2 or ZeRO-2 holds the weights of `ranks` ranks, not counting those of
+    tensor parallelism: always those of several, and of one where it must cast weights to the
+    compute dtype or add gradients up in float32."""
     dtype = getattr(torch, config.param_dtype)
     casts = config.lora is None and compute != dtype  # the base of an adapter is not cast
     return ranks > 1 or casts or (config.accumulate_fp32 and dtype != torch.float32)
 
 
 def apply_model_settings(model: CausalLM, config: Config) -> CausalLM:
-    """Applies the settings that do not depend on the weights; returns the model in train mode."""
+    """Applies the settings that do not depend on the weights, in place; returns the model in train
+    mode. Raises ValueError for settings that the model cannot have."""
     if config.labels and not model.config.labels:  # of a checkpoint: others get a head of scores
         raise ValueError(
             f"the run goes on with a model that predicts tokens, and task={config.task} trains one "
@@ -219,7 +226,8 @@ def apply_model_settings(model: CausalLM, config: Config) -> CausalLM:
 
 
 def set_fp8(model: CausalLM, config: Config) -> None:
-    """Chooses the projections that compute in fp8; called again after the model is sharded."""
+    """Sets `fp8` of each projection: with fp8=true, true unless fp8_except matches it or its sizes,
+    which change once the model is divided, are not supported."""
     excluded = match_fp8_except(config, model)
     for name, layer in named_projections(model):
         # Both shapes, so that all ranks decide the same
@@ -252,7 +260,8 @@ def meta_model(config: Config, dtype: torch.dtype, source: Path | None = None) -
 
 
 def export_dtype(config: Config, model: CausalLM) -> torch.dtype:
-    """Returns the dtype of run_dir/hf: export_dtype, or by default that of the first checkpoint.
+    """Returns the dtype of run_dir/hf: export_dtype, or by default that of the model's config.json,
+    or param_dtype if it names none.
 
     Raises ValueError if a model cannot have it.
     """
@@ -265,7 +274,8 @@ def export_dtype(config: Config, model: CausalLM) -> torch.dtype:
 
 
 def model_from_checkpoint_config(source: Path, dtype: torch.dtype) -> CausalLM:
-    """Returns the model of a run's checkpoint on the meta device."""
+    """Returns the model of a run's checkpoint on the meta device, without the adapter that it may
+    have. Raises ValueError if its files are too small for the weights."""
     check_folder(source)
     model = _from_config(source / "config.json", dtype)
     if read_adapter_run_config(source) is not None:  # the base's weights are elsewhere
@@ -315,7 +325,8 @@ def match_fp8_except(config: Config, model: CausalLM) -> set[str]:
 
 
 def check_fp8(config: Config, device: torch.device) -> None:
-    """Raises ValueError if the device has no fp8 products; a CPU runs their slow definition."""
+    """Raises ValueError for fp8=true in another dtype than bfloat16, or on a GPU without fp8
+    products; a CPU runs their slow definition."""
     if not config.fp8:
         return
     if (dtype := compute_dtype(config, device)) != torch.bfloat16:
@@ -329,7 +340,8 @@ def check_fp8(config: Config, device: torch.device) -> None:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Returns the dtype of activations and products: by default bfloat16 on a GPU."""
+    """Returns the dtype of activations and products: by default bfloat16 on a GPU, else
+    param_dtype."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     return torch.bfloat16 if device.type == "cuda" else getattr(torch, config.param_dtype)
@@ -344,7 +356,7 @@ def _init_path(config: Config) -> Path:
 
 
 def _read_config_file(path: Path) -> Any:
-    """Reads a config.json; ValueError names the file and the wrong key."""
+    """Returns the model config of a config.json; ValueError names the file and the wrong key."""
     values = read_json(path, nan=True)
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in MODELS:
@@ -416,7 +428,7 @@ def check_context(config: Config, source: Path | None = None) -> None:
 
 
 def check_longest(config: Config, context: int, model_name: str) -> None:
-    """Raises ValueError for sequences of more than `context` tokens."""
+    """Raises ValueError if the settings allow sequences of more than `context` tokens."""
     name = "seq_len" if config.max_length is None else "max_length"
     if (longest := min(config.seq_len, config.max_length or config.seq_len)) > context:
         raise ValueError(
@@ -436,8 +448,8 @@ def check_sizes(config: Config, sizes: MeshSizes, source: Path | None = None) ->
 def add_stop_tokens(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]) -> None:
     """Adds the tokens with which the model learns to end a turn to its eos_token_id.
 
-    config.json and generation_config.json keep their own too. A single new one becomes the
-    tokenizer's eos, which other programs read.
+    config.json and generation_config.json keep their own too. If there is only one and it is new,
+    it becomes the tokenizer's eos, which other programs read, unless the chat template reads that.
     """
     generation = dict(model.generation_config)
     generated = _as_list(generation.get("eos_token_id", model.config.eos_token_id))
@@ -458,6 +470,7 @@ def add_stop_tokens(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]
 
 
 def _as_list(ids: int | list[int] | None) -> list[int]:
+    """Returns token ids as a new list; [] for None."""
     return [ids] if isinstance(ids, int) else list(ids or ())
 
 
@@ -469,7 +482,8 @@ def load_frozen(
 ) -> CausalLM:
     """Loads a frozen model from a directory or hub repository, in the compute dtype.
 
-    Several ranks shard it; every rank calls this. `vocab_size`: keeps only its first tokens.
+    Several ranks shard it; every rank calls this. `vocab_size`: keeps only its first tokens. Raises
+    ValueError for weights that are NaN or infinite.
     """
     compute = compute_dtype(config, world.device)
     model, stored = build(Repository(path), MODELS, dtype=compute, vocab_size=vocab_size)
@@ -493,7 +507,8 @@ def load_frozen(
 def meta_model_from_path(
     path: str, dtype: torch.dtype = torch.float32, *, vocab_size: int | None = None
 ) -> CausalLM:
-    """Returns a frozen model on the meta device, from its config.json alone."""
+    """Returns the model of a directory or hub repository on the meta device, from its config.json
+    alone; `vocab_size` replaces that of the config."""
     config = read_config(Repository(path), MODELS)[1]
     if vocab_size is not None:
         config = replace(config, vocab_size=vocab_size)

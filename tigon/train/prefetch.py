@@ -23,7 +23,8 @@ Prepared = tuple[list[MicroBatch], torch.cuda.Event | None]
 class Prefetcher:
     """Returns each step's micro-batches; leaving its context ends the thread and closes the data.
 
-    A call may name any step, but only the next ones are ready. It raises the errors of the thread.
+    A call may name any step of the data (the optimizer's plus `TrainState.offset`), but only the
+    next ones are ready. It raises the errors of the thread.
     `seconds` is how long the last call waited.
     """
 
@@ -46,7 +47,7 @@ class Prefetcher:
             self._executor = None  # a later call starts another
 
     def __call__(self, step: int) -> list[MicroBatch]:
-        """Returns this rank's micro-batches of the step, on the device."""
+        """Returns this rank's micro-batches of a data step, on the device; sets `seconds`."""
         start_time = time.perf_counter()
         if self._next != step:
             self._cancel()
@@ -65,7 +66,8 @@ class Prefetcher:
         return batches
 
     def _fill(self) -> None:
-        """Submits the next steps until enough are in the queue."""
+        """Submits the next steps until QUEUE_SIZE are in the queue; starts the thread before the
+        first."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="feed")
         for step in range(self._next + len(self._pending), self._next + QUEUE_SIZE):
@@ -78,7 +80,8 @@ class Prefetcher:
         self._pending.clear()
 
     def _prepare(self, step: int) -> Prepared:
-        """Makes a step's micro-batches and copies them to the device."""
+        """Makes a step's micro-batches and begins to copy them to the device; returns them with the
+        event after the copies, None on a CPU."""
         batches = self.data.micro_batches(step)
         if self._stream is None:
             return [batch.to(self.device) for batch in batches], None

@@ -77,17 +77,17 @@ def push_or_explain(config: Config) -> str:
 
 
 def lacks_token(config: Config) -> bool:
-    """Whether the run is to be uploaded, and no token of the hub is there."""
+    """Returns whether the run is to be uploaded, and no token of the hub is there."""
     return bool(config.push_to_hub) and get_token() is None
 
 
 def is_run(path: Path) -> bool:
-    """Whether the directory is a run's."""
+    """Returns whether a directory has config.yaml and metrics.jsonl, as a run's has."""
     return (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file()
 
 
 def _find_export(run: Path) -> Path:
-    """Returns the run's export, or raises FileNotFoundError."""
+    """Returns RUN/hf; raises FileNotFoundError if it is missing or a link."""
     export = run / "hf"
     if export.is_symlink():
         raise FileNotFoundError(
@@ -103,7 +103,8 @@ def _find_export(run: Path) -> Path:
 
 
 def _find_or_write_card(folder: Path, target: UploadTarget) -> str:
-    """Returns the text of the model card: the user's own, or a generated one."""
+    """Returns the text of the model card: the folder's own, or a generated one, which describes the
+    training if the folder is an export in a run's directory."""
     if contains_file(folder, CARD):
         return read_bytes(folder / CARD, MAX_CARD).decode(errors="replace")
     resolved = folder.resolve()
@@ -185,7 +186,8 @@ def _training_section(files: RunFiles, task: str, public: set[str]) -> str:
 
 
 def _results_section(files: RunFiles, export: Path) -> str:
-    """Returns the card's table of losses."""
+    """Returns the card's section on the step of the weights, the last training loss, and the losses
+    of evaluations."""
     best, step = files.column("eval_loss").lowest(), files.exported
     if named := STEP.fullmatch(export.name):
         step = int(named[1])
@@ -229,7 +231,7 @@ def _evaluation_rows(files: RunFiles, step: int | None, label: str) -> Iterator[
 
 
 def _settings_section(files: RunFiles) -> str:
-    """Returns the card's list of settings."""
+    """Returns the card's table of settings: those in SETTINGS that are numbers or single words."""
     rows = [
         [f"`{name}`", escape_markdown(str(value).lower())]
         for name in SETTINGS
@@ -239,7 +241,8 @@ def _settings_section(files: RunFiles) -> str:
 
 
 def _base_model(config: dict[str, Any]) -> str | None:
-    """Returns the hub name of the model that the run began with, if it has one."""
+    """Returns the hub name of the model that the run began with, also of one in the hub's cache;
+    None if it has none."""
     model = config.get("model")
     if not isinstance(model, str):
         return None
@@ -256,13 +259,14 @@ def _data_paths(data: Any) -> list[str]:
 
 
 def _hub_name(path: str) -> str | None:
-    """Returns a path as a name on the hub, or None if it is a local one."""
+    """Returns OWNER/NAME of a path hf://OWNER/NAME; None for any other path."""
     name = path.removeprefix("hf://")
     return name if path.startswith("hf://") and is_hub_name(name) else None
 
 
 def _link_data(data: Any, public: set[str]) -> str:
-    """Returns links to public data sets of the hub, and names of files without directories."""
+    """Returns what the card calls the data, joined by commas: a link to each repository in
+    `public`, "a data set that is not public" for others, and names of files without directories."""
     texts = []
     for path in _data_paths(data):
         name = _hub_name(path)
@@ -276,5 +280,6 @@ def _link_data(data: Any, public: set[str]) -> str:
 
 
 def _word(value: Any) -> str:
-    """Returns a value that may stand in the card's metadata, or ""."""
+    """Returns a text of at most 40 letters, digits, "_", "." and "-" as it is; "" for any other
+    value."""
     return value if isinstance(value, str) and WORD.fullmatch(value) else ""

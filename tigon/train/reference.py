@@ -139,13 +139,14 @@ def compute_logprobs(
 
 
 def _windows(corpus: Corpus) -> Iterator[Window]:
-    """Yields the windows of a corpus, in its order."""
+    """Yields windows of GROUPS groups each, which together are the corpus in its order."""
     groups = int(corpus.first_group[-1])
     for start in range(0, groups, GROUPS):
         yield Window.from_groups(corpus, np.arange(start, min(start + GROUPS, groups)))
 
 
 def _tokens(corpus: Corpus) -> int:
+    """Returns the number of tokens of a corpus."""
     return int(corpus.first_token[-1])
 
 
@@ -195,8 +196,8 @@ def _digest(
     what: str,
     base: Callable[[], str] | None,
 ) -> str:
-    """Returns the digest of a frozen model's weights; in a resumed run it must be the earlier
-    one."""
+    """Returns the digest of a frozen model's weights and records it in RUN_DIR/`what`.json; raises
+    ValueError if a resumed run has another one on record."""
     path = Path(config.run_dir, f"{what}.json")
     known, where = _read_cached_digest(config, path) if trained else (None, path)
     try:
@@ -220,7 +221,8 @@ def _digest(
 
 
 def _read_cached_digest(config: Config, path: Path) -> tuple[str | None, Path]:
-    """Returns the digest recorded by the run of the resumed checkpoint, or else by this run."""
+    """Returns the digest recorded by the run of the resumed checkpoint, or else by this run, and
+    the file that has it; None without a record."""
     places = [path]
     if isinstance(config.resume, str) and config.resume != "auto":
         # First, as a run that saved no checkpoint may have left its own record here
@@ -235,7 +237,8 @@ def _read_cached_digest(config: Config, path: Path) -> tuple[str | None, Path]:
 
 
 def weights_digest(config: Config) -> str:
-    """Returns a digest of the reference's weight files; raises OSError if they are gone."""
+    """Returns a digest of the files of the reference, or without one of the initial model; raises
+    OSError if they are gone."""
     if not (config.reference or config.model):
         return hash_files([Path(config.init)], config.seed, config.param_dtype)
     revision = None if config.reference else config.revision

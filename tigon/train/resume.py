@@ -87,7 +87,8 @@ def claim(config: Config) -> Iterator[None]:
 
 
 def _check_files(path: Path, begun: bool, resume: bool) -> None:
-    """Raises FileExistsError if the run directory has files that a new run would overwrite."""
+    """Raises FileExistsError if the directory holds other files than a run's, a run that is not to
+    be resumed, or links that the run would write through."""
     if not begun and {file.name for file in path.iterdir()} - {LOCK}:
         raise FileExistsError(f"{path} is not empty, and holds no run: choose another run_dir")
     metrics = path / "metrics.jsonl"
@@ -257,7 +258,8 @@ def _find_changes(
 
 
 def _describe_change(name: str, was: Any, now: Any) -> str:
-    """Describes a changed setting; of lora and parallel only the fields that differ."""
+    """Returns "NAME BEFORE -> NOW" of a changed setting, as JSON has the values; of lora and
+    parallel only the fields that differ."""
     if name == "parallel" and all(isinstance(value, dict | None) for value in (was, now)):
         was, now = (asdict(Parallel()) | (value or {}) for value in (was, now))
     if name in ("lora", "parallel") and isinstance(was, dict) and isinstance(now, dict):

@@ -103,7 +103,8 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> SamplePrompt:
-    """Encodes a row of prompts. `where` it is from, for messages."""
+    """Returns the prompt of a row, {"prompt": text} or {"messages": [...]}; ValueError, naming
+    `where`, for any other."""
     fields = row if isinstance(row, dict) else {}
     text, messages = fields.get("prompt"), fields.get("messages")
     try:

@@ -67,7 +67,7 @@ class Signals:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Keeps signals for the loop."""
+        """Keeps a signal in `received` during the `with` block; else it would end the process."""
         self._deferred = True
         try:
             yield
@@ -81,7 +81,8 @@ class Signals:
         return self._first + seconds - time.monotonic()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Notes a signal; the run stops after its step, or at once on a second Ctrl-C."""
+        """Notes the first signal in `received`; raises SystemExit unless signals are deferred, and
+        on a second Ctrl-C even then."""
         late = time.monotonic() - self._first > AGAIN
         again = self.received == signal.SIGINT and number in repeats() and late
         if not self.received:
@@ -114,6 +115,7 @@ class Signals:
             threading.Thread(target=_end, args=(128 + number,), daemon=True).start()
 
     def _say(self, text: str) -> None:
+        """Writes a line to standard error, unless this rank is silent."""
         if not self.silent:
             with suppress(OSError):
                 os.write(2, f"\ntigon.train: {text}\n".encode())
@@ -140,6 +142,6 @@ def handled_signals() -> list[int]:
 
 
 def _end(code: int) -> None:
-    """Ends the process if it has not ended by itself after a while."""
+    """Ends the process if it has not ended by itself after PATIENCE."""
     time.sleep(PATIENCE)
     os._exit(code)

@@ -27,7 +27,8 @@ class TrainState:
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> Self:
-        """Reads the state from a checkpoint's facts; older ones have none."""
+        """Returns the state in a checkpoint's metadata; the initial one if that has none. Raises
+        ValueError for values that no run has."""
         known = facts.get("state", {})
         best = known.get("best_loss")
         try:
@@ -40,7 +41,7 @@ class TrainState:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """Returns the state as JSON of a checkpoint."""
+        """Returns {"state": ...} for the metadata of a checkpoint, in values that JSON has."""
         best = self.best_loss if math.isfinite(self.best_loss) else None  # JSON has no infinity
         return {"state": asdict(self) | {"best_loss": best}}
 
@@ -51,7 +52,8 @@ class TrainState:
             self.grad_norms = [*self.grad_norms, grad_norm][-WINDOW:]
 
     def note_evaluation(self, step: int, loss: float) -> None:
-        """Counts an evaluation once a step: a run in another directory may repeat it."""
+        """Counts an evaluation and notes the best one; ignores steps up to the last one counted, as
+        a run in another directory may repeat an evaluation."""
         if step <= self.evaluated:
             return
         self.evaluated = step
@@ -61,11 +63,13 @@ class TrainState:
             self.evaluations_since += 1
 
     def is_out_of_patience(self, patience: int) -> bool:
-        """Returns whether that many evaluations in a row were no better than the best."""
+        """Returns whether at least `patience` evaluations in a row were no better than the best; 0:
+        never."""
         return 0 < patience <= self.evaluations_since
 
     def roll_back_to(self, was: "TrainState", offset: int) -> None:
-        """Takes a checkpoint's state, with other rows ahead."""
+        """Replaces the state by that of a checkpoint, with this `offset` and one rollback more than
+        now."""
         self.__dict__.update(was.__dict__, offset=offset, rollbacks=self.rollbacks + 1)
 
 

@@ -47,7 +47,7 @@ class Cost:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Self:
-        """Adds up the modules' operations, in the order in which they compute."""
+        """Returns the cost of a model: the sum of its modules' operations."""
         per_token, per_position = 0.0, dict[int | None, float]()
         trained = False  # anything so far, so that gradients go on to it
         for module in model.modules():
@@ -89,8 +89,8 @@ def model_flops(model: nn.Module, sequences: Iterable[int]) -> float:
 
 
 def positions_seen(lengths: np.ndarray | int, window: int | None) -> Any:
-    """Returns how many positions the tokens of each causal sequence see: token i sees i + 1, at
-    most `window`."""
+    """Returns how many positions the tokens of each causal sequence see, added up over its tokens:
+    token i sees i + 1, at most `window` (None: all)."""
     full = lengths if window is None else np.minimum(lengths, window)
     return full * (full + 1) // 2 + (lengths - full) * full
 
@@ -107,7 +107,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def named_peak(name: str) -> float | None:
-    """Returns the peak FLOP/s of the GPU that its driver calls `name`."""
+    """Returns the peak FLOP/s in 16 bits of the GPU that its driver calls `name`; None for one that
+    is not in PEAKS or a part of one (MIG)."""
     words = name.replace("-", " ").split()
     if "MIG" in words:
         return None
@@ -116,12 +117,14 @@ def named_peak(name: str) -> float | None:
 
 
 def _product(weight: Tensor, input_gradient: bool) -> float:
-    """Returns the operations of a product for each token; a DTensor has its whole size."""
+    """Returns the operations of a product with `weight` for each token, forward and backward; a
+    DTensor has its whole size. `input_gradient`: backward computes that of the input too."""
     return (2.0 + 2.0 * weight.requires_grad + 2.0 * input_gradient) * weight.numel()
 
 
 class Meter:
-    """Measures what metrics.jsonl has of the speed of steps, for a model that `dtype` computes."""
+    """Measures what metrics.jsonl has of the speed of steps, for a model that computes in
+    `dtype`."""
 
     def __init__(self, model: CausalLM, world: World, dtype: torch.dtype):
         # Ranks of tensor parallelism have a share of each product
@@ -132,7 +135,7 @@ class Meter:
 
     @property
     def convention(self) -> str | None:
-        """Says what MFU is a share of; None on a CPU."""
+        """Returns a text that says what MFU is a share of; None on a CPU."""
         if self.world.device.type != "cuda":
             return None
         gpu = torch.cuda.get_device_name(self.world.device)
@@ -146,8 +149,9 @@ class Meter:
     def __call__(
         self, lengths: np.ndarray, before: np.ndarray, targets: int, seconds: float, waited: float
     ) -> dict[str, Any]:
-        """Returns the speed of a step over sequences of these lengths on all ranks; `before`: the
-        tokens that each goes on from, `waited`: seconds without data."""
+        """Returns tokens, seconds, speed, MFU (None without a known peak) and peak memory of a step
+        over sequences of these lengths on all ranks; `before`: the tokens that each goes on from,
+        `waited`: seconds without data."""
         tokens, mfu = int(lengths.sum()), None
         if self.peak is not None:
             mfu = self.cost(lengths, before) / seconds / (self.peak * self.ranks)

@@ -41,7 +41,11 @@ class Interrupted(Exception):
 
 
 def train(run: TrainingRun) -> int:
-    """Trains to the last step, or to a signal and a checkpoint. Returns the exit code."""
+    """Trains to the last step, evaluates and exports, unless all is done; returns the exit code.
+
+    It is 0, or 128 + the number of the signal that stopped the run, after a checkpoint if there was
+    time for one.
+    """
     config, world = run.config, run.world
     over = run.start >= run.steps or run.state.is_out_of_patience(config.patience)
     if over:
@@ -87,7 +91,8 @@ def train(run: TrainingRun) -> int:
 
 
 def train_steps(run: TrainingRun, log: RunLog) -> int:
-    """Runs optimizer steps, evaluations and checkpoints. Returns the number of finished steps."""
+    """Runs optimizer steps, with the evaluations and checkpoints between them, until the last one,
+    a signal or the end of patience. Returns the number of finished steps."""
     config, world, state = run.config, run.world, run.state
     metadata, deadline = checkpoint_metadata(run), Deadline(run)
     profiler = Profiler(config.profile, config.run_dir, world, run.start, run.steps)
@@ -99,17 +104,21 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
         exports = config.hf_every > 0 and done % config.hf_every == 0
         saves = config.save_every > 0 and done % config.save_every == 0
-        bad_step = guard.check_step(run, step, values)
+        own_loss = values.pop("own_loss")  # for messages, and in no row of metrics.jsonl
+        bad_step = guard.check_step(run, step, values, own_loss)
+        bad_weights: guard.BadStep | None = None
         if bad_step is None:
             update_weights(run, step)
         run.optimizer.zero_grad()
         stop = should_stop(run)
         if evaluates or saves or exports or stop or done == run.steps:
+            # `check_step` saw the gradients before the update; the weights after it are seen here,
+            # where a rollback can mend them, and `check_finite` of a save or an export, which also
+            # sees states and averages, can only end the run
             bad_weights = guard.check_weights(run, done)
-            if bad_step is None or bad_step.policy != "rollback":  # report the first fault
-                bad_step = bad_weights or bad_step
-        if bad_step is not None and bad_step.policy == "rollback":
-            step = guard.rollback(run, step, bad_step)
+        rolls_back = bad_step is not None and bad_step.policy == "rollback"
+        if (reason := bad_step if rolls_back else bad_weights) is not None:  # the first fault
+            step = guard.rollback(run, step, reason)
             log.rewind(step)
             continue
         seconds = time.perf_counter() - start_time
@@ -133,18 +142,21 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
 # One optimizer step, over all micro-batches and ranks.
 
 
-def forward_backward(run: TrainingRun, step: int) -> dict[str, float]:
-    """Computes and clips the step's gradients, and returns its values on the host.
+def forward_backward(run: TrainingRun, data_step: int) -> dict[str, float]:
+    """Computes the gradients of a step and returns its values on the host: "loss", "own_loss" (this
+    rank's part of it), "grad_norm" before clipping, and the task's metrics.
 
-    These are the loss, "own_loss" (this rank's part of it), "grad_norm" before clipping, and the
-    task's metrics. With optimizer_in_backward the weights are updated here, layer by layer.
+    Gradients are clipped here, except that `optimizer.scale` leaves the factor to AdamW's kernel.
+    With optimizer_in_backward the weights are updated here, block by block. `data_step` counts the
+    steps whose rows a rollback passed over too; the optimizer's step is that less `state.offset`.
     """
     world, model, task = run.world, run.model, run.task
-    batches = [task.resolve(model, rows) for rows in run.prefetcher(step)]
+    step = data_step - run.state.offset
+    batches = [task.resolve(model, rows) for rows in run.prefetcher(data_step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = all_reduce_sums(world, [task.sums(model, batch) for batch in batches])
-    number = step + 1 - run.state.offset
-    watcher = PassWatcher(task.hooks, number, training=True, tokenizer=run.tokenizer, world=world)
+    hooks, tokenizer = task.hooks, run.tokenizer
+    watcher = PassWatcher(hooks, step + 1, training=True, tokenizer=tokenizer, world=world)
     results, norm = [], None
     for i, batch in enumerate(batches):
         sync_gradients(model, i == len(batches) - 1)
@@ -153,7 +165,7 @@ def forward_backward(run: TrainingRun, step: int) -> dict[str, float]:
         if run.in_backward is None:
             result.loss.backward()
         else:
-            set_learning_rates(run, step - run.state.offset)
+            set_learning_rates(run, step)
             loss = world.all_reduce_sum(result.loss.detach().to(torch.double, copy=True))
             norm = run.in_backward.backward(result.loss, world.same_loss(loss))
         watcher.notify(result.output, batch.request, i, batch.micro_batch)
@@ -164,6 +176,7 @@ def forward_backward(run: TrainingRun, step: int) -> dict[str, float]:
             model.tensor_parallel.sum_gradients(model)
         norm = clip(model, run.optimizer, run.config.max_grad_norm)
     own_loss = torch.stack([result.loss.detach().double() for result in results]).sum()
+    # The step's one wait for results; its passes wait for counts, as of the rows that are learned
     values = to_host({"grad_norm": norm, "own_loss": own_loss} | reduce_losses(run, results))
     if run.in_backward is not None and not math.isfinite(values["loss"]):
         run.in_backward.undo_step()
@@ -171,7 +184,8 @@ def forward_backward(run: TrainingRun, step: int) -> dict[str, float]:
 
 
 def update_weights(run: TrainingRun, step: int) -> None:
-    """Updates the weights, unless backward has done it, and their moving average."""
+    """Sets the learning rates of `step`, counted from 0, and updates the weights, unless backward
+    has done both; then updates their moving average, if there is one."""
     if run.in_backward is None:
         set_learning_rates(run, step)
         run.optimizer.step()
@@ -186,7 +200,7 @@ def set_learning_rates(run: TrainingRun, step: int) -> None:
 
 
 def reduce_losses(run: TrainingRun, results: Sequence[MicroBatchLoss]) -> dict[str, Tensor]:
-    """Returns the loss and the task's metrics over all micro-batches and ranks."""
+    """Returns "loss", summed over all micro-batches and ranks, and the task's metrics to log."""
     loss = run.world.all_reduce_sum(
         torch.stack([result.loss.detach().double() for result in results]).sum()
     )
@@ -195,7 +209,8 @@ def reduce_losses(run: TrainingRun, results: Sequence[MicroBatchLoss]) -> dict[s
 
 
 def all_reduce_sums(world: World, terms: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Adds up each tensor over all micro-batches and ranks, with one all-reduce per dtype."""
+    """Returns each tensor's sum over the micro-batches, one of `terms` each, and the data-parallel
+    ranks, with one all-reduce per dtype."""
     sums = {name: torch.stack([term[name] for term in terms]).sum(0) for name in terms[0]}
     for dtype in dict.fromkeys(value.dtype for value in sums.values()):
         local = {name: value for name, value in sums.items() if value.dtype == dtype}
@@ -206,7 +221,7 @@ def all_reduce_sums(world: World, terms: Sequence[Mapping[str, Tensor]]) -> dict
 
 
 def to_host(values: Mapping[str, Tensor]) -> dict[str, float]:
-    """Returns the values as Python floats, after one wait for the device: the step's only one."""
+    """Returns the values as Python floats, after one wait for the device for all of them."""
     host = torch.stack([value.double() for value in values.values()]).tolist()
     return dict(zip(values, host, strict=True))
 
@@ -218,7 +233,8 @@ def metrics_row(
     seconds: float,
     bad_step: guard.BadStep | None,
 ) -> dict[str, Any]:
-    """Returns the step's row of metrics.jsonl."""
+    """Returns the row of metrics.jsonl of `step`, counted from 0: its `values`, epoch, learning
+    rate and speed, why it was skipped, and how many rollbacks there were."""
     data_step = step + run.state.offset
     lengths, before, targets = run.data.lengths(data_step)
     return {
@@ -299,7 +315,8 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
 
 
 def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
-    """Evaluates, samples, exports the best weights and logs, unless metrics.jsonl has the row.
+    """Evaluates, samples, exports the best weights and logs. If metrics.jsonl has the row already,
+    only notes its loss in `run.state`.
 
     A pending signal ends it; the evaluation is then made when the run resumes.
     """
@@ -308,25 +325,26 @@ def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
         run.state.note_evaluation(step, known)
         return
     try:
-        metrics_row = evaluate(run, step)
+        row = evaluate(run, step)
     except Interrupted:
         run.model.train()
         reshard(run.model)
         return
-    if metrics_row is not None:
+    if row is not None:
         texts = []
         if run.prompts:
             tokens = run.config.sample_tokens
             texts = generate(run.model, run.prompts, run.tokenizer, tokens, run.world)
         # Whether the run ends here must not depend on a fault of one rank
-        loss = run.world.same_loss(torch.tensor(metrics_row["eval_loss"], dtype=torch.double))
+        loss = run.world.same_loss(torch.tensor(row["eval_loss"], dtype=torch.double))
         run.state.note_evaluation(step, float(loss))
         export_best(run, step)
-        log.log(metrics_row, texts)  # last: a run that is killed in the export evaluates again
+        log.log(row, texts)  # last: a run that is killed in the export evaluates again
 
 
 def read_known_eval_loss(run: TrainingRun, step: int) -> float | None:
-    """Returns the eval loss that metrics.jsonl has for this step, on all ranks; None without."""
+    """Returns the eval loss that metrics.jsonl has for this step, on all ranks: inf if it was not
+    finite, None without an evaluation."""
     known = None
     if run.world.main:
         known = read_eval_loss(Path(run.config.run_dir, "metrics.jsonl"), step)
@@ -350,7 +368,8 @@ def open_task(run: TrainingRun) -> None:
 
 
 def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
-    """Returns what every checkpoint of the run says of its settings, data and base."""
+    """Returns what every checkpoint of the run says of its settings and data, the base of an
+    adapter, the time that chat templates write, and how prompts are packed."""
     metadata = resume.run_metadata(run.config, run.data)
     metadata |= {"base": run.base} if run.base else {}
     if run.tokenizer.strftime_now is not None:
@@ -361,7 +380,8 @@ def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
 
 
 def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any]) -> None:
-    """Saves a checkpoint, in the background with async_save."""
+    """Saves a checkpoint after `step` steps, in the background with async_save, once exports are on
+    the disk, for which a run that has received a signal does not wait."""
     if run.in_backward is not None:
         run.in_backward.check()  # weights of a backward that failed must not be saved
     if not run.world.all_reduce_max_int(run.world.signals.received):  # a signal leaves little time
@@ -381,7 +401,8 @@ class Deadline:
         self._warned = False
 
     def warn_once(self, step_seconds: float) -> None:
-        """Warns before any signal if a step and a checkpoint take longer than stop_seconds."""
+        """Logs, once, that a step of `step_seconds` and a checkpoint as the last one take longer
+        than stop_seconds, if they do; before the first checkpoint does nothing."""
         needed = step_seconds + self.run.saver.seconds
         if self._warned or not self.run.saver.seconds or not 0 < self.seconds < needed:
             return
@@ -406,7 +427,8 @@ class Deadline:
 
 
 def export_pending(run: TrainingRun) -> bool:
-    """Returns whether the run ended between its last checkpoint and the export of that step."""
+    """Returns whether an export after `run.start`, the step of the last checkpoint, is due by
+    hf_every and missing."""
     config, step = run.config, run.start
     latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
     due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0
@@ -416,7 +438,10 @@ def export_pending(run: TrainingRun) -> bool:
 
 
 def finish(run: TrainingRun, step: int, log: RunLog) -> None:
-    """Makes the last evaluation, the exports, the report and the push, where they are missing."""
+    """Makes the last evaluation, the exports, the report and the push, where they are missing.
+
+    Raises FloatingPointError before that if most of the steps were skipped.
+    """
     config, world, state = run.config, run.world, run.state
     guard.check_skipped(run, step)
     if state.is_out_of_patience(config.patience):

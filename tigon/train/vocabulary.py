@@ -11,7 +11,7 @@ from tigon.utils.json import quote
 
 
 class Vocabulary(NamedTuple):
-    """Ids of `new_tokens`."""
+    """Holds the ids of `new_tokens` in the tokenizer that has them."""
 
     new_ids: dict[str, int]  # of tokens that the tokenizer lacked
     present_ids: dict[str, int]  # of tokens that it had
@@ -22,7 +22,8 @@ class Vocabulary(NamedTuple):
         return max(stored, self.size)
 
     def describe(self, stored: int) -> list[str]:
-        """Returns lines for the user."""
+        """Returns lines for the user about the ids, and about rows that begin as a mean: beyond the
+        checkpoint's `stored` ones, or spare ones of these."""
         lines = [
             f"{quote(token)} is in the tokenizer already, as {number}"
             for token, number in self.present_ids.items()
@@ -43,7 +44,8 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(config: Config) -> Vocabulary | None:
-    """Adds new_tokens to the tokenizer of the settings; None without new_tokens."""
+    """Returns the ids that new_tokens get in the tokenizer of the settings; None without
+    new_tokens."""
     if not config.new_tokens:
         return None
     tokenizer = read_tokenizer(config)

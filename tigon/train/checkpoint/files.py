@@ -35,12 +35,12 @@ def list_checkpoints(directory: Path, until: int | None = None) -> dict[int, Pat
 
 
 def latest(directory: Path, until: int | None = None) -> Path | None:
-    """Returns the complete checkpoint with the highest step, up to step `until`."""
+    """Returns the complete checkpoint with the highest step, up to step `until`; None without."""
     return next(reversed(list_checkpoints(directory, until).values()), None)
 
 
 def step_of(checkpoint: Path) -> int:
-    """Returns the step in a checkpoint's directory name."""
+    """Returns the step in a checkpoint's directory name; FileNotFoundError for any other path."""
     match = NAME.fullmatch(checkpoint.name)
     if match is None or not (checkpoint / RUN).is_file():
         newest = latest(checkpoint / "checkpoints")
@@ -50,7 +50,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def read_metadata(checkpoint: Path) -> dict[str, Any]:
-    """Returns the content of run.json."""
+    """Returns the content of run.json; raises ValueError if that is damaged."""
     path = checkpoint / RUN
     try:
         content = read_json(path, nan=True)
@@ -69,7 +69,8 @@ def shorten(names: Sequence[str]) -> str:
 
 
 def first_cause(error: BaseException) -> str:
-    """Returns the error of this rank, or else of the first rank that failed, with its number.
+    """Returns the text of this rank's error, or else of the first rank's that failed, with its
+    number.
 
     torch's CheckpointException holds the errors of all ranks, with tracebacks.
     """
@@ -153,7 +154,7 @@ def newest_complete(
 def _find_faults(
     checkpoint: Path, wanted: Callable[[str], bool], rank: int, size: int
 ) -> list[str]:
-    """Returns what is wrong with this rank's share of the files."""
+    """Returns what is wrong with this rank's share of the `wanted` files, a text for each fault."""
     if checkpoint.is_dir():
         check_folder(checkpoint)
     if not (checkpoint / RUN).is_file():
@@ -177,7 +178,7 @@ def _find_faults(
 
 
 def _read_sums(path: Path) -> dict[str, str]:
-    """Reads SHA256SUMS: the checksum of each file name."""
+    """Returns the checksums in SHA256SUMS by file name; ValueError if it is missing or damaged."""
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     sums = {}
@@ -196,7 +197,8 @@ def _read_sums(path: Path) -> dict[str, str]:
 
 
 def is_listed(checkpoint: Path) -> Callable[[str], bool]:
-    """Returns whether the checkpoint wrote a file, by its path inside it; users may add files.
+    """Returns a function that says whether the checkpoint wrote a file, by its path inside it, as
+    users may add files.
 
     If SHA256SUMS cannot be read, all count as the checkpoint's.
     """
@@ -209,8 +211,7 @@ def is_listed(checkpoint: Path) -> Callable[[str], bool]:
 
 @dataclass(frozen=True)
 class SavedStep:
-    """A complete checkpoint's step, time and eval loss, by which checkpoints are kept or
-    removed."""
+    """Holds a complete checkpoint's step, time and eval loss, by which it is kept or removed."""
 
     step: int
     time: float  # seconds since the epoch
@@ -258,7 +259,8 @@ def prune(directory: Path, newest: int, keep: KeepPolicy, losses: dict[int, floa
 
 
 def _time(path: Path) -> float:
-    """Returns when a checkpoint was saved, in seconds since the epoch."""
+    """Returns when a checkpoint was saved, by run.json or else by its directory, in seconds since
+    the epoch."""
     try:
         return float(read_metadata(path)["saved_at"])
     except (OSError, ValueError, KeyError):

@@ -79,12 +79,14 @@ class LocalRows(Tensor):
         raise NotImplementedError(f"{func}: {cls.__name__} has no memory, only its chunks have")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Returns the offsets and sizes of this rank's chunks."""
         return [
             ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.rows.shape))
             for chunk in self.chunks
         ]
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        """Returns an item to write for each of this rank's chunks."""
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -96,6 +98,7 @@ class LocalRows(Tensor):
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """Returns the rows of the chunk at the index's offset: to write them, or to read into."""
         return next(c.rows for c in self.chunks if torch.Size(c.offsets) == index.offset)
 
 
@@ -116,7 +119,8 @@ def full_state(model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) ->
 
 
 def weight_state(model: CausalLM) -> State:
-    """Returns the weights, a tied one once; only the adapter's if the model has one."""
+    """Returns this rank's rows of the weights, a tied one once; only of the adapter's if the model
+    has one."""
     parameters = dict(model.named_parameters())
     if model.active_adapter is not None:
         parameters = adapter_parameters(model, model.active_adapter)
@@ -124,7 +128,7 @@ def weight_state(model: CausalLM) -> State:
 
 
 def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
-    """Returns the states as optimizer.STATE.NAME; zeros before the first step.
+    """Returns this rank's rows of the states as optimizer.STATE.NAME; zeros before the first step.
 
     A state is one number, which each checkpoint tensor of a packed parameter gets, or has the rows
     of its parameter, perhaps with fewer columns (scales of blocks).
@@ -160,7 +164,7 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
 
 
 def _has_same_rows(state: Tensor, weight: Tensor) -> bool:
-    """Whether a state has the rows of its weight, so that it can be divided as that is."""
+    """Returns whether a state has the rows of its weight, so that it can be divided as that is."""
     return state.shape == weight.shape or (
         weight.dim() > 1 and state.shape[:-1] == weight.shape[:-1]
     )
@@ -173,7 +177,8 @@ def run_layout(model: CausalLM) -> Layout:
 
 
 def _checkpoint_tensors(rows: ParameterRows, model: CausalLM, prefix: str = "") -> State:
-    """Divides rows of (packed) parameters into those of checkpoint tensors."""
+    """Returns this rank's rows of checkpoint tensors, named with `prefix`: views of its rows of the
+    parameters, packed ones too."""
     layout, parameters = run_layout(model), dict(model.named_parameters())
     state: State = {}
     for name, (local_part, first) in rows.items():
@@ -213,15 +218,18 @@ class Writer(FileSystemWriter):
         self.begin, self.commit, self.directory = begin, commit, Path()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Returns the plan unchanged."""
         return plan  # the directory is made when all ranks have a plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Makes the directory and numbers the ranks; rank 0 calls this."""
+        """Makes the directory and returns the plans with it and each rank's number; rank 0 calls
+        this."""
         self.directory = self.begin(sum(_nbytes(item) for plan in plans for item in plan.items))
         return [replace(p, storage_data=(self.directory, rank)) for rank, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's files, as torch.distributed.checkpoint's planner planned them."""
+        """Writes this rank's files of the plan; returns a finished future with a result for each
+        item, which has the name and checksum of its file."""
         results = []
         directory, rank = plan.storage_data
         for name, items in _assign_files(plan.items, rank).items():
@@ -258,7 +266,8 @@ def _assign_files(items: Sequence[WriteItem], rank: int) -> dict[str, list[Write
 
 
 def _write(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> str:
-    """Writes a file tensor by tensor; returns its checksum."""
+    """Writes a new safetensors file, tensor by tensor, to the disk; returns its SHA-256 in
+    hexadecimal digits."""
     offsets = {i.index.fqn: {SAVED_OFFSETS_KEY: list(_data(i).chunk.offsets)} for i in items}
     header = write_header(
         [(i.index.fqn, _data(i).chunk.sizes, _data(i).properties.dtype) for i in items],
@@ -282,4 +291,5 @@ def _data(item: WriteItem) -> Any:
 
 
 def _nbytes(item: WriteItem) -> int:
+    """Returns the bytes of the rows that an item writes."""
     return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize

@@ -106,7 +106,8 @@ def _row_spans(
 
 
 def _read_tensor_metadata(checkpoint: Path) -> Metadata:
-    """Reads the names, shapes and dtypes of a checkpoint's tensors."""
+    """Returns the names, shapes and dtypes of a checkpoint's tensors; ValueError if its files
+    cannot be read."""
     try:
         return HuggingFaceStorageReader(str(checkpoint)).read_metadata()
     except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
@@ -233,7 +234,7 @@ def check_values(checkpoint: Path, state: State, stored: Metadata) -> None:
 
 
 def _files(stored: Metadata, name: str) -> str:
-    """Returns the first file with rows of a tensor, and how many others have some."""
+    """Returns a text with the first file that has rows of a tensor, and how many others have."""
     paths = [info.relative_path for index, info in stored.storage_data.items() if index.fqn == name]
     files = {Path(path).name for path in paths}
     return min(files) + f" or {len(files) - 1} more" * (len(files) > 1)

@@ -44,7 +44,7 @@ KEEP = KeepPolicy()
 
 
 class SaveError(OSError):
-    """A checkpoint or an export could not be written; those before it are untouched."""
+    """Says that a checkpoint or an export could not be written; those before it are untouched."""
 
 
 class BackgroundWriter(ABC):
@@ -58,7 +58,7 @@ class BackgroundWriter(ABC):
 
     @property
     def failed(self) -> bool:
-        """Whether this rank knows already that `wait` will raise."""
+        """Returns whether this rank knows already that `wait` will raise."""
         return (
             self.pending is not None
             and self.pending.done()
@@ -167,7 +167,8 @@ class Saver(BackgroundWriter):
         metadata: Mapping[str, Any],
         ema: Ema | None = None,
     ) -> Path:
-        """Writes checkpoints/step-N, whose run.json has `metadata`; then prunes older ones.
+        """Writes checkpoints/step-N, whose run.json has `metadata`; then prunes older ones. Returns
+        the path, at once with `background` if host memory has room for a copy.
 
         Raises FloatingPointError if a weight or a state is not finite, and SaveError if this or
         the save before it cannot be written.
@@ -247,12 +248,13 @@ class Saver(BackgroundWriter):
         return remaining + self.seconds
 
     def _measure(self, done: Future[Any]) -> None:
-        """Keeps how long the last checkpoint took to write."""
+        """Sets `seconds` to how long the checkpoint took, if it was written."""
         if done.exception() is None:
             self.seconds = time.monotonic() - self._start_time
 
     def _prune(self, newest: int) -> None:
-        """Removes the checkpoints that `keep` does not choose, now that a newer one is complete."""
+        """Removes the checkpoints that `keep` does not choose, now that a newer one is complete;
+        only logs an OSError."""
         try:
             losses = {
                 row["step"]: row["eval_loss"]
@@ -292,7 +294,7 @@ class _Stager(AsyncStager):
         pass
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Copies the tensors into host memory, which is kept for the next save."""
+        """Returns the tensors copied into host memory, which is kept for the next save."""
         staged: dict[str, Any] = {}
         on_gpu = False
         for name, rows in state_dict.items():

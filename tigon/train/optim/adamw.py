@@ -64,7 +64,7 @@ def stream_seed(seed: int, step: int) -> int:
 
 
 def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
-    """Rounds float32 values to bfloat16 by random bits, int32 in 0...65535 of the same shape.
+    """Returns float32 values rounded to bfloat16 by random bits, int32 in 0...65535 of their shape.
 
     Values that bfloat16 has stay, NaN and infinities too. The sum of the bits and those below the
     mantissa carries into it; the sign is not part of the sum, so that a carry is away from zero.
@@ -125,7 +125,8 @@ def read_state(states: States, kind: str) -> Tensor:
 
 
 def write_state(states: States, kind: str, value: Tensor, drawn: Tensor, index: int) -> None:
-    """Stores a state of float32 [R, C] in its dtype; bfloat16 takes the index-th 16 drawn bits."""
+    """Stores a float32 value [R, C] of the state `kind` as codes and scales, or as bfloat16, which
+    the index-th 16 drawn bits round; leaves a float32 state, which is the value itself."""
     if kind not in states:
         codes, scale = quantize(value, kind == "exp_avg")
         states[f"{kind}_codes"].copy_(codes)
@@ -135,7 +136,7 @@ def write_state(states: States, kind: str, value: Tensor, drawn: Tensor, index: 
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Views [..., C] as [R, C]; a vector has rows of one element."""
+    """Returns a view of [..., C] as [R, C]; of a vector as [R, 1]."""
     return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)
 
 
@@ -330,7 +331,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     @cached_property
     def kernel(self) -> FusedAdamW:
-        """The kernel with its tables of codes and of tensors."""
+        """The fused kernel with its tables of codes, made at the first use."""
         codes = CodeTables.build(*(tables(signed, self.memory.device) for signed in (True, False)))
         return FusedAdamW(self.stochastic, codes)
 
@@ -345,12 +346,14 @@ class LowPrecisionOptimizer(Optimizer):
         return self.memory.on_host or not is_float32
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients, and the `scale` that no step has used."""
         self.scale = None
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters that have gradients."""
+        """Updates all parameters that have gradients, which `scale` multiplies if it is set; unsets
+        it."""
         scale, self.scale = self.scale, None
         parts = [(i, group["params"]) for i, group in enumerate(self.param_groups)]
         self.update(parts, scale=scale)
@@ -494,7 +497,7 @@ class LowPrecisionOptimizer(Optimizer):
             yield bucket
 
     def _slices(self, parameter: Tensor) -> Iterator[UpdateSlice]:
-        """Yields a parameter, a few million elements at a time where they are copied."""
+        """Yields a parameter whole if it is updated in place, else SIZE elements at a time."""
         assert parameter.grad is not None
         weight, gradient = local(parameter), local(parameter.grad).contiguous()
         states, runs = dict(self.state[parameter]), self.runs[parameter]
@@ -550,14 +553,15 @@ class LowPrecisionOptimizer(Optimizer):
 
 
 def _step_counters(counts: Sequence[float], device: torch.device) -> list[Tensor]:
-    """Returns separate tensors, which a fused kernel increments."""
+    """Returns each count as a separate float32 scalar, which a fused kernel increments."""
     if len(set(counts)) == 1:  # one kernel makes all
         return [*torch.full((len(counts),), counts[0], device=device).unbind()]
     return [torch.full((), count, device=device) for count in counts]
 
 
 def _fits_kernel(parameter: Tensor) -> bool:
-    """Returns whether the kernel runs, and takes this parameter with its gradient."""
+    """Returns whether Triton kernels run on the parameter's device, and the fused kernel takes it
+    with its gradient."""
     own = local(parameter)
     return (
         runs_triton(own)
@@ -612,14 +616,15 @@ def blocks_of(model: CausalLM) -> dict[Tensor, int]:
 
 
 def sgd(model: CausalLM, config: Config) -> Optimizer:
-    """Builds SGD with a momentum in float32."""
+    """Builds SGD, with a momentum in float32 if the settings have one."""
     names = ("momentum_buffer",) if config.momentum else ()
     settings = {"momentum": config.momentum or 0.0, "nesterov": bool(config.nesterov)}
     return _build(model, config, update_sgd, names, lambda _: torch.float32, **settings)
 
 
 def state_bytes(states: str) -> float:
-    """Returns the bytes of AdamW's states for each element of a matrix."""
+    """Returns the bytes of AdamW's states in `float32`, `bfloat16` or `8bit` for each element of a
+    matrix, with the scales of blocks."""
     return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]
 
 
@@ -631,7 +636,8 @@ def _build(
     dtype_of: Callable[[Tensor], torch.dtype],
     **defaults: Any,
 ) -> Optimizer:
-    """Builds an optimizer that knows where this rank's elements are in whole parameters."""
+    """Returns an optimizer of the trained parameters by `rule`, with the positions of this rank's
+    elements in the whole model; `defaults` are the rule's settings."""
     runs: dict[Tensor, tuple[PositionRun, ...]] = {}
     count = 0
     for name, p in model.named_parameters():

@@ -14,7 +14,7 @@ from tigon.train.optim.muon import Muon
 
 
 class OptimizerSpec(NamedTuple):
-    """How an optimizer is built, and the bytes of its states."""
+    """Holds the function that builds an optimizer, and those for the bytes of its states."""
 
     build: Callable[[CausalLM, Config], Optimizer]
     state_bytes: Callable[[Config], float]  # per trained parameter
@@ -22,13 +22,15 @@ class OptimizerSpec(NamedTuple):
 
 
 def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
-    """Builds the optimizer of the trained parameters, and freezes the others."""
+    """Freezes the parameters that the settings do not train, and returns the optimizer of the
+    others."""
     freeze(model, config)
     return OPTIMIZERS[config.optimizer].build(model, config)
 
 
 def check_local_model(model: CausalLM, config: Config) -> None:
-    """Raises ValueError if the optimizer cannot keep states of a rank's part of the model."""
+    """Raises ValueError if optimizer=adamw_8bit cannot keep states of a rank's part of the model,
+    which divides a row within a block; others can keep those of any part."""
     if config.optimizer == "adamw_8bit":
         adamw.blocks_of(model)
 

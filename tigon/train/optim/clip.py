@@ -19,8 +19,9 @@ PIECE = 2**16  # numbers whose norm a CPU computes in float32
 
 @torch.no_grad()
 def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
-    """Clips as `clip_gradients`, but leaves gradients unscaled if the optimizer's fused kernel can
-    apply the factor in its next step."""
+    """Clips as `clip_gradients` and returns the norm before; but where the optimizer's fused kernel
+    updates all gradients, leaves them unscaled and sets `optimizer.scale`, the factor that its next
+    step applies."""
     if not isinstance(optimizer, LowPrecisionOptimizer):
         return clip_gradients(model, max_norm)
     optimizer.scale = None  # a skipped step may have left one
@@ -62,11 +63,13 @@ class BucketedNorm:
         self._norms: dict[Tensor, list[Tensor]] = {}
 
     def begin(self) -> None:
+        """Forgets the gradients that were added."""
         self._squares, self._norms = [], {}
 
     @torch.no_grad()
     def add(self, part: Hashable, named: Mapping[str, Tensor], *, by_kernel: bool) -> None:
-        """Adds the gradients of the bucket with the key `part`."""
+        """Adds the gradients of the bucket with the key `part`, whose `named` parameters have them;
+        `by_kernel`: their norm is computed by the fused kernel."""
         counted = _counted_gradients(self._model, named.items())
         if not counted:
             return
@@ -80,7 +83,7 @@ class BucketedNorm:
 
     @torch.no_grad()
     def total(self) -> Tensor:
-        """Returns the norm over all parts. Every rank calls this."""
+        """Returns the float32 norm of all that was added on all ranks. Every rank calls this."""
         model = self._model
         norms = [norm for p in model.parameters() for norm in self._norms.get(p, ())]
         if not self._squares:
@@ -116,8 +119,8 @@ def _counted_gradients(
 
 
 def _norms(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Returns each gradient's norm. A CPU adds up in pieces: in float32, the norm of a large matrix
-    would be 2e-3 off."""
+    """Returns each gradient's norm, in float32, or in float64 on a CPU, which adds up in pieces: in
+    float32, the norm of a large matrix would be 2e-3 off."""
     if not gradients:
         return ()
     if gradients[0].device.type != "cpu":
@@ -140,7 +143,8 @@ def _combine_norms(norms: Sequence[Tensor], model: nn.Module) -> Tensor:
 
 
 def _sum_over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
-    """Sums squares over the ranks that hold other parts of the gradients."""
+    """Returns the sum of squares over the ranks that hold other parts of the gradients; may change
+    `squares`. All of them call this."""
     parameter = next(model.parameters())
     if isinstance(parameter, DTensor):
         dist.all_reduce(squares, group=row_group(parameter))

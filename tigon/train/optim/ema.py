@@ -64,7 +64,8 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _buckets(weights: Mapping[str, Tensor]) -> Iterator[list[tuple[str, slice]]]:
-    """Yields slices of rows in lists of about SIZE elements."""
+    """Yields the weights as lists of (name, slice of rows); each but the last has at least SIZE
+    elements, and fewer than twice as many unless a row is longer than that."""
     bucket: list[tuple[str, slice]] = []
     size = 0
     for name, weight in weights.items():

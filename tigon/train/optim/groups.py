@@ -45,8 +45,8 @@ def num_steps(value: float, steps: int) -> int:
 
 
 def freeze(model: CausalLM, config: Config) -> None:
-    """Sets requires_grad of all parameters: false in groups with `freeze` and outside an
-    adapter."""
+    """Sets requires_grad of all parameters: false in groups with `freeze`, and outside the adapter
+    if there is one. Raises ValueError for groups without effect, or if none is left to train."""
     groups = assign(model, config.parameter_groups)
     adapter = getattr(model, "active_adapter", None)  # any module may be given
     trains = None if adapter is None else adapter_parameters(model, adapter)
@@ -148,7 +148,7 @@ def assign(model: CausalLM, groups: Sequence[ParameterGroup]) -> dict[str, Param
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a name matches one of the shell patterns."""
+    """Returns whether a name matches one of the shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -37,7 +37,7 @@ class InBackward:
     """
 
     def __init__(self, model: CausalLM, optimizer: LowPrecisionOptimizer) -> None:
-        """Registers a hook on each parameter; the optimizer must have all trained ones."""
+        """Registers a hook on each trained parameter; the optimizer must have all of them."""
         self.optimizer, self.norm = optimizer, BucketedNorm(model)
         self.names = {p: name for name, p in model.named_parameters()}
         self.tensor = model.tensor_parallel
@@ -94,7 +94,8 @@ class InBackward:
             )
 
     def arrived(self, number: int) -> None:
-        """Counts a complete gradient of part `number`, and updates the part after its last one."""
+        """Counts a complete gradient of part `number`, and updates the part after its last one;
+        does nothing in a backward pass that `backward` has not begun."""
         if not self.under_way:
             return
         part = self.parts[number]
@@ -109,7 +110,8 @@ class InBackward:
 
     @torch.no_grad()
     def _update(self, part: BackwardBucket) -> None:
-        """Updates the parameters of a part and frees their gradients."""
+        """Adds the gradients of a part to the norm, updates its parameters if the loss is finite
+        and frees the gradients; does nothing if there are none."""
         named = {self.names[p]: p for p in part.parameters if p.grad is not None}
         if not named:
             return

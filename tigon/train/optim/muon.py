@@ -41,7 +41,8 @@ class Matrix(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """Multiply-adds of a Newton-Schulz iteration."""
+        """The number of multiply-adds in a Newton-Schulz iteration, which works on the transpose of
+        a tall matrix."""
         short, long = sorted(self)
         return short * short * (2 * long + short)
 
@@ -68,13 +69,14 @@ class BlockCopy(NamedTuple):
     shape: Matrix
 
     def meets(self, after: "BlockCopy") -> bool:
-        """Whether the next copy continues this one, so that both are one."""
+        """Returns whether the next copy continues this one, so that both are one."""
         same = (self.parameter, self.shape) == (after.parameter, after.shape)
         return same and self.offset + self.length == after.offset
 
 
 class Move(NamedTuple):
-    """Describes a copy from a message to `rows` lines of matrices, `step` elements apart."""
+    """Describes a copy of `rows` lines of `cols` elements from `source` in a message to `target` in
+    matrices, where lines are `step` elements apart."""
 
     source: int
     target: int
@@ -84,10 +86,11 @@ class Move(NamedTuple):
 
     @property
     def length(self) -> int:
+        """The number of elements."""
         return self.rows * self.cols
 
     def meets(self, after: "Move") -> bool:
-        """Whether the next move continues this one, so that both are one."""
+        """Returns whether the next move continues this one, so that both are one."""
         ends = self.source + self.length, self.target + self.length
         return self.rows == after.rows == 1 and ends == after[:2]
 
@@ -191,7 +194,8 @@ def _plan_round(
     blocks: Sequence[dict[int, list[MatrixBlock]]],  # of each rank, by matrix
     rank: int,
 ) -> Round:
-    """Plans one exchange: which blocks this rank sends to whom, and which matrices it computes."""
+    """Returns a round: which blocks this rank sends to whom and receives, and which matrices it
+    computes."""
     result = Round(own=[matrices[i] for i in assigned[rank]])
     for indices in assigned:
         size = 0
@@ -266,6 +270,8 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Updates hidden matrices by Muon and the other parameters by AdamW, if they have
+        gradients; raises TypeError for a closure."""
         if closure is not None:
             raise TypeError("Muon.step takes no closure")
         hidden = [group for group in self.param_groups if group["hidden"]]
@@ -325,7 +331,7 @@ class Muon(Optimizer):
             begin += batch.numel()
 
     def _plan(self, parameters: list[Tensor], exchange: "_RankExchange") -> list[Round]:
-        """Distributes matrices over the ranks by cost and returns the rounds."""
+        """Assigns matrices to ranks by cost and returns this rank's rounds. Every rank calls it."""
         matrices: list[Matrix] = []
         own: list[MatrixBlock] = []
         for i, p in enumerate(parameters):
@@ -381,14 +387,16 @@ class _RankExchange:
         return every, self.group.rank()
 
     def gather(self, turn: Round, updates: list[Tensor]) -> Receive:
-        """Sends this rank's blocks of the round to the ranks of their matrices."""
+        """Begins to send `updates`, this rank's blocks of the round, to the ranks of their
+        matrices; returns what waits for the blocks of this rank's matrices."""
         message = self._empty(turn.sizes_out)
         if updates:
             torch._foreach_copy_(message.split([c.length for c in turn.out]), updates)
         return self._send(message, turn.sizes_out, turn.sizes_in)
 
     def assemble(self, turn: Round, message: Receive) -> Tensor:
-        """Returns this rank's matrices, one after the other."""
+        """Waits for the message and returns this rank's matrices, one after the other in a
+        vector."""
         elements = message()
         if len(turn.moves) <= 1:
             return elements
@@ -407,8 +415,9 @@ class _RankExchange:
         return back.split([c.length for c in turn.out])
 
     def _send(self, message: Tensor, sizes: list[int], sizes_back: list[int]) -> Receive:
-        """Starts to exchange blocks with the other ranks; without a group the message is the
-        answer."""
+        """Begins to send the message and returns what waits for that of the other ranks; without a
+        group, the message is the answer. `sizes` and `sizes_back` are elements to and from each
+        rank."""
         if self.group is None:
             return lambda: message
         out = self._empty(sizes_back)
@@ -421,6 +430,7 @@ class _RankExchange:
         return receive
 
     def _empty(self, sizes: Sequence[int]) -> Tensor:
+        """Returns an uninitialized vector of as many elements as the sizes add up to."""
         return torch.empty(sum(sizes), dtype=self.dtype, device=self.device)
 
 
@@ -449,7 +459,7 @@ def _slices(copies: Sequence[BlockCopy], of: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _group_by(keys: Sequence[float], values: Iterable[T]) -> Iterable[tuple[float, list[T]]]:
-    """Returns lists of the values that have the same key."""
+    """Returns each key with the list of its values."""
     groups: dict[float, list[T]] = {}
     for key, value in zip(keys, values, strict=True):
         groups.setdefault(key, []).append(value)

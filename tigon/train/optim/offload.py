@@ -16,6 +16,7 @@ class HostMemory:
             self._inward, self._outward = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a state of zeros, in pinned host memory or on the device."""
         if self.on_host:
             return torch.zeros(shape, dtype=dtype, pin_memory=True)
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -49,5 +50,7 @@ class HostMemory:
         self._outward.synchronize()  # a checkpoint reads them without the device
 
     def _fetch(self, group: Sequence[Tensor]) -> list[Tensor]:
+        """Begins to copy tensors to the device, on the stream of incoming copies; returns the
+        copies."""
         with torch.cuda.stream(self._inward):
             return [host.to(self.device, non_blocking=True) for host in group]

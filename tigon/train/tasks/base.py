@@ -114,7 +114,8 @@ class Task:
         raise NotImplementedError
 
     def rows(self, window: Window, *, least_shared: float = MIN_SHARED_FRACTION) -> PackedRows:
-        """Packs the examples of a window into rows; by default no example is split."""
+        """Returns the examples of a window in rows; by default no example is split. Prompts are not
+        shared in a window where that saves less than the share `least_shared` of its tokens."""
         config = self.config
         return pack_examples(
             window,
@@ -128,7 +129,7 @@ class Task:
         )
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
-        """Returns notes on the data to print before training."""
+        """Returns notes on the data to print before training; by default none."""
         return []
 
     def begin(self, model: CausalLM) -> None:
@@ -155,8 +156,8 @@ class Task:
         return getattr(self.config, name) if value is None else value
 
     def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
-        """Returns the labels, where the column "supervised" is True, and the column "loss_weights"
-        if there is one."""
+        """Returns "labels", the input ids with IGNORE_INDEX where the column "supervised" is False,
+        and the column "loss_weights" if there is one."""
         columns = micro_batch.per_token
         labels = micro_batch.input_ids.masked_fill(~columns["supervised"], IGNORE_INDEX)
         weights = {name: columns[name] for name in ("loss_weights",) if name in columns}
@@ -165,7 +166,7 @@ class Task:
     def options(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
     ) -> dict[str, Any]:
-        """Returns further arguments of `Targets.of`."""
+        """Returns further arguments of `Targets.of`; by default none."""
         return {}
 
     def resolve(
@@ -185,8 +186,9 @@ class Task:
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         """Returns this micro-batch's part of the step's loss and metrics.
 
-        `sums` are those of the whole step. It must not synchronize with the device. Context
-        parallelism: all ranks return the loss of whole rows (`tigon.parallel.gather_output`).
+        `sums` are those of the whole step. It must not wait for values of the device; the model
+        itself waits only for counts, such as that of the targets. Context parallelism: all ranks
+        return the loss of whole rows (`tigon.parallel.gather_output`).
         """
         raise NotImplementedError
 
@@ -197,5 +199,6 @@ class Task:
         return self.loss(model, inputs, sums)
 
     def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the scalars for metrics.jsonl from the metrics of a step."""
+        """Returns the scalars for metrics.jsonl from the metrics of a step, which are sums over its
+        micro-batches and ranks; by default these sums."""
         return metrics

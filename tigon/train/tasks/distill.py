@@ -49,6 +49,7 @@ class Distill(CrossEntropyTask):
     serves = frozenset(("beta", "teacher", "temperature", "cross_entropy_weight"))
 
     def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the task does not use, or out of its range."""
         super().__init__(config, world)
         self.beta = 0.0 if config.beta is None else config.beta
         self.weight = config.cross_entropy_weight
@@ -70,23 +71,27 @@ class Distill(CrossEntropyTask):
         self.teacher: CausalLM | None = None
 
     def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
+        """Raises ValueError if a teacher model has another vocabulary or a shorter context."""
         if path := self.config.teacher:
             check_frozen(self.config, path, tokenizer)
             model = meta_model(self.config, torch.float32, source)
             self._check_size(model, max(tokenizer.backend.get_vocab().values()))
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """Returns the encoder of chats; without a teacher model, of rows with its distributions."""
         if not self.config.teacher:
             return TopEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
         return self.chat_encoder(tokenizer)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
+        """Loads the teacher, if it is a model; raises ValueError if the run began with another."""
         if path := self.config.teacher:
             find = partial(sampled_digest, path)
             shared_digest(self.config, self.world, find, trained=trained, what="teacher")
         self.rehearse(model)
 
     def rehearse(self, model: CausalLM) -> None:
+        """Loads the teacher, if it is a model."""
         path, world = self.config.teacher, self.world
         if not path:
             return
@@ -95,6 +100,8 @@ class Distill(CrossEntropyTask):
             self.teacher = load_frozen(self.config, world, path, vocab_size=size)
 
     def meta_frozen_model(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
+        """Returns the teacher on the meta device, which an estimate's passes use then; None if the
+        rows have its distributions."""
         if path := self.config.teacher:
             self.teacher = meta_model_from_path(path, dtype, vocab_size=model.config.vocab_size)
         return self.teacher
@@ -118,7 +125,7 @@ class Distill(CrossEntropyTask):
         )
 
     def criteria(self, inputs: StepInputs) -> tuple[LossTerm, ...]:
-        """Returns the loss terms: the cross-entropy, and the divergence from the teacher."""
+        """Returns the loss terms: the divergence from the teacher, and the cross-entropy."""
         # Metrics need the cross-entropy even if its weight is 0
         return self._divergence(inputs), CrossEntropy(coefficient=self.weight)
 
@@ -146,7 +153,8 @@ class Distill(CrossEntropyTask):
     def _part(
         self, loss: Tensor, output: Output, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
-        """Returns a micro-batch's part of the loss, with both terms as metrics."""
+        """Returns a micro-batch's part of the loss and of the metrics, with "kl", the divergence
+        without its factor, added to these."""
         part = super()._part(loss, output, inputs, sums)
         divergence = output.criteria[0].detach().double() / self.scale
         if not inputs.training:  # a sum, there

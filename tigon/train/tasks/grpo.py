@@ -60,6 +60,7 @@ class GRPO(AnswerTask):
     }
 
     def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the task or its loss_type does not use."""
         super().__init__(config, world)
         self.refers = self.beta > 0
         self.clip = Clip(config.epsilon, config.epsilon_high, config.delta)
@@ -73,6 +74,7 @@ class GRPO(AnswerTask):
             raise ValueError(f"reference={config.reference} with beta=0 has no effect")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """Returns the encoder of answers with rewards or advantages."""
         scale = self.config.scale_rewards == "group"
         return RewardedEncoder(tokenizer, scale=scale, **self.encoder_options())
 
@@ -105,11 +107,13 @@ class GRPO(AnswerTask):
         return notes
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
+        """Adds the number of "answers" to the base's sums."""
         answers = torch.full((), len(inputs.micro_batch.spans), device=model.device)
         return super().sums(model, inputs) | {"answers": answers}
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
-        """Computes the clipped policy-gradient loss of a micro-batch."""
+        """Returns a micro-batch's part of the clipped policy-gradient loss, with beta times the
+        divergence from the reference, and of the metrics."""
         known = self.reference_logprobs(inputs) if self.refers else None
         output = self.forward(model, inputs)
         assert output.logprobs is not None
@@ -118,7 +122,7 @@ class GRPO(AnswerTask):
         lengths = sum_per_sequence(micro_batch, tokens).clamp(min=1)
 
         def spread(values: Tensor) -> Tensor:
-            """Copies a value of each sequence [n] to its tokens [B, T]."""
+            """Returns [B, T] with the value of each position's sequence, from values [n]."""
             return F.pad(values, (0, 1))[sequence]
 
         old = F.pad(micro_batch.per_token["old_logprobs"][:, 1:], (0, 1))
@@ -140,7 +144,8 @@ class GRPO(AnswerTask):
         return MicroBatchLoss(loss + self.balance(model, output, inputs, sums), metrics)
 
     def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Adds TRL's `reward` and `reward_std` over all rewards of a step; NaN without rewards."""
+        """Replaces "rewards", the sums of `moments`, by TRL's "reward" and "reward_std": mean and
+        standard deviation of all rewards of a step, NaN without rewards."""
         metrics = dict(metrics)
         if "rewards" in metrics:
             count, total, squares = metrics.pop("rewards")
@@ -151,7 +156,9 @@ class GRPO(AnswerTask):
         return metrics
 
     def _weights(self, lengths: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
-        """Returns the weights of tokens in answers of these lengths: [B, T] or a scalar."""
+        """Returns the factors of the tokens' losses, [B, T] or a scalar: 1 / tokens of the step;
+        with grpo 1 / (answers x length of the answer), with dr_grpo 1 / (answers x
+        max_completion_length)."""
         answers = sums["answers"].clamp(min=1)
         if self.loss_type == "grpo":
             return 1 / (lengths.clamp(min=1) * answers)
@@ -162,7 +169,7 @@ class GRPO(AnswerTask):
 
 
 def moments(micro_batch: MicroBatch) -> dict[str, Tensor]:
-    """Returns the count, sum and sum of squares of the rewards, float64 [3].
+    """Returns {"rewards": float64 [3]}: the count, sum and sum of squares of the rewards.
 
     Rewards are NaN if a row has advantages. Data cached by an earlier version have no rewards: {}.
     """

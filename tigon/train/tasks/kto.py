@@ -48,6 +48,8 @@ class KTO(AnswerTask):
     }
 
     def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the task does not use, beta=0, weights that are both
+        0, and cuda_graphs."""
         super().__init__(config, world)
         if not self.beta > 0:
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
@@ -63,9 +65,11 @@ class KTO(AnswerTask):
             )
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """Returns the encoder of labelled answers, each with a mismatched one."""
         return LabelledEncoder(tokenizer, **self.encoder_options())
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
+        """Returns a note if desired and other answers of the training data are not balanced."""
         if held_out:
             return []
         passes, desired, answers = data.order.passes(), 0.0, 0.0
@@ -80,7 +84,8 @@ class KTO(AnswerTask):
     def resolve(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True
     ) -> StepInputs:
-        """Resolves the micro-batch, with mismatched answers from its other prompts."""
+        """Returns the inputs of the matched sequences, with those of the mismatched ones in
+        `mismatched`; in an estimate both are the whole micro-batch."""
         if not micro_batch.sources:  # an estimate, or padding alone
             whole = super().resolve(model, micro_batch, training=training)
             return KTOInputs(**vars(whole), mismatched=whole)
@@ -92,7 +97,8 @@ class KTO(AnswerTask):
         return KTOInputs(**vars(own), mismatched=other)
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
-        """Counts answers and sums the divergences of mismatched ones, for the step's estimate."""
+        """Adds the numbers of "answers", of "desired" and of "mismatched" ones, and "divergence",
+        the sum of the log-ratios of the latter, by a pass without gradients."""
         assert isinstance(inputs, KTOInputs)
         desired = inputs.micro_batch.per_example["desired"]
         count = torch.full((), len(inputs.mismatched.micro_batch.spans), device=model.device)
@@ -106,7 +112,8 @@ class KTO(AnswerTask):
         }
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
-        """Computes the loss of a micro-batch's answers."""
+        """Returns a micro-batch's part of the mean loss of answers, with rewards and
+        log-probabilities of desired ("chosen") and other ones and the estimate "kl" as metrics."""
         logprobs, ratios, output = self._ratios(model, inputs)
         desired = inputs.micro_batch.per_example["desired"]
         kl = (sums["divergence"] / sums["mismatched"].clamp(min=1)).clamp(min=0).float()
@@ -134,6 +141,7 @@ class KTO(AnswerTask):
         return MicroBatchLoss(loss, metrics | {"kl": kl.double() * share})
 
     def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Adds rewards/margins: the mean reward of desired answers less that of the others."""
         return metrics | {
             "rewards/margins": metrics["rewards/chosen"] - metrics["rewards/rejected"]
         }

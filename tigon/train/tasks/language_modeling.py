@@ -46,10 +46,13 @@ class CrossEntropyTask(Task):
     predicts_tokens: ClassVar[bool] = True
 
     def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the task does not use, or that `check_settings` does
+        not allow."""
         super().__init__(config, world)
         check_settings(config)
 
     def chat_encoder(self, tokenizer: Tokenizer) -> ChatEncoder:
+        """Returns the encoder of chats, which adds the tokens that end a learned turn to `ends`."""
         config = self.config
         encoder = ChatEncoder(
             tokenizer,
@@ -61,6 +64,8 @@ class CrossEntropyTask(Task):
         return encoder
 
     def begin(self, model: CausalLM) -> None:
+        """Sets `metrics`, the names that the model computes in training (True) and in evaluation
+        (False); raises ValueError for `model.defaults` that do not fit the task."""
         defaults = model.defaults
         named = defaults.metrics
         named = (named,) if isinstance(named, str) else tuple(named)
@@ -81,7 +86,8 @@ class CrossEntropyTask(Task):
     def options(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
     ) -> dict[str, Any]:
-        """Returns the keywords of forward that the settings ask for."""
+        """Returns label_smoothing and z_loss of the settings, and logits_to_keep of these or of
+        `model.defaults`."""
         names = "label_smoothing", "z_loss"
         options = {name: self.setting(name, training=training) or None for name in names}
         keep = self.setting("logits_to_keep", training=training)
@@ -92,9 +98,12 @@ class CrossEntropyTask(Task):
         return options | {"logits_to_keep": keep}
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
+        """Adds "targets", the number of positions that predict a token."""
         return super().sums(model, inputs) | {"targets": _target_mask(inputs.targets).sum()}
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
+        """Returns this micro-batch's part of the step's mean cross-entropy, with the balance of
+        experts where the model adds it, and of the metrics."""
         targets = inputs.targets.with_num_items(sums["items"])
         output = self._forward(model, inputs, targets, self.criteria(inputs))
         assert output.loss is not None
@@ -103,7 +112,8 @@ class CrossEntropyTask(Task):
     def evaluate(
         self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
-        """Computes the loss of the tokens, without the balance of experts."""
+        """Returns this micro-batch's part of the cross-entropy, without the balance of experts, and
+        of the metrics."""
         criteria = self.criteria(inputs)
         if inputs.request is not None and inputs.request.losses:
             # The loss stays the same sum; the second term returns its summands
@@ -123,7 +133,8 @@ class CrossEntropyTask(Task):
         targets: Targets,
         criteria: Sequence[LossTerm] | None,
     ) -> Output:
-        """Runs the model with the arguments that the settings and the hooks ask for."""
+        """Returns the model's output, on each rank for whole rows, with the metrics and logits that
+        the settings and the hooks ask for."""
         request, training = inputs.request, inputs.training
         at = None if request is None else request.positions
         logits = request is not None and self.setting("return_logits", training=training)
@@ -208,7 +219,7 @@ def check_metrics(setting: str, names: tuple[str, ...], known: tuple[str, ...]) 
 
 
 def check_keep(setting: str, keep: int, config: Config) -> None:
-    """Raises ValueError where `logits_to_keep` has no meaning."""
+    """Raises ValueError for a logits_to_keep of 1, and for any but 0 with packing."""
     if keep and config.packing:
         raise ValueError(
             f"{setting}={keep} with packing=true: it keeps the last positions of a line, which "
@@ -225,6 +236,7 @@ def last_positions(micro_batch: MicroBatch, keep: int) -> int | Tensor:
     """Returns the last `keep` positions of each line's one sequence, before its padding: [B, keep].
 
     A shorter sequence has all of its positions, and some of the padding, which has no targets.
+    Returns `keep` itself without padding.
     """
     real = micro_batch.attention_mask
     if real is None:
@@ -246,6 +258,7 @@ class SFT(CrossEntropyTask):
     learns = "chats, learning what the assistant says"
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """Returns the encoder of chats."""
         return self.chat_encoder(tokenizer)
 
 
@@ -255,6 +268,7 @@ class Pretrain(CrossEntropyTask):
     learns = "text"
 
     def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the task does not use, those of chats too."""
         super().__init__(config, world)
         for name in ("chat_template", "chat_template_kwargs"):
             if value := getattr(config, name):
@@ -265,7 +279,10 @@ class Pretrain(CrossEntropyTask):
             raise ValueError("train_on_empty_thinking=true: task=pretrain has no chats")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """Returns the encoder of texts."""
         return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
     def rows(self, window: Window, **_: Any) -> PackedRows:
+        """Returns the documents of a window in rows, joined and cut at the ends of rows, or with
+        packing=false one part of a document to a row."""
         return pack_documents(window, self.config.seq_len, packing=self.config.packing)

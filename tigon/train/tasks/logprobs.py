@@ -52,6 +52,8 @@ class AnswerTask(Task):
     losses: ClassVar[Sequence[str]] = ()  # the values of loss_type; the first is the default
 
     def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the task does not use, and for a loss_type of another
+        task."""
         super().__init__(config, world)
         for name in ("loss_reduction", "train_on"):
             value = getattr(config, name)
@@ -75,12 +77,15 @@ class AnswerTask(Task):
         }
 
     def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
+        """Raises ValueError if the `reference` that the settings name has another vocabulary or a
+        shorter context."""
         if path := self.config.reference:
             check_frozen(self.config, path, tokenizer)
 
     def options(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
     ) -> dict[str, Any]:
+        """Returns logits_to_keep=0, so that all positions count, whatever `model.defaults` says."""
         return {"logits_to_keep": 0}
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
@@ -127,15 +132,16 @@ class AnswerTask(Task):
         gc.collect()  # a sharded model refers to itself, and would keep its memory for a while
 
     def rehearse(self, model: CausalLM) -> None:
-        """Puts cheap log-probabilities in place of the reference's, for a dry run's steps."""
+        """Puts zeros in place of the reference's log-probabilities, for a dry run's steps, unless
+        the reference is the model without its adapter."""
         if self._keeps_to_base(model):
             self.live = lambda inputs: self._base_logprobs(model, inputs)
         else:
             self.live = lambda inputs: inputs.micro_batch.input_ids.new_zeros((), dtype=torch.float)
 
     def meta_frozen_model(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
-        """Returns the frozen reference model on the meta device, for estimates; None if there is
-        none."""
+        """Returns the reference that a stream needs in every step, on the meta device; None if its
+        log-probabilities are computed before training or by the model without its adapter."""
         config = self.config
         if not (self.refers and config.streaming) or self._keeps_to_base(model):
             return None
@@ -147,11 +153,12 @@ class AnswerTask(Task):
         return other
 
     def _keeps_to_base(self, model: CausalLM) -> bool:
-        """Whether the reference is the model without its adapter."""
+        """Returns whether the reference is the model without its adapter."""
         return model.active_adapter is not None and not self.config.reference
 
     def _reference_model(self) -> CausalLM:
-        """Returns the frozen reference, loaded besides the trained model."""
+        """Returns the frozen model that `reference` names, or else the run's initial model, loaded
+        besides the trained one."""
         config, world = self.config, self.world
         with world.raise_on_all_ranks():
             if config.reference:
@@ -168,8 +175,8 @@ class AnswerTask(Task):
         return inputs.micro_batch.per_token[reference.COLUMN]
 
     def forward(self, model: CausalLM, inputs: StepInputs) -> CausalLMOutput:
-        """Runs the model for the log-probabilities of learned tokens, fp32 [B, T], each at the
-        token before."""
+        """Returns the model's output, with the log-probabilities of learned tokens in `logprobs`:
+        fp32 [B, T], each at the token before."""
         output = model(
             batch=inputs.batch,
             targets=inputs.targets,
@@ -202,7 +209,8 @@ class AnswerTask(Task):
     def balance(
         self, model: CausalLM, output: CausalLMOutput, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> Tensor | float:
-        """Returns this micro-batch's part of the loss that balances experts, in training."""
+        """Returns this micro-batch's part of the loss that balances experts; 0 in evaluation, and
+        for models without it."""
         coef = aux_loss_coef(model.config)
         if coef is None or output.aux_loss is None or not inputs.training:
             return 0.0

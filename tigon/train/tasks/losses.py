@@ -27,10 +27,12 @@ class Scores:
 
     @property
     def margin(self) -> Tensor:
+        """The chosen answers' scores less the rejected ones' [P]."""
         return self.chosen - self.rejected
 
     def __sub__(self, other: "Scores") -> "Scores":
-        """Subtracts the scores of another model: log-probabilities become log-ratios."""
+        """Returns scores less those of another model: log-probabilities become log-ratios; the
+        numbers of tokens stay."""
         chosen, rejected = self.chosen - other.chosen, self.rejected - other.rejected
         return Scores(chosen, rejected, self.chosen_tokens, self.rejected_tokens)
 
@@ -44,49 +46,56 @@ class Scores:
 
 
 def _smoothed_logsigmoid(x: Tensor, label_smoothing: float) -> Tensor:
+    """Returns the binary cross-entropy of logits x, whose targets are 1 - label_smoothing."""
     return -F.logsigmoid(x) * (1 - label_smoothing) - F.logsigmoid(-x) * label_smoothing
 
 
 def sigmoid(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """DPO, arXiv 2305.18290; conservative DPO (cDPO) with `label_smoothing`, the assumed share of
-    swapped labels."""
+    """Returns DPO's loss [P], arXiv 2305.18290: -log sigmoid(beta * margin); with
+    `label_smoothing`, the assumed share of swapped labels, that of conservative DPO (cDPO)."""
     return _smoothed_logsigmoid(beta * s.margin, label_smoothing)
 
 
 def hinge(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """SLiC, arXiv 2305.10425; `beta` is the reciprocal of the margin."""
+    """Returns SLiC's loss [P], arXiv 2305.10425: max(0, 1 - beta * margin)."""
     return torch.relu(1 - beta * s.margin)
 
 
 def ipo(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """IPO, arXiv 2310.12036 (17), over means of tokens; `beta` is its tau."""
+    """Returns IPO's loss [P], arXiv 2310.12036 (17): (margin of means over tokens - 1 / (2 beta))
+    squared; `beta` is its tau."""
     return (s.means().margin - 1 / (2 * beta)) ** 2
 
 
 def robust(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Robust DPO, arXiv 2403.00409: unbiased if `label_smoothing` is the share of wrong labels."""
+    """Returns robust DPO's loss [P], arXiv 2403.00409, whose expectation is that of DPO on right
+    labels if `label_smoothing` is the share of wrong ones."""
     x = beta * s.margin
     clean, flipped = F.logsigmoid(x) * (1 - label_smoothing), F.logsigmoid(-x) * label_smoothing
     return (flipped - clean) / (1 - 2 * label_smoothing)
 
 
 def sigmoid_norm(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Length-normalized DPO, arXiv 2411.15124: compares means over tokens, not sums."""
+    """Returns the loss [P] of length-normalized DPO, arXiv 2411.15124: `sigmoid` of means over
+    tokens, not sums."""
     return sigmoid(s.means(), beta, label_smoothing)
 
 
 def apo_zero(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """APO-zero, arXiv 2408.06266 (7): moves the chosen answer up and the rejected one down."""
+    """Returns APO-zero's loss [P], arXiv 2408.06266 (7), which moves the chosen answer up and the
+    rejected one down: 1 - sigmoid(beta * chosen) + sigmoid(beta * rejected)."""
     return 1 - torch.sigmoid(beta * s.chosen) + torch.sigmoid(beta * s.rejected)
 
 
 def apo_down(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """APO-down, arXiv 2408.06266 (8): moves both answers down, the rejected one more."""
+    """Returns APO-down's loss [P], arXiv 2408.06266 (8), which moves both answers down, the
+    rejected one more: sigmoid(beta * chosen) + 1 - sigmoid(beta * margin)."""
     return torch.sigmoid(beta * s.chosen) + 1 - torch.sigmoid(beta * s.margin)
 
 
 def simpo(s: Scores, beta: float, label_smoothing: float = 0.0, *, gamma: float) -> Tensor:
-    """SimPO, arXiv 2405.14734: compares mean log-probabilities, with a margin of `gamma`."""
+    """Returns SimPO's loss [P], arXiv 2405.14734: -log sigmoid(beta * margin of means over tokens -
+    gamma), smoothed as that of DPO."""
     return _smoothed_logsigmoid(beta * s.means().margin - gamma, label_smoothing)
 
 
@@ -122,7 +131,8 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """KTO, arXiv 2402.01306 (7): compares answers with the divergence from the reference."""
+    """Returns KTO's weighted loss of each answer [E], arXiv 2402.01306 (7), which compares its
+    log-ratio with the divergence `kl` from the reference."""
     gain = torch.where(desired, ratios - kl, kl - ratios)
     weights = torch.where(desired, desirable_weight, undesirable_weight)
     return weights * (1 - torch.sigmoid(beta * gain))
@@ -131,7 +141,8 @@ def kto(
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0, *, center: float = 0.0
 ) -> Tensor:
-    """Bradley and Terry's loss of rewards [P], with a `margin` between them (arXiv 2307.09288).
+    """Returns Bradley and Terry's loss [P] of rewards [P], with a `margin` between them (arXiv
+    2307.09288): -log sigmoid(chosen - rejected - margin).
 
     `center` weighs the square of their sum, which keeps them about 0 (arXiv 2312.09244).
     """
@@ -152,6 +163,7 @@ class Clip:
 
     @property
     def high(self) -> float:
+        """`epsilon_high`, or `epsilon` if that is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 
@@ -176,16 +188,16 @@ def policy_gradient(
 def cispo(
     logprobs: Tensor, log_ratios: Tensor, advantages: Tensor, clip: Clip = Clip()
 ) -> tuple[Tensor, Tensor]:
-    """CISPO, arXiv 2506.13585: the ratio, at most `epsilon_high` (not 1 + epsilon_high), weighs the
-    gradient and is a constant."""
+    """Returns each token's CISPO loss [N], arXiv 2506.13585, and whether its ratio was clipped. The
+    ratio, at most `epsilon_high` (not 1 + epsilon_high), weighs the gradient and is a constant."""
     ratio = log_ratios.exp().detach()
     clipped = (ratio > clip.high) & (advantages > 0)
     return -ratio.clamp(max=clip.high) * advantages * logprobs, clipped
 
 
 def divergence(logprobs: Tensor, reference: Tensor) -> Tensor:
-    """Estimates KL(model || reference) of sampled tokens [N], never below 0: k3 of
-    http://joschu.net/blog/kl-approx.html."""
+    """Returns an estimate of KL(model || reference) from each sampled token [N], never below 0: k3
+    of http://joschu.net/blog/kl-approx.html."""
     x = reference - logprobs
     return x.exp() - x - 1
 

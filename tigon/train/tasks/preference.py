@@ -50,6 +50,8 @@ class PairTask(AnswerTask):
     alpha = 0.0  # weight of the chosen answers' cross-entropy
 
     def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the task or its loss_type does not use, and for a
+        beta or label_smoothing out of range."""
         super().__init__(config, world)
         smoothing = config.label_smoothing
         if smoothing and self.loss_type not in SMOOTHED_LOSSES:
@@ -64,9 +66,11 @@ class PairTask(AnswerTask):
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """Returns the encoder of pairs of answers."""
         return PairEncoder(tokenizer, **self.encoder_options())
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
+        """Adds the number of "pairs" and, with `alpha`, of "chosen_tokens" to the base's sums."""
         pairs = torch.full((), len(inputs.micro_batch.spans) // 2, device=model.device)
         sums = super().sums(model, inputs) | {"pairs": pairs}
         return sums | {"chosen_tokens": chosen_mask(inputs).sum()} if self.alpha else sums
@@ -80,7 +84,8 @@ class PairTask(AnswerTask):
         return scores
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
-        """Computes the loss of a micro-batch's pairs."""
+        """Returns a micro-batch's part of the mean of `compare` over pairs, of `alpha` times the
+        chosen answers' cross-entropy and of the balance of experts, with TRL's metrics."""
         # First, before the activations of the model's pass are in memory
         known = self.reference_logprobs(inputs) if self.refers else None
         output = self.forward(model, inputs)
@@ -113,14 +118,15 @@ class PairTask(AnswerTask):
 
 
 def pair_scores(inputs: StepInputs, values: Tensor, tokens: Tensor) -> Scores:
-    """Returns the sums of values [B, T] over the tokens of each answer."""
+    """Returns each answer's sum of values [B, T] over the positions in the mask `tokens`, and the
+    number of these positions."""
     both = sum_per_sequence(inputs.micro_batch, torch.where(tokens, values, 0))
     counts = sum_per_sequence(inputs.micro_batch, tokens)
     return Scores(*(x.unflatten(0, (-1, 2))[:, i] for x in (both, counts) for i in (0, 1)))
 
 
 def chosen_mask(inputs: StepInputs) -> Tensor:
-    """Returns a mask [B, T] of the learned tokens of chosen answers."""
+    """Returns a mask [B, T] of the positions that predict a learned token of a chosen answer."""
     tokens = target_mask(inputs)
     return tokens & (sequence_indices(inputs.micro_batch, tokens) % 2 == 0)
 
@@ -134,18 +140,19 @@ class DPO(PairTask):
     losses: ClassVar[Sequence[str]] = tuple(DPO_LOSSES)
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
+        """Returns each pair's loss [P] by `loss_type`, and no more values."""
         return DPO_LOSSES[self.loss_type](scores, self.beta, self.config.label_smoothing), {}
 
 
 class IPO(DPO):
-    """IPO, arXiv 2310.12036: DPO with a squared loss of the margin."""
+    """IPO, arXiv 2310.12036: DPO with a squared loss of the margin of means over tokens, alone."""
 
     serves = COMMON_SETTINGS | {"beta", "reference"}
     losses = ("ipo",)
 
 
 class APO(DPO):
-    """APO, arXiv 2408.06266: DPO that anchors each answer to the reference."""
+    """APO, arXiv 2408.06266: DPO with the two losses that anchor each answer to the reference."""
 
     serves = COMMON_SETTINGS | {"beta", "loss_type", "reference"}
     losses = ("apo_zero", "apo_down")
@@ -160,18 +167,22 @@ class CPO(PairTask):
     default_alpha: ClassVar[float] = 1.0
 
     def __init__(self, config: Config, world: World):
+        """Sets `alpha` to cpo_alpha, or the task's default; raises ValueError as PairTask does."""
         super().__init__(config, world)
         self.alpha = self.default_alpha if config.cpo_alpha is None else config.cpo_alpha
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
+        """Returns each pair's loss [P] by `loss_type`, and no more values."""
         return CPO_LOSSES[self.loss_type](scores, self.beta, self.config.label_smoothing), {}
 
     def logged_scores(self, scores: Scores) -> Scores:
+        """Returns means over tokens with ipo and simpo, whose losses compare means, else sums."""
         return scores.means() if self.loss_type in ("ipo", "simpo") else scores
 
 
 class SimPO(CPO):
-    """Compares mean log-probabilities, with a margin of `simpo_gamma` between them."""
+    """Simple preference optimization: CPO with one loss, which compares mean log-probabilities with
+    a margin of `simpo_gamma`; by default without cross-entropy."""
 
     serves = COMMON_SETTINGS | {"beta", "label_smoothing", "cpo_alpha", "simpo_gamma"}
     losses = ("simpo",)
@@ -179,6 +190,7 @@ class SimPO(CPO):
     default_alpha = 0.0
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
+        """Returns each pair's SimPO loss [P], and no more values."""
         smoothing, gamma = self.config.label_smoothing, self.config.simpo_gamma
         return simpo(scores, self.beta, smoothing, gamma=gamma), {}
 
@@ -193,6 +205,7 @@ class ORPO(PairTask):
     alpha = 1.0
 
     def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
+        """Returns the labels: all tokens of chosen sequences, and the supervised ones of others."""
         ids = micro_batch.input_ids
         sequence = sequence_indices(micro_batch, ids)
         chosen = (sequence % 2 == 0) & ~is_padding(micro_batch, sequence)
@@ -200,8 +213,11 @@ class ORPO(PairTask):
         return {"labels": ids.masked_fill(~(supervised | chosen), IGNORE_INDEX)}
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
+        """Returns each pair's odds-ratio penalty [P], and its log odds ratio and the log of that's
+        sigmoid to log."""
         losses, log_odds = orpo(scores, self.beta)
         return losses, {"log_odds_chosen": log_odds, "log_odds_ratio": -losses / self.beta}
 
     def logged_scores(self, scores: Scores) -> Scores:
+        """Returns means over tokens, which the loss compares too."""
         return scores.means()

@@ -41,6 +41,7 @@ class Reward(Task):
     per_example: ClassVar[Mapping[str, torch.dtype]] = {"margin": torch.float32}
 
     def __init__(self, config: Config, world: World):
+        """Raises ValueError for settings that the task does not use, such as those of tokens."""
         super().__init__(config, world)
         unused = (
             "sample_prompts",
@@ -56,6 +57,7 @@ class Reward(Task):
         self.tokenizer: Tokenizer | None = None
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
+        """Returns the encoder of pairs with margins, and keeps the tokenizer for `open`."""
         self.tokenizer = tokenizer
         skip = self.config.bad_rows == "skip"
         return PairEncoder(tokenizer, margin=True, shared_prompt=False, skip_bad_rows=skip)
@@ -72,14 +74,17 @@ class Reward(Task):
     def resolve(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True
     ) -> StepInputs:
+        """Returns the model's inputs, with targets that have no labels and select all positions."""
         batch = Batch.of(model, **micro_batch.inputs())
         return StepInputs(micro_batch, batch, Targets.of(batch, logits_to_keep=0), training)
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
+        """Returns the number of "pairs" alone."""
         return {"pairs": torch.full((), len(inputs.micro_batch.spans) // 2, device=model.device)}
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
-        """Computes the Bradley-Terry loss of a micro-batch's pairs of scores."""
+        """Returns a micro-batch's part of the mean Bradley-Terry loss of pairs of scores, with the
+        share of pairs in the right order, the margin and the reward as metrics."""
         micro_batch, pairs = inputs.micro_batch, sums["pairs"].clamp(min=1)
         output = model(batch=inputs.batch, targets=inputs.targets)
         logits = gather_output(model, output, inputs.targets).logits

@@ -165,6 +165,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
 TYPES: list[tuple[dict[str, Any], str]] = [
     ({"lables": 1}, "forward() got an unexpected keyword argument 'lables'; did you mean 'la"),
     ({"output_attentions": True}, "unexpected keyword argument 'output_attentions'"),
+    ({"output_hidden_states": True}, "here: 'return_hidden'"),
     ({"cache": None}, "unexpected keyword argument 'cache'; here: 'past_key_values'"),
     ({"attention_mask": [[1]]}, "attention_mask must be a tensor, not list"),
     ({"input_ids": [[1]]}, "input_ids must be a tensor, not list"),

@@ -209,6 +209,8 @@ def test_keywords_of_transformers(sound: Path) -> None:
             TypeError, match=f"unexpected keyword argument '{theirs}'; here: '{ours}"
         ):
             tigon.from_pretrained(sound / "single", **{theirs: "x"})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"LoraConfig\(\) got an .*'r'; here: 'rank'"):
+        tigon.LoraConfig(r=8)  # type: ignore[call-arg]
 
 
 def test_other_places_than_a_model(sound: Path, tmp_path: Path) -> None:

@@ -158,7 +158,7 @@ def test_every_query_is_computed_once_and_all_ranks_have_the_same_work(n: int, h
     [
         ({"labels": IDS, "logits_to_keep": torch.tensor([3, 1, 3])}, "a position twice"),
         ({"labels": IDS, "criteria": (CrossEntropy(targets=IDS),)}, "labels of one rank's tokens"),
-        ({"criteria": (KL(teacher_tokens=IDS[..., None]),)}, "labels of one rank's tokens"),
+        ({"criteria": (KL(teacher_tokens=IDS[..., None]),)}, "KL without labels under context"),
         ({"labels": torch.full_like(IDS, 97)}, "label 97 .* is neither"),
     ],
 )

@@ -11,6 +11,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from safetensors.torch import save_file
 
 from tests.hub_server import HubServer
+from tigon.tokenizer.files import find_files as tokenizer_files
 from tigon.weights import Checkpoint, Repository
 
 NAME = "lab/tiny"
@@ -134,6 +135,8 @@ def test_offline(way: str, hub: HubServer, tmp_path: Path, monkeypatch: pytest.M
     said = "load it once online" if way == "option" else "downloads are off"
     with pytest.raises(FileNotFoundError, match=rf"lab/other .*in the cache .*{said}"):
         Repository("lab/other", **options).file("config.json")
+    with pytest.raises(FileNotFoundError, match=rf"lab/other .*in the cache .*{said}"):
+        tokenizer_files(Repository("lab/other", **options))
     assert hub.heads.total() + hub.gets.total() == requests
 
 

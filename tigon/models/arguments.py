@@ -90,14 +90,22 @@ BATCH, TARGETS, PASS = (
 )
 
 
-# transformers' names of arguments, and ours
+# Names of arguments in transformers and PEFT, and ours
 TRANSFORMERS_NAMES = {
     "attn_implementation": "attention",
     "cache": "past_key_values",  # from 5.24 on
     "device_map": "device",
     "device_mesh": "mesh",
+    "load_in_4bit": "quantize",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "output_hidden_states": "return_hidden",
+    "r": "rank",
+    "target_modules": "targets",
     "torch_dtype": "dtype",
     "tp_plan": "mesh",
+    "use_dora": "dora",
+    "use_rslora": "rslora",
 }
 
 

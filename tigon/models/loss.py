@@ -377,6 +377,8 @@ class LossTerms:
         self.config, self.targets = config, targets  # those that the loss counts
         self._has_labels = targets.labels is not None
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
+            if targets.batch.shard is not None:
+                raise ValueError("KL without labels under context parallelism: give labels")
             self.targets = targets.with_labels(_placeholder_labels(targets))
         self.active: ValidRows | None = None
         labels = self.targets.labels

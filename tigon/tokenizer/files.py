@@ -39,6 +39,8 @@ def find_files(repository: Repository) -> dict[str, Path]:
     """Find all files of a tokenizer, by name, also those that an export only copies."""
     if repository.optional_file("tokenizer.json") is None:
         names = repository.listing()
+        if repository.directory is None and not names:
+            repository.file("tokenizer.json")  # raises, and says why there is nothing
         if "adapter_config.json" in names and "config.json" not in names:
             hint = adapter_hint(repository.name)
             raise FileNotFoundError(f"{repository.name} has no tokenizer.json; {hint}")

@@ -6,12 +6,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from tigon.layers import Embedding, Experts, FusedLinear, Linear, LMHead, LoRAPart, SparseMoE
 from tigon.layers.lora import MATRICES
+from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
 from tigon.utils.json import quote
 
@@ -47,6 +48,11 @@ class LoraConfig:
     modules_to_save: tuple[str, ...] = ()
     base: str = ""
     revision: str = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Make an object whose fields are not set yet; a keyword that is none is a TypeError."""
+        check_keywords("LoraConfig", kwargs, frozenset(cls.__dataclass_fields__))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)

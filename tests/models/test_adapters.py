@@ -264,6 +264,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "rank": ({"r": 3}, r"lora_A.weight is \[4, 96\], and the rank is said to be 3"),
     "patterns": ({"rank_pattern": [1]}, "rank_pattern"),
     "slow": ({"alpha_pattern": {"(.+)+x": 3}}, "too complicated"),
+    "slow alternatives": ({"alpha_pattern": {"(|)" * 30 + "x": 3}}, "too complicated"),
     "slow, spread out": ({"rank_pattern": {"(?x:(.+) +)~": 4}}, "too complicated"),
     "slow together": (
         {"rank_pattern": {f".*.*.*{i}~": 4 for i in range(3000)}},

@@ -11,8 +11,11 @@ from tests.parallel.context_ranks import CALLS, compare_cases
 from tests.parallel.ranks import run_on_ranks, selected_cases
 from tigon.distributed import collectives
 from tigon.distributed.context_attention import ContextParallelAttention, exchange_sizes
+from tigon.eval import log_likelihoods
+from tigon.eval.perplexity import Windows, score
 from tigon.kernels.loss.terms import KL, CrossEntropy
-from tigon.parallel.context_parallel import set_context_ranks
+from tigon.models import Batch, Targets
+from tigon.parallel.context_parallel import gather_output, set_context_ranks
 
 # Beside the first of each family: windows, both sides, and RoPEs that turn with the longest row
 MORE = [
@@ -167,6 +170,24 @@ def test_arguments_that_ranks_cannot_share(arguments: dict[str, Any], said: str)
     set_context_ranks(model, collectives.Ranks("", 1, 2))
     with pytest.raises(ValueError, match=said):
         model(IDS, **arguments)
+
+
+def test_output_is_not_gathered_from_passes_that_are_not_sharded() -> None:
+    model = tiny_llama()
+    batch = Batch.of(model, IDS, use_cache=True)
+    targets = Targets.of(batch, labels=IDS)
+    out = model(batch=batch, targets=targets)
+    set_context_ranks(model, collectives.Ranks("", 1, 2))
+    assert gather_output(model, out, targets) is out
+    last = Targets.of(Batch.of(model, IDS), logits_to_keep=2)
+    with pytest.raises(ValueError, match="keeps the last k of each rank"):
+        gather_output(model, out, last)
+    for evaluate in (
+        lambda: log_likelihoods(model, [([1], [2])]),
+        lambda: score(model, Windows([], [])),
+    ):
+        with pytest.raises(ValueError, match="share_context"):
+            evaluate()
 
 
 def test_what_ranks_exchange_is_counted_once_for_all_layers() -> None:

@@ -80,6 +80,21 @@ def test_a_failed_save_raises_and_leaves_nothing(background, state, tmp_path, mo
     checkpoint.verify(tmp_path / "checkpoints/step-00000003")
 
 
+def test_link_stays_if_its_step_cannot_be_saved(state, tmp_path, monkeypatch):
+    moved, link = tmp_path / "moved", tmp_path / "checkpoints/step-00000004"
+    for path in (moved, link.parent):
+        path.mkdir()
+    link.symlink_to(moved)
+    with saver.Saver(tmp_path, state.world, background=False) as to:
+        with monkeypatch.context() as patch:
+            patch.setattr(saver, "write_sums", lambda *_: 1 / 0)
+            with pytest.raises(saver.SaveError):
+                state.save(to, 4)
+        assert link.readlink() == moved and os.listdir(link.parent) == [link.name]
+        state.save(to, 4)
+    assert not link.is_symlink() and os.listdir(link.parent) == [link.name]
+
+
 def test_full_disk_is_a_one_line_error(workspace, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 1 << 30, 1 << 19))
     with pytest.raises(SystemExit) as error:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tigon.weights import files as module
-from tigon.weights.files import DiskFullError, new_directory
+from tigon.weights.files import DiskFullError, new_directory, remove_directory
 
 
 def test_new_directory_appears_at_the_end_only(tmp_path: Path) -> None:
@@ -158,6 +158,33 @@ def test_a_link_is_not_replaced(tmp_path: Path) -> None:
         write(tmp_path / "out", "two", replace=True)
     assert content(tmp_path / "mine") == ["one"] * 2
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
+
+
+def test_current_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    monkeypatch.chdir(tmp_path / "inner")
+    for path in (".", "..", ""):
+        with (
+            pytest.raises(FileExistsError, match="has the current directory"),
+            new_directory(path, replace=True),
+        ):
+            pass
+
+
+def test_modes_of_replaced_directories_stay(tmp_path: Path) -> None:
+    notes = tmp_path / "out/notes"
+    notes.mkdir(parents=True)
+    (notes / "mine").touch()
+    for path in (notes, notes.parent):
+        path.chmod(0o700)
+    with new_directory(tmp_path / "out", replace=True):
+        pass
+    assert {path.stat().st_mode & 0o777 for path in (notes, notes.parent)} == {0o700}
+
+
+def test_link_to_nowhere_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "out").symlink_to(tmp_path / "nowhere")
+    assert remove_directory(tmp_path / "out") and not os.path.lexists(tmp_path / "out")
 
 
 def test_a_rename_that_fails_leaves_the_old_one(

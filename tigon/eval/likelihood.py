@@ -60,6 +60,8 @@ def log_likelihoods(
             f"log_likelihoods of a {type(model).__name__}: give a model of Tigon, as "
             "tigon.from_pretrained reads it from the same checkpoint"
         )
+    if model.context_ranks is not None:
+        raise ValueError("a model after share_context returns parts of rows: load one without it")
     if not model.causal:
         raise ValueError(f"{type(model).__name__} attends to both sides: it predicts no next token")
     checked = [_check_request(model, i, request) for i, request in enumerate(requests)]

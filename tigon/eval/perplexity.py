@@ -100,8 +100,10 @@ def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Per
     """Scores the windows in batches of about `batch_tokens` tokens; ranks that share a model all
     call this, and get the same.
 
-    Raises ValueError for a loss that is not finite.
+    Raises ValueError for a loss that is not finite, and for context parallelism.
     """
+    if model.context_ranks is not None:
+        raise ValueError("a model after share_context returns parts of rows: load one without it")
     ranks = model.tensor_ranks
     silent = None if ranks is None or ranks.rank == 0 else True  # None: without a terminal
     nll, right, count = 0.0, 0, 0

@@ -141,10 +141,14 @@ def gather_output(
     `targets` and `logits_at`, an index, are those of the call. Losses are summed over the ranks;
     logits, log-probabilities and metrics of tokens are gathered; "accuracy" and hidden states stay
     as they are. Every rank must use the output alike, as backward reaches its own tokens alone.
-    Returns `output` without context parallelism.
+    Returns `output` without context parallelism, or with a cache. Raises ValueError for
+    `logits_to_keep=k` without labels, which kept the last k of each rank's tokens.
     """
-    if model.context_ranks is None:
+    if model.context_ranks is None or targets.batch.cache is not None:
         return output
+    kept = targets.kept
+    if targets.labels is None and isinstance(kept, slice) and kept.start:
+        raise ValueError("logits_to_keep=k without labels keeps the last k of each rank: omit it")
     shard = ContextShard(model.context_ranks, targets.batch.shape[1], targets.batch.position_ids)
 
     def gather(x: Tensor | None) -> Any:

@@ -165,7 +165,7 @@ def find_misspelled(name: str, choices: Iterable[str]) -> str | None:
     misspelling has the same first letter, the same digits, and the same letters but for one or
     their order.
     """
-    letters, closest, highest = _letters(name), None, 0.85
+    letters, closest, highest = _letters(name[:100]), None, 0.85
     for choice in choices:
         other = _letters(choice)
         ratio = difflib.SequenceMatcher(None, letters, other).ratio()

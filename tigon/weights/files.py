@@ -183,6 +183,7 @@ def new_directory(
                 check_free(target, replace=replace)
                 if replace and target.is_dir():
                     carry_over_files(target, temporary, stale)
+                    shutil.copymode(target, temporary)
             _publish(temporary, target, replace)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -198,6 +199,8 @@ def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
             "or choose another path"
         )
     target = named.resolve()
+    if replace and Path.cwd().is_relative_to(target):
+        raise FileExistsError(f"{target} has the current directory: name a directory inside it")
     if target.is_dir() and (replace or not any(target.iterdir())):
         if target.is_mount():
             raise FileExistsError(f"{target} is a mount point: name a directory inside it")
@@ -259,6 +262,7 @@ def carry_over_files(old: Path, new: Path, stale: Callable[[str], bool], folder:
         if path.is_dir() and not path.is_symlink():
             target.mkdir(exist_ok=True)
             carry_over_files(path, target, stale, f"{name}/")
+            shutil.copymode(path, target)
         elif not os.path.lexists(target) and not stale(name):
             try:
                 os.link(path, target, follow_symlinks=False)
@@ -331,6 +335,7 @@ def remove_directory(directory: Path) -> bool:
                 return False
             doomed = directory.rename(_hidden(directory, "tmp"))
     except FileNotFoundError:
+        directory.unlink(missing_ok=True)  # a link that leads nowhere
         return True
     if doomed.is_symlink():
         doomed.unlink()

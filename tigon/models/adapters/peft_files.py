@@ -89,7 +89,7 @@ INITIALIZERS = (True, False, None, "gaussian", "orthogonal", "eva")
 REPEAT = re.compile(r"[*+?{]")
 PLAIN = re.compile(r"(?:[\w.-]|\\[.-])+")
 COSTLY = re.compile(r"\(\?(?!:)|\)[*+?{]")  # a group that is repeated, or may hide that it is
-MAX_LENGTH, MAX_REPEATS = 200, 3  # of one pattern
+MAX_LENGTH, MAX_REPEATS, MAX_BARS = 200, 3, 8  # of one pattern; alternatives multiply
 MAX_COST = 200  # of a setting's patterns that are no plain suffixes: 1, or 10 with a repetition
 
 
@@ -154,7 +154,7 @@ def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
     """Compile a pattern, which may begin after any dot; raises ValueError if it may be slow or is
     no regular expression."""
     long = len(pattern) > MAX_LENGTH or len(REPEAT.findall(pattern)) > MAX_REPEATS
-    if long or COSTLY.search(pattern):
+    if long or pattern.count("|") > MAX_BARS or COSTLY.search(pattern):
         raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")
     try:
         return re.compile(rf"(.*\.)?({pattern})")

@@ -5,9 +5,9 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,7 +37,7 @@ from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
 from tigon.utils.memory import CGROUP
 from tigon.weights import WriterGroup
-from tigon.weights.files import new_directory, remove_directory
+from tigon.weights.files import new_directory
 from tigon.weights.write import all_finite
 
 KEEP = KeepPolicy()
@@ -138,6 +138,21 @@ def fits_in_memory(needed: int, world: World) -> bool:
     return not world.all_reduce_max_int(1.1 * needed * ranks >= available_memory())
 
 
+@contextmanager
+def _link_aside(path: Path) -> Iterator[None]:
+    """Takes a link at `path` away, for good unless the body fails; what it leads to stays."""
+    if not path.is_symlink():
+        yield
+        return
+    link = path.rename(path.with_name(f".{path.name}.link"))
+    try:
+        yield
+    except BaseException:
+        link.rename(path)
+        raise
+    link.unlink()
+
+
 class Saver(BackgroundWriter):
     """Writes the checkpoints of one run. Every rank makes one and calls the same methods.
 
@@ -193,8 +208,7 @@ class Saver(BackgroundWriter):
         def begin(needed: int) -> Path:
             """Makes the directory to write into; rank 0 calls this."""
             # One of this name is damaged, or of a run that was resumed from before it
-            if target.is_symlink():
-                remove_directory(target)
+            staging.enter_context(_link_aside(target))
             stale = is_listed(target)
             made = new_directory(target, replace=True, needed=needed, stale=stale)
             return staging.enter_context(made)

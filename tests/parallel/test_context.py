@@ -12,7 +12,7 @@ from tests.parallel.ranks import run_on_ranks, selected_cases
 from tigon.distributed import collectives
 from tigon.distributed.context_attention import ContextParallelAttention, exchange_sizes
 from tigon.kernels.loss.terms import KL, CrossEntropy
-from tigon.parallel.context_parallel import set_context_ranks
+from tigon.parallel import share_context
 
 # Beside the first of each family: windows, both sides, and RoPEs that turn with the longest row
 MORE = [
@@ -164,7 +164,7 @@ def test_every_query_is_computed_once_and_all_ranks_have_the_same_work(n: int, h
 )
 def test_arguments_that_ranks_cannot_share(arguments: dict[str, Any], said: str) -> None:
     model = tiny_llama()
-    set_context_ranks(model, collectives.Ranks("", 1, 2))
+    share_context(model, collectives.Ranks("", 1, 2))
     with pytest.raises(ValueError, match=said):
         model(IDS, **arguments)
 

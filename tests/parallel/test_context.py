@@ -15,7 +15,7 @@ from tigon.eval import log_likelihoods
 from tigon.eval.perplexity import Windows, score
 from tigon.kernels.loss.terms import KL, CrossEntropy
 from tigon.models import Batch, Targets
-from tigon.parallel.context_parallel import gather_output, set_context_ranks
+from tigon.parallel import gather_output, share_context
 
 # Beside the first of each family: windows, both sides, and RoPEs that turn with the longest row
 MORE = [
@@ -167,7 +167,7 @@ def test_every_query_is_computed_once_and_all_ranks_have_the_same_work(n: int, h
 )
 def test_arguments_that_ranks_cannot_share(arguments: dict[str, Any], said: str) -> None:
     model = tiny_llama()
-    set_context_ranks(model, collectives.Ranks("", 1, 2))
+    share_context(model, collectives.Ranks("", 1, 2))
     with pytest.raises(ValueError, match=said):
         model(IDS, **arguments)
 
@@ -177,7 +177,7 @@ def test_output_is_not_gathered_from_passes_that_are_not_sharded() -> None:
     batch = Batch.of(model, IDS, use_cache=True)
     targets = Targets.of(batch, labels=IDS)
     out = model(batch=batch, targets=targets)
-    set_context_ranks(model, collectives.Ranks("", 1, 2))
+    share_context(model, collectives.Ranks("", 1, 2))
     assert gather_output(model, out, targets) is out
     last = Targets.of(Batch.of(model, IDS), logits_to_keep=2)
     with pytest.raises(ValueError, match="keeps the last k of each rank"):

@@ -19,9 +19,7 @@ from tests.train.test_precision import Model, settings
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.optim import adamw
 from tigon.models import MODELS, CausalLM, LoraConfig
-from tigon.parallel import Meshes
-from tigon.parallel.expert_parallel import keep_local_experts
-from tigon.parallel.tensor_parallel import shard_parameters
+from tigon.parallel import Meshes, shard_experts, shard_model
 from tigon.train import start
 from tigon.train.config import Parallel
 from tigon.train.distributed import World, local
@@ -54,7 +52,7 @@ def part(
     model = MODELS[config["model_type"]].from_config(config)
     if lora:
         model.add_adapter(LoraConfig(**lora))
-    share = keep_local_experts if ranks < 0 else shard_parameters
+    share = shard_experts if ranks < 0 else shard_model
     if abs(ranks) > 1:
         share(model, Ranks("", rank, abs(ranks)))
     return model

@@ -22,9 +22,10 @@ from tigon.kernels.runtime import check_values
 from tigon.layers import Attention, ContextShard
 from tigon.models import Batch, CausalLM, CausalLMOutput, Targets
 from tigon.models.loss import POSITION_FIELDS, resolve_arguments, resolve_logits_at
+from tigon.parallel.mesh import as_ranks
 
 
-def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
+def share_context(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
     """Shard the tokens of every later pass without a cache over the mesh, of one dimension.
 
     All its ranks make the same passes over the same rows. A rank's loss is its part of the sum over
@@ -32,8 +33,10 @@ def share_context(model: CausalLM, mesh: DeviceMesh) -> None:
     partial and must be summed over the ranks. Raises ValueError for a model that does not support
     it.
     """
-    check_context(model, mesh.size())
-    set_context_ranks(model, Ranks.of(mesh.get_group()))
+    ranks = as_ranks(mesh)
+    check_context(model, ranks.size)
+    model.context_ranks = ranks
+    model.register_forward_pre_hook(_shard_arguments, with_kwargs=True)
 
 
 def check_context(model: CausalLM, ranks: int) -> None:
@@ -48,12 +51,6 @@ def check_context(model: CausalLM, ranks: int) -> None:
                 f"{type(mixer).__name__}, which needs the tokens before on the same rank; only "
                 "attention exchanges them: give parallel.context=1"
             )
-
-
-def set_context_ranks(model: CausalLM, ranks: Ranks) -> None:
-    """`share_context` with these ranks, without checks."""
-    model.context_ranks = ranks
-    model.register_forward_pre_hook(_shard_arguments, with_kwargs=True)
 
 
 def _shard_arguments(

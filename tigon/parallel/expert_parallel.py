@@ -7,10 +7,11 @@ from tigon.distributed.collectives import Ranks
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.layers import Experts, LowRankExperts
 from tigon.models import CausalLM
+from tigon.parallel.mesh import as_ranks
 from tigon.weights import ReplicaIndex, RowSpan, ShardSpec
 
 
-def shard_experts(model: CausalLM, mesh: DeviceMesh) -> None:
+def shard_experts(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
     """Keep only this rank's experts: rank r of N has E / N of them, from expert r E / N on.
 
     Call it on the meta device, before weights are read, or with equal weights on all ranks. All
@@ -18,11 +19,7 @@ def shard_experts(model: CausalLM, mesh: DeviceMesh) -> None:
     sum over the rows of all ranks. `mesh` has one dimension. Raises ValueError for a model whose
     experts the ranks do not divide.
     """
-    keep_local_experts(model, Ranks.of(mesh.get_group()))
-
-
-def keep_local_experts(model: CausalLM, ranks: Ranks) -> None:
-    """As `shard_experts`, for `Ranks` instead of a mesh."""
+    ranks = as_ranks(mesh)
     check_experts(model, ranks.size)
     for path, module in model.named_modules():
         if not isinstance(module, Experts):

@@ -7,6 +7,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tigon.distributed.collectives import Ranks
+
+
+def as_ranks(mesh: DeviceMesh | Ranks) -> Ranks:
+    """The ranks of a mesh of one dimension; `Ranks` themselves need no process group on the meta
+    device."""
+    return mesh if isinstance(mesh, Ranks) else Ranks.of(mesh.get_group())
+
 
 class DataRank(NamedTuple):
     """The index of this rank among the ranks with different rows, and their number."""

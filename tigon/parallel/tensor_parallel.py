@@ -37,9 +37,9 @@ from tigon.layers import (
 from tigon.layers.lora import LORA_B, MAGNITUDE
 from tigon.models import CausalLM
 from tigon.models.decoder import PreNormBlock
-from tigon.parallel.context_parallel import check_context, set_context_ranks
-from tigon.parallel.expert_parallel import keep_local_experts
-from tigon.parallel.mesh import MeshSizes
+from tigon.parallel.context_parallel import share_context
+from tigon.parallel.expert_parallel import shard_experts
+from tigon.parallel.mesh import MeshSizes, as_ranks
 from tigon.parallel.tensor_modules import (
     ColumnParallelGatedLinear,
     ColumnParallelLinear,
@@ -63,12 +63,11 @@ def keep_rank_zero(model: CausalLM, sizes: MeshSizes) -> None:
     ValueError for a model that the sizes do not divide.
     """
     if sizes.expert > 1:
-        keep_local_experts(model, Ranks("", 0, sizes.expert))
+        shard_experts(model, Ranks("", 0, sizes.expert))
     if sizes.tensor > 1:
-        shard_parameters(model, Ranks("", 0, sizes.tensor))
+        shard_model(model, Ranks("", 0, sizes.tensor))
     if sizes.context > 1:
-        check_context(model, sizes.context)
-        set_context_ranks(model, Ranks("", 0, sizes.context))
+        share_context(model, Ranks("", 0, sizes.context))
 
 
 # Gradients of replicated parameters (norms, routers, kv heads) are partial on each rank, and are
@@ -389,18 +388,14 @@ def _kv_head_rows(
     return RowSpan(begin + head * dim, target, dim), ReplicaIndex(number, copies)
 
 
-def shard_model(model: CausalLM, mesh: DeviceMesh) -> None:
+def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
     """Keep only this rank's part of each layer; on the meta device, before the weights are read.
 
     With expert parallelism call `shard_experts` first: experts that are already distributed stay as
-    they are. Raises ValueError for a model that so many ranks cannot split.
+    they are. With `Ranks` there are no process groups for gradients. Raises ValueError for a model
+    that so many ranks cannot split.
     """
-    shard_parameters(model, Ranks.of(mesh.get_group()))
-    model.tensor_parallel = TensorParallel(model, mesh)
-
-
-def shard_parameters(model: CausalLM, ranks: Ranks) -> None:
-    """As `shard_model`, without the process groups for gradients."""
+    ranks = as_ranks(mesh)
     check_tensor_ranks(model, ranks.size)
     tied, before = model.ties_head, set(model.shard_specs)
     undivided = _undivided_modules(model)
@@ -433,6 +428,8 @@ def shard_parameters(model: CausalLM, ranks: Ranks) -> None:
     model.tensor_ranks = ranks
     install_modules(model, TensorPass(ranks))
     model.model.set_state_kinds()
+    if isinstance(mesh, DeviceMesh):
+        model.tensor_parallel = TensorParallel(model, mesh)
 
 
 def install_modules(model: CausalLM, tensor: TensorPass) -> None:

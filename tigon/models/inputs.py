@@ -25,9 +25,334 @@ from tigon.models.arguments import (
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import Decoder
 
-# Packed sequences
-
 BOUNDS = ("cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
+TENSORS = (
+    *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "dropout_keys"),
+    *("prefixes", *BOUNDS),
+)
+
+
+class BatchModel(Protocol):
+    """The attributes of a model that `Batch.of` reads."""
+
+    config: ModelConfig
+    model: Decoder
+    attention: Backend
+    defaults: Defaults
+    drop_padding: bool | None
+
+    @property
+    def causal(self) -> bool: ...
+
+    @property
+    def turning_rope(self) -> Any: ...
+
+
+# No dataclass: in one, a user's fully_shard casts all float tensors, by torch's default policy
+class Batch:
+    """The inputs of a forward pass, checked and resolved by `Batch.of`.
+
+    It can be made outside of the model's forward, since it runs no module.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor | None,  # [B, T], or else
+        inputs_embeds: Tensor | None,  # [B, T, C]; used in the dtype that they have
+        position_ids: Tensor,  # [B or 1, T]
+        segment_ids: Tensor | None,  # [B, T], over the whole batch; None: a row is a sequence
+        mask: AttentionMask,
+        cache: Cache | None,
+        defaults: Defaults,  # of the model
+        drop_padding: bool | None,  # as on the model, or False if it would change numbers
+        dropout_keys: Tensor | None = None,  # int64 [B, T]
+        # Context parallelism: T are one rank's tokens; the mask is that of whole rows
+        shard: ContextShard | None = None,
+    ):
+        self.input_ids, self.inputs_embeds = input_ids, inputs_embeds
+        self.position_ids, self.segment_ids = position_ids, segment_ids
+        self.mask, self.cache = mask, cache
+        self.dropout_keys, self.shard = dropout_keys, shard
+        self.defaults = defaults
+        self._drop = drop_padding
+        self._append = None if cache is None else cache.append  # to detect passes in between
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and new tokens of each: (B, T)."""
+        tokens = self.inputs_embeds if self.input_ids is None else self.input_ids
+        assert tokens is not None
+        return tokens.shape[0], tokens.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the positions, and of the tokens."""
+        return self.position_ids.device
+
+    @property
+    def real(self) -> Tensor | None:
+        """Bool [B, T], False on padding; None if there is no padding."""
+        return real_tokens(self.mask) if self.shard is None else self.shard.real
+
+    def check_cache(self) -> None:
+        """Raises ValueError if the cache has been used since this batch was made."""
+        if self.cache is not None and self.cache.append is not self._append:
+            raise ValueError(
+                "past_key_values has been used since this batch was made: make each batch after "
+                "the pass before it"
+            )
+
+    @classmethod
+    @expand_kwargs_signature
+    def of(
+        cls, model: BatchModel, input_ids: Tensor | None = None, **kwargs: Unpack[BatchArguments]
+    ) -> Self:
+        """Resolve the arguments of `forward`, for `model(batch=...)`.
+
+        A packed sequence begins at a bound of `cu_seq_lens`, or where `position_ids` do not
+        increase. If a cache is to be filled, the host may wait for the device to find these.
+
+        Sequences may share a prefix: `prefixes` has for each the range [first, end) of tokens in
+        the flattened batch, earlier in the same row, that it attends to as if it began with them.
+        `position_ids` are then needed and continue after the prefix. So several answers to a
+        prompt are packed as [prompt, answer] followed by answers with the prompt as prefix.
+        """
+        check_keywords("Batch.of", kwargs, BATCH)
+        _check_tensors({"input_ids": input_ids, **kwargs})
+        inputs_embeds = kwargs.get("inputs_embeds")
+        tokens = _check_tokens(input_ids, inputs_embeds, model.config)
+        cache = kwargs.get("past_key_values")
+        if cache is None and kwargs.get("use_cache"):
+            cache = KVCache()
+        if cache is not None:
+            _check_cache(cache, model)
+        keys = _check_dropout_keys(kwargs.get("dropout_keys"), tokens)
+        positions, segment_ids, mask = _resolve(model, tokens, cache, kwargs)
+        drop = model.drop_padding
+        if cache is not None or mask.key_mask is None or model.turning_rope is not None:
+            drop = False  # a RoPE whose table changes counts padding in the longest row
+        inputs = input_ids, inputs_embeds, positions, segment_ids, mask, cache
+        return cls(*inputs, model.defaults, drop, keys)
+
+    def draw_dropout_keys(self) -> Tensor:
+        """Draw seeds of an adapter's dropout, int64 [B, T], from torch's generator."""
+        bounds = torch.iinfo(torch.int64)
+        return torch.randint(bounds.min, bounds.max, self.shape, device=self.device)
+
+    def drop_padding(self, x: Tensor) -> tuple[Tensor, Tensor, AttentionMask, Tensor | None]:
+        """x [B, T, C], positions and mask for the blocks, and the indices of the real tokens.
+
+        If padding is dropped, the real tokens are one row [1, N], and the indices [N] are into the
+        flattened batch. Otherwise nothing changes, and the indices are None. See
+        `LanguageModel.drop_padding`.
+        """
+        unpadded = self.mask.drop_padding() if self._should_drop(x) else None
+        if unpadded is None:
+            return x, self.position_ids, self.mask, None
+        indices, mask = unpadded
+        position_ids = self.position_ids.expand(self.shape).flatten()[indices][None]
+        return x.flatten(0, 1)[indices][None], position_ids, mask, indices
+
+    def restore_padding(self, hidden: Tensor, real_token_indices: Tensor | None) -> Tensor:
+        """Undo `drop_padding`: hidden [1, N, C] becomes [B, T, C] with zeros at padding."""
+        if real_token_indices is None:
+            return hidden
+        b, t = self.shape
+        padded = hidden.new_zeros(b * t, hidden.shape[-1])
+        return padded.index_copy(0, real_token_indices, hidden[0]).view(b, t, -1)
+
+    def _should_drop(self, x: Tensor) -> bool:
+        """Whether to drop padding: as the model says, or by default where it is faster."""
+        if self._drop is False or torch.compiler.is_compiling():
+            return False
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        if self._drop:
+            return True
+        # A dense mask of one long row would be larger than one of the batch
+        is_varlen = x.is_cuda and x.dtype in HALF and self.mask.backend not in PLAIN
+        return is_varlen and runs_triton(x)
+
+
+def _resolve(
+    model: BatchModel, new: Tensor, cache: Cache | None, arguments: Mapping[str, Any]
+) -> tuple[Tensor, Tensor | None, AttentionMask]:
+    """Resolve positions [B or 1, T], segment ids [B, T] of packed sequences or None, and the
+    attention mask; tells the cache that a pass begins."""
+    batch, tokens, device = *new.shape[:2], new.device
+    attention_mask = arguments.get("attention_mask")
+    position_ids = arguments.get("position_ids")
+    cu_seq_lens, bounds = merge_bounds(arguments, device), None
+    if position_ids is not None:
+        position_ids = _check_position_ids(position_ids, batch, tokens).to(device)
+    longest = arguments.get("max_length_q")
+    longest = arguments.get("max_length_k") if longest is None else longest
+    if cu_seq_lens is not None:
+        bounds, longest = check_bounds(cu_seq_lens, longest, batch * tokens, device)
+    prefixes = check_prefixes(arguments.get("prefixes"), bounds, tokens)
+    if prefixes is not None:
+        _check_prefix_support(model, cache, position_ids)
+    past: int | Tensor = 0
+    if cache is not None:
+        past = cache.begin(batch, tokens, attention_mask, cu_seq_lens)
+    if isinstance(past, Tensor):  # lengths on the device: the cache will mask
+        if position_ids is None:
+            position_ids = past[:, None] + torch.arange(tokens, device=device)
+        return position_ids, None, AttentionMask(tokens, backend=model.attention)
+    key_mask = _key_mask(attention_mask, batch, past + tokens, device)
+    starts = None
+    if past == 0:
+        if bounds is not None:
+            starts = mark_sequence_starts(bounds, batch, tokens)
+            if key_mask is not None:
+                check_padding(key_mask, starts)
+        elif position_ids is not None and tokens > 1:
+            starts = find_restarts(position_ids, key_mask, batch)
+    if starts is not None and (cache is not None or on_host(starts)) and not starts[:, 1:].any():
+        starts = bounds = None
+    segment_ids = None if starts is None else starts.flatten().cumsum(0).view(batch, tokens) - 1
+    if position_ids is None:
+        position_ids = torch.arange(past, past + tokens, device=device)[None]
+        if starts is not None:
+            position_ids = position_ids - torch.where(starts, position_ids, 0).cummax(1).values
+    elif cu_seq_lens is not None:
+        check_positions(position_ids, segment_ids, key_mask)
+    mask = AttentionMask(
+        tokens,
+        past=past,
+        segment_ids=segment_ids,
+        key_mask=key_mask,
+        causal=model.causal,
+        cu_seq_lens=bounds,
+        longest=longest,
+        prefixes=prefixes,
+        backend=model.attention,
+    )
+    return position_ids, segment_ids, mask
+
+
+def _check_tensors(arguments: Mapping[str, Any]) -> None:
+    """Raises TypeError for one of the arguments in TENSORS that is neither a tensor nor None."""
+    for name in TENSORS:
+        value = arguments.get(name)
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
+
+
+def _check_tokens(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, config: ModelConfig
+) -> Tensor:
+    """`input_ids` or `inputs_embeds`; raises if both or neither are given, or for a wrong shape."""
+    embedded = inputs_embeds is not None
+    name, tokens = ("inputs_embeds", inputs_embeds) if embedded else ("input_ids", input_ids)
+    sizes = (config.hidden_size,) if embedded else ()
+    if tokens is None or (embedded and input_ids is not None):
+        raise ValueError("give input_ids or inputs_embeds, one of them")
+    if tokens.dim() != 2 + len(sizes) or tokens.shape[2:] != sizes:
+        expected = ", ".join(("batch", "tokens", *map(str, sizes)))
+        raise ValueError(f"{name} {tuple(tokens.shape)} is not [{expected}]")
+    if not tokens.shape[0] or not tokens.shape[1]:
+        raise ValueError(f"{name} {tuple(tokens.shape[:2])} has no tokens: give at least one")
+    if input_ids is not None:
+        _check_ids(input_ids, config.vocab_size)
+    return tokens
+
+
+def _check_ids(input_ids: Tensor, vocab: int) -> None:
+    """Raises ValueError for a token outside the vocabulary; tokens on a GPU are not checked."""
+    if not on_host(input_ids):
+        return
+    least, most = (int(i) for i in input_ids.aminmax())
+    if least < 0 or most >= vocab:
+        wrong = least if least < 0 else most
+        raise ValueError(f"input_ids has token {wrong}, outside of [0, {vocab})")
+
+
+def _check_dropout_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
+    """Return the keys on the device of the tokens; raises ValueError unless they are int64 [B, T],
+    or None."""
+    shape = tokens.shape[:2]
+    if keys is not None and (keys.dtype != torch.int64 or keys.shape != shape):
+        raise ValueError(
+            f"dropout_keys {keys.dtype} {tuple(keys.shape)} are not int64 [batch, tokens] = "
+            f"{list(shape)}"
+        )
+    return None if keys is None else keys.to(tokens.device)
+
+
+def _check_cache(cache: Cache, model: BatchModel) -> None:
+    """Raises ValueError if the model cannot use a cache, or this one has other layers."""
+    name, state_kinds = type(model).__name__, model.model.state_kinds
+    if not model.causal:
+        raise ValueError(
+            f"{name} has bidirectional attention, so it can neither use a cache nor generate: a "
+            "new token would change those before it"
+        )
+    if cache.layout and cache.layout != state_kinds:
+        raise ValueError(
+            f"past_key_values has {_describe_layers(cache.layout)}, but this {name} "
+            f"{_describe_layers(state_kinds)}: give a cache of this model"
+        )
+
+
+def _describe_layers(state_kinds: Sequence[str]) -> str:
+    """Describe layers in a message by runs of equal kinds, as "2 layers of a, 1 layers of b"."""
+    runs = ((len(list(run)), kind) for kind, run in itertools.groupby(state_kinds))
+    return ", ".join(f"{n} layers of {kind}" for n, kind in runs)
+
+
+def _check_prefix_support(
+    model: BatchModel, cache: Cache | None, position_ids: Tensor | None
+) -> None:
+    """Raises ValueError for a pass in which sequences cannot share a prefix."""
+    if cache is not None or not model.causal or not model.model.shares_prefixes:
+        name = type(model).__name__
+        raise ValueError(
+            f"prefixes need causal attention in all layers and no cache, and this {name} has "
+            f"{'a cache' if cache is not None else 'other layers'}: repeat the tokens instead"
+        )
+    if position_ids is None:
+        raise ValueError(
+            "prefixes without position_ids: give positions that continue after each prefix"
+        )
+
+
+def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device) -> Tensor | None:
+    """`attention_mask` as bool [batch, total] on the device; None if there is none, or if it is on
+    the host and masks no token."""
+    if mask is None:
+        return None
+    if mask.shape != (batch, total):
+        raise ValueError(
+            f"attention_mask {tuple(mask.shape)} is not [batch, cached + new tokens] = "
+            f"[{batch}, {total}]"
+        )
+    # An additive mask, 0 and -inf, would be read the other way round
+    if mask.is_floating_point():
+        check_values(
+            ((mask == 0) | (mask == 1)).all(),
+            f"attention_mask is {mask.dtype} and has other values than 0 and 1: give 1 on tokens "
+            "and 0 on padding",
+        )
+    if on_host(mask) and mask.all():
+        return None
+    return mask.to(device=device, dtype=torch.bool)
+
+
+def _check_position_ids(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
+    """Return positions as [B or 1, T], also if they were [T]; raises for another shape or values
+    that are not integers."""
+    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
+        raise TypeError(f"position_ids is {position_ids.dtype}: positions are integers")
+    position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
+    if position_ids.shape not in ((1, tokens), (batch, tokens)):
+        raise ValueError(
+            f"position_ids {tuple(position_ids.shape)} is not [1 or {batch}, {tokens}]"
+        )
+    return position_ids
+
+
+# Packed sequences: checks of their bounds, and where they begin
 
 
 def merge_bounds(arguments: Mapping[str, Any], device: torch.device) -> Tensor | None:
@@ -183,331 +508,3 @@ def find_restarts(position_ids: Tensor, key_mask: Tensor | None, batch: int) -> 
         before = torch.where(last < 0, -1, before.gather(1, last.clamp(min=0)))
         starts[:, 1:] = (after <= before) & key_mask[:, 1:]
     return starts
-
-
-# The batch
-
-TENSORS = (
-    *("input_ids", "attention_mask", "position_ids", "inputs_embeds", "dropout_keys"),
-    *("prefixes", *BOUNDS),
-)
-
-
-class BatchModel(Protocol):
-    """The attributes of a model that `Batch.of` reads."""
-
-    config: ModelConfig
-    model: Decoder
-    attention: Backend
-    defaults: Defaults
-    drop_padding: bool | None
-
-    @property
-    def causal(self) -> bool: ...
-
-    @property
-    def turning_rope(self) -> Any: ...
-
-
-# No dataclass: FSDP's mixed precision would rebuild it with every float tensor in 16 bits
-class Batch:
-    """The inputs of a forward pass, checked and resolved by `Batch.of`.
-
-    It can be made outside of the model's forward, since it runs no module.
-    """
-
-    def __init__(
-        self,
-        input_ids: Tensor | None,  # [B, T], or else
-        inputs_embeds: Tensor | None,  # [B, T, C]; used in the dtype that they have
-        position_ids: Tensor,  # [B or 1, T]
-        segment_ids: Tensor | None,  # [B, T], over the whole batch; None: a row is a sequence
-        mask: AttentionMask,
-        cache: Cache | None,
-        defaults: Defaults,  # of the model
-        drop_padding: bool | None,  # as on the model, or False if it would change numbers
-        dropout_keys: Tensor | None = None,  # int64 [B, T]
-        # Context parallelism: T are one rank's tokens; the mask is that of whole rows
-        shard: ContextShard | None = None,
-    ):
-        self.input_ids, self.inputs_embeds = input_ids, inputs_embeds
-        self.position_ids, self.segment_ids = position_ids, segment_ids
-        self.mask, self.cache = mask, cache
-        self.dropout_keys, self.shard = dropout_keys, shard
-        self.defaults = defaults
-        self._drop = drop_padding
-        self._append = None if cache is None else cache.append  # to detect passes in between
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and new tokens of each: (B, T)."""
-        tokens = self.inputs_embeds if self.input_ids is None else self.input_ids
-        assert tokens is not None
-        return tokens.shape[0], tokens.shape[1]
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the positions, and of the tokens."""
-        return self.position_ids.device
-
-    @property
-    def real(self) -> Tensor | None:
-        """Bool [B, T], False on padding; None if there is no padding."""
-        return real_tokens(self.mask) if self.shard is None else self.shard.real
-
-    def check_cache(self) -> None:
-        """Raises ValueError if the cache has been used since this batch was made."""
-        if self.cache is not None and self.cache.append is not self._append:
-            raise ValueError(
-                "past_key_values has been used since this batch was made: make each batch after "
-                "the pass before it"
-            )
-
-    @classmethod
-    @expand_kwargs_signature
-    def of(
-        cls, model: BatchModel, input_ids: Tensor | None = None, **kwargs: Unpack[BatchArguments]
-    ) -> Self:
-        """Resolve the arguments of `forward`, for `model(batch=...)`.
-
-        A packed sequence begins at a bound of `cu_seq_lens`, or where `position_ids` do not
-        increase. If a cache is to be filled, the host may wait for the device to find these.
-
-        Sequences may share a prefix: `prefixes` has for each the range [first, end) of tokens in
-        the flattened batch, earlier in the same row, that it attends to as if it began with them.
-        `position_ids` are then needed and continue after the prefix. So several answers to a
-        prompt are packed as [prompt, answer] followed by answers with the prompt as prefix.
-        """
-        check_keywords("Batch.of", kwargs, BATCH)
-        _check_tensors({"input_ids": input_ids, **kwargs})
-        inputs_embeds = kwargs.get("inputs_embeds")
-        tokens = _check_tokens(input_ids, inputs_embeds, model.config)
-        cache = kwargs.get("past_key_values")
-        if cache is None and kwargs.get("use_cache"):
-            cache = KVCache()
-        if cache is not None:
-            _check_cache(cache, model)
-        keys = _check_dropout_keys(kwargs.get("dropout_keys"), tokens)
-        positions, segment_ids, mask = _resolve(model, tokens, cache, kwargs)
-        drop = model.drop_padding
-        if cache is not None or mask.key_mask is None or model.turning_rope is not None:
-            drop = False  # a RoPE whose table changes counts padding in the longest row
-        inputs = input_ids, inputs_embeds, positions, segment_ids, mask, cache
-        return cls(*inputs, model.defaults, drop, keys)
-
-    def draw_dropout_keys(self) -> Tensor:
-        """Draw seeds of an adapter's dropout, int64 [B, T], from torch's generator."""
-        bounds = torch.iinfo(torch.int64)
-        return torch.randint(bounds.min, bounds.max, self.shape, device=self.device)
-
-    def drop_padding(self, x: Tensor) -> tuple[Tensor, Tensor, AttentionMask, Tensor | None]:
-        """x [B, T, C], positions and mask for the blocks, and the indices of the real tokens.
-
-        If padding is dropped, the real tokens are one row [1, N], and the indices [N] are into the
-        flattened batch. Otherwise nothing changes, and the indices are None. See
-        `LanguageModel.drop_padding`.
-        """
-        unpadded = self.mask.drop_padding() if self._should_drop(x) else None
-        if unpadded is None:
-            return x, self.position_ids, self.mask, None
-        indices, mask = unpadded
-        position_ids = self.position_ids.expand(self.shape).flatten()[indices][None]
-        return x.flatten(0, 1)[indices][None], position_ids, mask, indices
-
-    def restore_padding(self, hidden: Tensor, real_token_indices: Tensor | None) -> Tensor:
-        """Undo `drop_padding`: hidden [1, N, C] becomes [B, T, C] with zeros at padding."""
-        if real_token_indices is None:
-            return hidden
-        b, t = self.shape
-        padded = hidden.new_zeros(b * t, hidden.shape[-1])
-        return padded.index_copy(0, real_token_indices, hidden[0]).view(b, t, -1)
-
-    def _should_drop(self, x: Tensor) -> bool:
-        """Whether to drop padding: as the model says, or by default where it is faster."""
-        if self._drop is False or torch.compiler.is_compiling():
-            return False
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        if self._drop:
-            return True
-        # A dense mask of one long row would be larger than one of the batch
-        is_varlen = x.is_cuda and x.dtype in HALF and self.mask.backend not in PLAIN
-        return is_varlen and runs_triton(x)
-
-
-def _check_tensors(arguments: Mapping[str, Any]) -> None:
-    """Raises TypeError for one of the arguments in TENSORS that is neither a tensor nor None."""
-    for name in TENSORS:
-        value = arguments.get(name)
-        if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
-
-
-def _check_tokens(
-    input_ids: Tensor | None, inputs_embeds: Tensor | None, config: ModelConfig
-) -> Tensor:
-    """`input_ids` or `inputs_embeds`; raises if both or neither are given, or for a wrong shape."""
-    embedded = inputs_embeds is not None
-    name, tokens = ("inputs_embeds", inputs_embeds) if embedded else ("input_ids", input_ids)
-    sizes = (config.hidden_size,) if embedded else ()
-    if tokens is None or (embedded and input_ids is not None):
-        raise ValueError("give input_ids or inputs_embeds, one of them")
-    if tokens.dim() != 2 + len(sizes) or tokens.shape[2:] != sizes:
-        expected = ", ".join(("batch", "tokens", *map(str, sizes)))
-        raise ValueError(f"{name} {tuple(tokens.shape)} is not [{expected}]")
-    if not tokens.shape[0] or not tokens.shape[1]:
-        raise ValueError(f"{name} {tuple(tokens.shape[:2])} has no tokens: give at least one")
-    if input_ids is not None:
-        _check_ids(input_ids, config.vocab_size)
-    return tokens
-
-
-def _check_ids(input_ids: Tensor, vocab: int) -> None:
-    """Raises ValueError for a token outside the vocabulary; tokens on a GPU are not checked."""
-    if not on_host(input_ids):
-        return
-    least, most = (int(i) for i in input_ids.aminmax())
-    if least < 0 or most >= vocab:
-        wrong = least if least < 0 else most
-        raise ValueError(f"input_ids has token {wrong}, outside of [0, {vocab})")
-
-
-def _check_dropout_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """Return the keys on the device of the tokens; raises ValueError unless they are int64 [B, T],
-    or None."""
-    shape = tokens.shape[:2]
-    if keys is not None and (keys.dtype != torch.int64 or keys.shape != shape):
-        raise ValueError(
-            f"dropout_keys {keys.dtype} {tuple(keys.shape)} are not int64 [batch, tokens] = "
-            f"{list(shape)}"
-        )
-    return None if keys is None else keys.to(tokens.device)
-
-
-def _check_cache(cache: Cache, model: BatchModel) -> None:
-    """Raises ValueError if the model cannot use a cache, or this one has other layers."""
-    name, state_kinds = type(model).__name__, model.model.state_kinds
-    if not model.causal:
-        raise ValueError(
-            f"{name} has bidirectional attention, so it can neither use a cache nor generate: a "
-            "new token would change those before it"
-        )
-    if cache.layout and cache.layout != state_kinds:
-        raise ValueError(
-            f"past_key_values has {_describe_layers(cache.layout)}, but this {name} "
-            f"{_describe_layers(state_kinds)}: give a cache of this model"
-        )
-
-
-def _describe_layers(state_kinds: Sequence[str]) -> str:
-    """Describe layers in a message by runs of equal kinds, as "2 layers of a, 1 layers of b"."""
-    runs = ((len(list(run)), kind) for kind, run in itertools.groupby(state_kinds))
-    return ", ".join(f"{n} layers of {kind}" for n, kind in runs)
-
-
-def _resolve(
-    model: BatchModel, new: Tensor, cache: Cache | None, arguments: Mapping[str, Any]
-) -> tuple[Tensor, Tensor | None, AttentionMask]:
-    """Resolve positions [B or 1, T], segment ids [B, T] of packed sequences or None, and the
-    attention mask; tells the cache that a pass begins."""
-    batch, tokens, device = *new.shape[:2], new.device
-    attention_mask = arguments.get("attention_mask")
-    position_ids = arguments.get("position_ids")
-    cu_seq_lens, bounds = merge_bounds(arguments, device), None
-    if position_ids is not None:
-        position_ids = _check_position_ids(position_ids, batch, tokens).to(device)
-    longest = arguments.get("max_length_q")
-    longest = arguments.get("max_length_k") if longest is None else longest
-    if cu_seq_lens is not None:
-        bounds, longest = check_bounds(cu_seq_lens, longest, batch * tokens, device)
-    prefixes = check_prefixes(arguments.get("prefixes"), bounds, tokens)
-    if prefixes is not None:
-        _check_prefix_support(model, cache, position_ids)
-    past: int | Tensor = 0
-    if cache is not None:
-        past = cache.begin(batch, tokens, attention_mask, cu_seq_lens)
-    if isinstance(past, Tensor):  # lengths on the device: the cache will mask
-        if position_ids is None:
-            position_ids = past[:, None] + torch.arange(tokens, device=device)
-        return position_ids, None, AttentionMask(tokens, backend=model.attention)
-    key_mask = _key_mask(attention_mask, batch, past + tokens, device)
-    starts = None
-    if past == 0:
-        if bounds is not None:
-            starts = mark_sequence_starts(bounds, batch, tokens)
-            if key_mask is not None:
-                check_padding(key_mask, starts)
-        elif position_ids is not None and tokens > 1:
-            starts = find_restarts(position_ids, key_mask, batch)
-    if starts is not None and (cache is not None or on_host(starts)) and not starts[:, 1:].any():
-        starts = bounds = None
-    segment_ids = None if starts is None else starts.flatten().cumsum(0).view(batch, tokens) - 1
-    if position_ids is None:
-        position_ids = torch.arange(past, past + tokens, device=device)[None]
-        if starts is not None:
-            position_ids = position_ids - torch.where(starts, position_ids, 0).cummax(1).values
-    elif cu_seq_lens is not None:
-        check_positions(position_ids, segment_ids, key_mask)
-    mask = AttentionMask(
-        tokens,
-        past=past,
-        segment_ids=segment_ids,
-        key_mask=key_mask,
-        causal=model.causal,
-        cu_seq_lens=bounds,
-        longest=longest,
-        prefixes=prefixes,
-        backend=model.attention,
-    )
-    return position_ids, segment_ids, mask
-
-
-def _check_prefix_support(
-    model: BatchModel, cache: Cache | None, position_ids: Tensor | None
-) -> None:
-    """Raises ValueError for a pass in which sequences cannot share a prefix."""
-    if cache is not None or not model.causal or not model.model.shares_prefixes:
-        name = type(model).__name__
-        raise ValueError(
-            f"prefixes need causal attention in all layers and no cache, and this {name} has "
-            f"{'a cache' if cache is not None else 'other layers'}: repeat the tokens instead"
-        )
-    if position_ids is None:
-        raise ValueError(
-            "prefixes without position_ids: give positions that continue after each prefix"
-        )
-
-
-def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device) -> Tensor | None:
-    """`attention_mask` as bool [batch, total] on the device; None if there is none, or if it is on
-    the host and masks no token."""
-    if mask is None:
-        return None
-    if mask.shape != (batch, total):
-        raise ValueError(
-            f"attention_mask {tuple(mask.shape)} is not [batch, cached + new tokens] = "
-            f"[{batch}, {total}]"
-        )
-    # An additive mask, 0 and -inf, would be read the other way round
-    if mask.is_floating_point():
-        check_values(
-            ((mask == 0) | (mask == 1)).all(),
-            f"attention_mask is {mask.dtype} and has other values than 0 and 1: give 1 on tokens "
-            "and 0 on padding",
-        )
-    if on_host(mask) and mask.all():
-        return None
-    return mask.to(device=device, dtype=torch.bool)
-
-
-def _check_position_ids(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
-    """Return positions as [B or 1, T], also if they were [T]; raises for another shape or values
-    that are not integers."""
-    if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
-        raise TypeError(f"position_ids is {position_ids.dtype}: positions are integers")
-    position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
-    if position_ids.shape not in ((1, tokens), (batch, tokens)):
-        raise ValueError(
-            f"position_ids {tuple(position_ids.shape)} is not [1 or {batch}, {tokens}]"
-        )
-    return position_ids

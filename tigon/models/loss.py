@@ -46,7 +46,7 @@ TARGET_METRICS = ("accuracy", "nll")  # metrics that need labels
 POSITION_FIELDS = ("targets", "weights", "teacher_hidden", "teacher_tokens", "teacher_logprobs")
 
 
-# No dataclass: FSDP's mixed precision would rebuild it with weights and denominator in 16 bits
+# No dataclass, as Batch
 class Targets:
     """The targets of the head for a batch, checked and resolved by `Targets.of`.
 
@@ -344,7 +344,7 @@ def take(x: Tensor, keep: slice | Tensor) -> Tensor:
 # The terms of a loss
 
 
-# No list: FSDP's mixed precision would rebuild it with weights and denominators in 16 bits
+# No list, which a user's fully_shard would rebuild with weights and denominators in 16 bits
 class LossTerms:
     """The loss terms of a call, which the head computes, and the call's output from their values.
 

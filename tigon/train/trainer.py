@@ -152,32 +152,32 @@ def forward_backward(run: TrainingRun, data_step: int) -> dict[str, float]:
     """
     world, model, task = run.world, run.model, run.task
     step = data_step - run.state.offset
-    batches = [task.resolve(model, rows) for rows in run.prefetcher(data_step)]
+    all_inputs = [task.resolve(model, rows) for rows in run.prefetcher(data_step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
-    sums = all_reduce_sums(world, [task.sums(model, batch) for batch in batches])
+    sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs])
     hooks, tokenizer = task.hooks, run.tokenizer
     watcher = PassWatcher(hooks, step + 1, training=True, tokenizer=tokenizer, world=world)
     results, norm = [], None
-    for i, batch in enumerate(batches):
-        sync_gradients(model, i == len(batches) - 1)
-        batch = replace(batch, request=watcher.request(batch.micro_batch, batch.targets))
-        result = task.loss(model, batch, sums)
+    for i, inputs in enumerate(all_inputs):
+        sync_gradients(model, i == len(all_inputs) - 1)
+        inputs = replace(inputs, request=watcher.request(inputs.micro_batch, inputs.targets))
+        result = task.loss(model, inputs, sums)
+        loss = result.loss.detach()
         if run.in_backward is None:
             result.loss.backward()
         else:
             set_learning_rates(run, step)
-            loss = world.all_reduce_sum(result.loss.detach().to(torch.double, copy=True))
-            norm = run.in_backward.backward(result.loss, world.same_loss(loss))
-        watcher.notify(result.output, batch.request, i, batch.micro_batch)
+            total = world.all_reduce_sum(loss.to(torch.double, copy=True))
+            norm = run.in_backward.backward(result.loss, world.same_loss(total))
+        watcher.notify(result.output, inputs.request, i, inputs.micro_batch)
         # Detached, as a CUDA graph capture must not see nodes of an eager pass
-        results.append(replace(result, loss=result.loss.detach(), output=None))
+        results.append(replace(result, loss=loss, output=None))
     if norm is None:
         if model.tensor_parallel is not None:
             model.tensor_parallel.sum_gradients(model)
         norm = clip(model, run.optimizer, run.config.max_grad_norm)
-    own_loss = torch.stack([result.loss.detach().double() for result in results]).sum()
     # The step's one wait for results; its passes wait for counts, as of the rows that are learned
-    values = to_host({"grad_norm": norm, "own_loss": own_loss} | reduce_losses(run, results))
+    values = to_host({"grad_norm": norm} | reduce_losses(run, results))
     if run.in_backward is not None and not math.isfinite(values["loss"]):
         run.in_backward.undo_step()
     return values
@@ -200,12 +200,12 @@ def set_learning_rates(run: TrainingRun, step: int) -> None:
 
 
 def reduce_losses(run: TrainingRun, results: Sequence[MicroBatchLoss]) -> dict[str, Tensor]:
-    """Returns "loss", summed over all micro-batches and ranks, and the task's metrics to log."""
-    loss = run.world.all_reduce_sum(
-        torch.stack([result.loss.detach().double() for result in results]).sum()
-    )
+    """Returns "own_loss", summed over this rank's micro-batches, "loss", summed over all ranks too,
+    and the task's metrics to log."""
+    own_loss = torch.stack([result.loss.double() for result in results]).sum()
+    loss = run.world.same_loss(run.world.all_reduce_sum(own_loss.clone()))
     metrics = all_reduce_sums(run.world, [result.metrics for result in results])
-    return {"loss": run.world.same_loss(loss)} | run.task.metrics_to_log(metrics)
+    return {"own_loss": own_loss, "loss": loss} | run.task.metrics_to_log(metrics)
 
 
 def all_reduce_sums(world: World, terms: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -279,7 +279,7 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
     data = run.eval_data
     start_time = time.perf_counter()
 
-    def batches() -> Iterator[StepInputs]:
+    def all_inputs() -> Iterator[StepInputs]:
         for i in range(data.steps_per_epoch or 0):
             for rows in data.micro_batches(i):
                 if world.all_reduce_max_int(world.signals.received):
@@ -287,7 +287,7 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
                 yield task.resolve(model, rows.to(world.device), training=False)
 
     model.eval()
-    sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in batches()])
+    sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs()])
     sets = NamedSets.build(config, data, world.device)
     results = []
     writer = PredictionsWriter(Path(config.run_dir), step, run.tokenizer, world)
@@ -301,14 +301,15 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
             file=file,
             sets=sets,
         )
-        for i, batch in enumerate(batches()):
-            batch = replace(batch, request=watcher.request(batch.micro_batch, batch.targets))
-            result = task.evaluate(model, batch, sums)
-            watcher.notify(result.output, batch.request, i, batch.micro_batch)
+        for i, inputs in enumerate(all_inputs()):
+            inputs = replace(inputs, request=watcher.request(inputs.micro_batch, inputs.targets))
+            result = task.evaluate(model, inputs, sums)
+            watcher.notify(result.output, inputs.request, i, inputs.micro_batch)
             results.append(replace(result, output=None))
     model.train()
     reshard(model)
     metrics = reduce_losses(run, results) | ({} if sets is None else sets.metrics_to_log(world))
+    del metrics["own_loss"]
     values = {f"eval_{name}": value for name, value in to_host(metrics).items()}
     tokens, seconds = data.targets, time.perf_counter() - start_time
     return {"step": step, **values, "eval_tokens": tokens, "seconds": seconds}

@@ -51,11 +51,7 @@ def train(run: TrainingRun) -> int:
     if over:
         guard.check_skipped(run, run.start)
     pending = export_pending(run)
-    if (
-        over
-        and not pending
-        and not world.all_reduce_max_int(world.main and is_unfinished(config, run.start))
-    ):
+    if over and not pending and not world.any(world.main and is_unfinished(config, run.start)):
         world.log_rank0(f"{config.run_dir} is finished: nothing left to do")
         if world.main and report.lacks_page(Path(config.run_dir)):
             world.log_rank0(report.write_or_explain(Path(config.run_dir)))
@@ -282,7 +278,7 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
     def all_inputs() -> Iterator[StepInputs]:
         for i in range(data.steps_per_epoch or 0):
             for rows in data.micro_batches(i):
-                if world.all_reduce_max_int(world.signals.received):
+                if world.any(world.signals.received > 0):
                     raise Interrupted
                 yield task.resolve(model, rows.to(world.device), training=False)
 
@@ -385,7 +381,7 @@ def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any]) -> 
     the disk, for which a run that has received a signal does not wait."""
     if run.in_backward is not None:
         run.in_backward.check()  # weights of a backward that failed must not be saved
-    if not run.world.all_reduce_max_int(run.world.signals.received):  # a signal leaves little time
+    if not run.world.any(run.world.signals.received > 0):  # a signal leaves little time
         run.exporter.wait()  # a run that resumes from here does not look for earlier exports
     log.sync()
     start_time = time.perf_counter()
@@ -435,7 +431,7 @@ def export_pending(run: TrainingRun) -> bool:
     due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0
     due = due and latest is not None and checkpoint.step_of(latest) == step
     due = due and not step_export_path(config, step).exists()
-    return run.world.all_reduce_max_int(due and run.world.main) > 0  # as the first rank sees it
+    return run.world.any(due and run.world.main)  # as the first rank sees it
 
 
 def finish(run: TrainingRun, step: int, log: RunLog) -> None:
@@ -454,7 +450,7 @@ def finish(run: TrainingRun, step: int, log: RunLog) -> None:
     evaluate_once(run, step, log)
     log.close()
     directory = Path(config.run_dir)
-    exports = config.export and world.all_reduce_max_int(read_exported_step(config) != step) > 0
+    exports = config.export and world.any(read_exported_step(config) != step)
     if exports:
         export(run, directory / export_name(config))
         if config.lora is not None and config.lora.merge:

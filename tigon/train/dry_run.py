@@ -94,8 +94,8 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
     with run.prefetcher:
         for step in range(first, first + steps):
             began = time.perf_counter()
-            forward_backward(run, step)
-            update_weights(run, step)
+            _, scale = forward_backward(run, step)
+            update_weights(run, step, scale)
             run.optimizer.zero_grad()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)

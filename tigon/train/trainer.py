@@ -28,7 +28,7 @@ from tigon.train.logging import (
     read_exported_step,
     write_exported_step,
 )
-from tigon.train.optim import clip, learning_rate
+from tigon.train.optim import LowPrecisionOptimizer, clip, learning_rate
 from tigon.train.profile import Profiler
 from tigon.train.samples import generate
 from tigon.train.tasks import MicroBatchLoss, StepInputs
@@ -96,7 +96,7 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
     while step < run.steps:
         start_time, done = time.perf_counter(), step + 1
         world.progress.step = done
-        values = forward_backward(run, step + state.offset)
+        values, scale = forward_backward(run, step + state.offset)
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
         exports = config.hf_every > 0 and done % config.hf_every == 0
         saves = config.save_every > 0 and done % config.save_every == 0
@@ -104,7 +104,7 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
         bad_step = guard.check_step(run, step, values, own_loss)
         bad_weights: guard.BadStep | None = None
         if bad_step is None:
-            update_weights(run, step)
+            update_weights(run, step, scale)
         run.optimizer.zero_grad()
         stop = should_stop(run)
         if evaluates or saves or exports or stop or done == run.steps:
@@ -138,11 +138,11 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
 # One optimizer step, over all micro-batches and ranks.
 
 
-def forward_backward(run: TrainingRun, data_step: int) -> dict[str, float]:
+def forward_backward(run: TrainingRun, data_step: int) -> tuple[dict[str, float], Tensor | None]:
     """Computes the gradients of a step and returns its values on the host: "loss", "own_loss" (this
-    rank's part of it), "grad_norm" before clipping, and the task's metrics.
+    rank's part of it), "grad_norm" before clipping, and the task's metrics; and the scale that
+    `update_weights` applies to the gradients, or None if they are clipped already.
 
-    Gradients are clipped here, except that `optimizer.scale` leaves the factor to AdamW's kernel.
     With optimizer_in_backward the weights are updated here, block by block. `data_step` counts the
     steps whose rows a rollback passed over too; the optimizer's step is that less `state.offset`.
     """
@@ -153,7 +153,7 @@ def forward_backward(run: TrainingRun, data_step: int) -> dict[str, float]:
     sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs])
     hooks, tokenizer = task.hooks, run.tokenizer
     watcher = PassWatcher(hooks, step + 1, training=True, tokenizer=tokenizer, world=world)
-    results, norm = [], None
+    results, norm, scale = [], None, None
     for i, inputs in enumerate(all_inputs):
         sync_gradients(model, i == len(all_inputs) - 1)
         inputs = replace(inputs, request=watcher.request(inputs.micro_batch, inputs.targets))
@@ -171,20 +171,23 @@ def forward_backward(run: TrainingRun, data_step: int) -> dict[str, float]:
     if norm is None:
         if model.tensor_parallel is not None:
             model.tensor_parallel.sum_gradients(model)
-        norm = clip(model, run.optimizer, run.config.max_grad_norm)
+        norm, scale = clip(model, run.optimizer, run.config.max_grad_norm)
     # The step's one wait for results; its passes wait for counts, as of the rows that are learned
     values = to_host({"grad_norm": norm} | reduce_losses(run, results))
     if run.in_backward is not None and not math.isfinite(values["loss"]):
         run.in_backward.undo_step()
-    return values
+    return values, scale
 
 
-def update_weights(run: TrainingRun, step: int) -> None:
-    """Sets the learning rates of `step`, counted from 0, and updates the weights, unless backward
-    has done both; then updates their moving average, if there is one."""
+def update_weights(run: TrainingRun, step: int, scale: Tensor | None) -> None:
+    """Sets the learning rates of `step`, counted from 0, and updates the weights with gradients
+    times `scale`, unless backward has done both; then updates their moving average, if any."""
     if run.in_backward is None:
         set_learning_rates(run, step)
-        run.optimizer.step()
+        if isinstance(run.optimizer, LowPrecisionOptimizer):
+            run.optimizer.step(scale=scale)
+        else:
+            run.optimizer.step()
     if run.ema is not None:
         run.ema.update(run.model)
 

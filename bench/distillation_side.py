@@ -231,8 +231,8 @@ def our_steps(request: Request) -> Iterator[tuple[str, Record]]:
 
             def step(run: Any = run, count: Iterator[int] = count) -> tuple[float, float]:
                 number = next(count)
-                values = forward_backward(run, number)
-                update_weights(run, number)
+                values, scale = forward_backward(run, number)
+                update_weights(run, number, scale)
                 run.optimizer.zero_grad()
                 return values["loss"], values["grad_norm"]
 

@@ -198,8 +198,8 @@ def ours(request: Request, directory: Path, device: str) -> Record:
         weights, clock, first = allocated() / GIB, Clock(device), {}
         with run.prefetcher:
             for step in range(config.steps):
-                values = forward_backward(run, step)
-                update_weights(run, step)
+                values, scale = forward_backward(run, step)
+                update_weights(run, step, scale)
                 run.optimizer.zero_grad()
                 first = first or {name: values[name] for name in ("loss", "grad_norm", *LOGGED)}
                 clock.mark()

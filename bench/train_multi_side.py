@@ -74,8 +74,9 @@ def tigon(config: Config, world: World, count: int) -> Record:
 
     def step() -> None:
         number = next(done)
-        losses.append(forward_backward(run, number)["loss"])
-        update_weights(run, number)
+        values, scale = forward_backward(run, number)
+        losses.append(values["loss"])
+        update_weights(run, number, scale)
         run.optimizer.zero_grad()
 
     with run.prefetcher:

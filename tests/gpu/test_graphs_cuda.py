@@ -112,8 +112,8 @@ def test_a_step_of_replays_waits_once(workspace):
         assert isinstance(graphs, Graphs)
         with run.prefetcher:
             for step in range(20):
-                forward_backward(run, step)
-                update_weights(run, step)
+                _, scale = forward_backward(run, step)
+                update_weights(run, step, scale)
                 run.optimizer.zero_grad()
             batch = run.prefetcher(20)[0]
             inputs = run.task.resolve(run.model, batch)

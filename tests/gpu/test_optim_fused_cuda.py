@@ -92,16 +92,16 @@ def test_a_step_does_not_wait_for_the_device():
     """The host is done while the device still spins."""
     model, optimizer = stepped("triton", 2, param_dtype="bfloat16", optimizer="adamw_bf16")
     model.learn(2)
-    clip(model, optimizer, 1.0)
-    optimizer.step()
+    _, scale = clip(model, optimizer, 1.0)
+    optimizer.step(scale=scale)
     torch.cuda.synchronize()
     for p in model.parameters():
         p.grad = p.grad.clone()  # at another address
     event = torch.cuda.Event()
     torch.cuda._sleep(1 << 31)
     began = time.perf_counter()
-    clip(model, optimizer, 1.0)
-    optimizer.step()
+    _, scale = clip(model, optimizer, 1.0)
+    optimizer.step(scale=scale)
     event.record()
     assert not event.query(), f"{time.perf_counter() - began:.3f} s"
     torch.cuda.synchronize()

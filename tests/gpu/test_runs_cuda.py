@@ -95,11 +95,11 @@ SIGNAL = """
 import signal, threading, torch
 import tigon.train.trainer as trainer
 update = trainer.update_weights
-def then(run, step):
+def then(run, step, scale):
     if step == 2:
         torch.cuda._sleep(3_000_000_000)
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    return update(run, step)
+    return update(run, step, scale)
 trainer.update_weights = then
 """
 

@@ -78,13 +78,13 @@ def poisoned(monkeypatch):
 
     def poison(*steps: int, factor: float = math.nan) -> None:
         def then(run, data_step, **options):
-            values = forward_backward(run, data_step, **options)
+            values, scale = forward_backward(run, data_step, **options)
             if data_step in steps:
                 values["grad_norm"] *= factor
                 values["loss"] *= factor
                 for p in run.model.parameters():
                     p.grad *= factor
-            return values
+            return values, scale
 
         monkeypatch.setattr(trainer, "forward_backward", then)
 

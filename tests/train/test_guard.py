@@ -87,7 +87,9 @@ def test_skipped_step_leaves_weights_and_moments(workspace, poisoned, monkeypatc
     update = trainer.update_weights
     monkeypatch.setattr(trainer, "forward_backward", forward_backward)
     monkeypatch.setattr(
-        trainer, "update_weights", lambda run, step: None if step in (1, 3) else update(run, step)
+        trainer,
+        "update_weights",
+        lambda run, step, scale: None if step in (1, 3) else update(run, step, scale),
     )
     left_out = workspace.root / f"left-out-{optimizer}"
     main([*settings, f"run_dir={left_out}"])
@@ -354,9 +356,9 @@ def test_interrupted_evaluation_counts_on_resume(workspace, monkeypatch):
 def test_deterministic_operations_are_demanded_for_the_run_alone(workspace, monkeypatch):
     update, seen = trainer.update_weights, []
 
-    def noted(run, step):
+    def noted(*given):
         seen.append(torch.are_deterministic_algorithms_enabled())
-        update(run, step)
+        update(*given)
 
     monkeypatch.setattr(trainer, "update_weights", noted)
     main(workspace.settings("fixed", steps=1, deterministic="true"))

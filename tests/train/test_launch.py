@@ -77,10 +77,10 @@ def launch_two(tmp_path, monkeypatch, capfd) -> Iterator[Launch]:
 FAIL_LATER = """
 import tigon.train.trainer as trainer
 update_weights = trainer.update_weights
-def fail(run, step):
+def fail(run, step, scale):
     if step == 1:
         {what}
-    update_weights(run, step)
+    update_weights(run, step, scale)
 trainer.update_weights = fail
 """
 

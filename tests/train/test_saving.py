@@ -285,8 +285,8 @@ def fail_on_a_rank(failing: int, settings: list[str]) -> None:
     def full(path, *_):
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
 
-    def wait(run, step):
-        update(run, step)
+    def wait(run, step, scale):
+        update(run, step, scale)
         until = time.monotonic() + 60
         while step == SAVE_EVERY and not run.saver.pending.done():
             assert time.monotonic() < until, "the other rank has ended without this one"

@@ -83,7 +83,7 @@ def one_step(settings: list[str]) -> tuple[dict[str, float], dict[str, torch.Ten
             for p in run.model.parameters():
                 p += 0.02 * p.requires_grad * torch.randn(p.shape, generator=draw)
         with run.prefetcher:
-            values = forward_backward(run, 0)
+            values, _ = forward_backward(run, 0)
         gradients = {n: p.grad for n, p in run.model.named_parameters() if p.requires_grad}
         return values, gradients, run.data.counts(0)[0]
 

@@ -84,6 +84,12 @@ class Targets:
         return self._items
 
     @property
+    def mask(self) -> Tensor:
+        """A mask [B, n] of the positions that predict a token, for targets with labels."""
+        assert self.labels is not None
+        return self.labels != IGNORE_INDEX
+
+    @property
     def share(self) -> Tensor | None:
         """This batch's share of all items; None if the loss is not a mean."""
         is_mean = self._items is not None and self.reduction in MEAN_REDUCTIONS

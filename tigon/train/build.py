@@ -101,7 +101,7 @@ class TrainingRun:
         return Meter(self.model, self.world, compute_dtype(self.config, self.world.device))
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunInputs:
     """Holds what a run reads and checks before its model."""
 
@@ -121,11 +121,6 @@ class RunInputs:
         add_stop_tokens(model, self.tokenizer, self.task.ends)
         for loader in filter(None, (self.data, self.eval_data)):
             loader.windows.check_vocabulary(model.config.vocab_size)
-
-    def steps(self, config: Config) -> int:
-        """Returns the number of optimizer steps of the whole run."""
-        epochs = 1.0 if config.epochs is None else config.epochs
-        return config.steps or math.ceil(epochs * (self.data.steps_per_epoch or 0))
 
 
 def read_inputs(
@@ -177,16 +172,20 @@ def read_inputs(
         if eval_data is not None:
             own["eval_data"] = [eval_data.identity()]
     world.check_same(own, OTHER_FILES)
-    inputs = RunInputs(
-        config, task, source, source_lock, tokenizer, data, eval_data, 0, TrainState()
-    )
+    start, state = 0, TrainState()
     with world.raise_on_all_ranks():
         if source is not None:
             for change in resume.check_settings(source, config, data):
                 world.log_rank0(f"changed since {source}: {change}")
-            inputs.start = checkpoint.step_of(source)
-            inputs.state = resume.read_state(source, inputs.steps(config))
-    return inputs
+            start = checkpoint.step_of(source)
+            state = resume.read_state(source, count_steps(config, data))
+    return RunInputs(config, task, source, source_lock, tokenizer, data, eval_data, start, state)
+
+
+def count_steps(config: Config, data: Loader) -> int:
+    """Returns the number of optimizer steps of the whole run."""
+    epochs = 1.0 if config.epochs is None else config.epochs
+    return config.steps or math.ceil(epochs * (data.steps_per_epoch or 0))
 
 
 def resolve_parallel(config: Config, world: World, gpus: int) -> tuple[Config, World]:
@@ -237,7 +236,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
         checkpoint.load(source, model, optimizer, ema)
         inputs.source_lock.close()
         world.log_rank0(f"resumed from {source}")
-    steps = inputs.steps(config)
+    steps = count_steps(config, data)
     size = count_parameters(model)
     num_frozen = count_parameters(model, frozen=True)
     frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
@@ -282,10 +281,23 @@ def build_run(
         background=config.async_save,
     )
     return TrainingRun(
-        config, world, inputs.task, inputs.tokenizer, inputs.data, inputs.eval_data, model,
-        optimizer, inputs.start, inputs.steps(config), inputs.state, saver, ema, list(prompts),
-        base, build_in_backward(model, optimizer, config),
-    )  # fmt: skip
+        config=config,
+        world=world,
+        task=inputs.task,
+        tokenizer=inputs.tokenizer,
+        data=inputs.data,
+        eval_data=inputs.eval_data,
+        model=model,
+        optimizer=optimizer,
+        start=inputs.start,
+        steps=count_steps(config, inputs.data),
+        state=inputs.state,
+        saver=saver,
+        ema=ema,
+        prompts=list(prompts),
+        base=base,
+        in_backward=build_in_backward(model, optimizer, config),
+    )
 
 
 def check_same_models(config: Config, digest: str, world: World) -> None:

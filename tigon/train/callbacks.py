@@ -291,14 +291,11 @@ class NamedSets:
         counts = torch.zeros_like(sets).index_add(0, sequence, targets.long())
         indices = torch.arange(len(self.names), device=labels.device)[:, None]
         in_set = sets[sequence] == indices  # [S, B T]
-        columns = [
-            torch.where(in_set, output.losses.flatten(), 0).sum(1, dtype=torch.double),
-            (in_set & targets).sum(1),
-            (in_set & right).sum(1),
-            (in_set & targets).sum(1),
-        ]
+        losses = torch.where(in_set, output.losses.flatten(), 0).sum(1, dtype=torch.double)
+        items = num_targets = (in_set & targets).sum(1)
         if self.by_sequence:
-            columns[1] = ((sets == indices) & (counts > 0)).sum(1)
+            items = ((sets == indices) & (counts > 0)).sum(1)
+        columns = losses, items, (in_set & right).sum(1), num_targets
         self.sums += torch.stack([x.double() for x in columns], 1)
 
     def metrics_to_log(self, world: World) -> dict[str, Tensor]:

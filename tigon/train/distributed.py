@@ -131,6 +131,10 @@ class World:
         """Returns the largest of all ranks' numbers, on the host: it waits for no GPU."""
         return int(self.all_reduce_max(torch.tensor(number)))
 
+    def any(self, flag: bool) -> bool:
+        """Returns whether the flag is true on any rank; every rank calls this."""
+        return self.all_reduce_max_int(flag) > 0
+
     @contextmanager
     def raise_on_all_ranks(self) -> Iterator[None]:
         """Raises the same InputError on all ranks if one raises ValueError, OSError or ImportError

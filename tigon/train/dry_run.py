@@ -23,6 +23,7 @@ from tigon.train.build import (
     RunInputs,
     TrainingRun,
     build_run,
+    count_steps,
     find_layers_without_fp8,
     find_unused_settings,
     read_inputs,
@@ -94,8 +95,8 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
     with run.prefetcher:
         for step in range(first, first + steps):
             began = time.perf_counter()
-            forward_backward(run, step)
-            update_weights(run, step)
+            _, scale = forward_backward(run, step)
+            update_weights(run, step, scale)
             run.optimizer.zero_grad()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -144,7 +145,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             inputs.check_model(model)
             freeze(model, config)
         world.log_rank0(*describe_run(config, inputs, model, gpus))
-        idle = find_unused_settings(config, inputs.steps(config), device)
+        idle = find_unused_settings(config, count_steps(config, inputs.data), device)
         for notice in [*idle, *find_layers_without_fp8(config, model)]:
             world.log_rank0(f"note: {notice}")
         checkpointing = resolve_checkpointing(
@@ -176,7 +177,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
 
 def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) -> list[str]:
     """Returns lines with the parameters, operations, tokens and steps of a run."""
-    data, steps = inputs.data, inputs.steps(config)
+    data, steps = inputs.data, count_steps(config, inputs.data)
     first = inputs.start + inputs.state.offset  # step of the data
     total_parameters = count_parameters(model)
     trained = total_parameters - count_parameters(model, frozen=True)
@@ -382,5 +383,5 @@ def time_run(
         line += f", {timing.flops / timing.seconds / (peak * world.size):.1%} MFU"
     if timing.peak:
         line += f", {timing.peak / GIB:.2f} GiB at its peak"
-    left = max(0, inputs.steps(config) - inputs.start) * timing.seconds
+    left = max(0, count_steps(config, inputs.data) - inputs.start) * timing.seconds
     return [line, f"all steps: about {format_duration(left)}, without evaluations and checkpoints"]

@@ -64,7 +64,7 @@ def attach(
     key = _key(corpus, config, world.device, weights, (shared, distinct))
     path = cache_root() / "reference" / f"{key}.npy"
     found = read(path, _tokens(corpus))
-    if world.all_reduce_max_int(found is None):
+    if world.any(found is None):
         began = time.monotonic()
         values, tokens = compute_logprobs(loader, pack, config.micro_batch_size, world, make())
         with world.raise_on_all_ranks():

@@ -28,7 +28,7 @@ from tigon.train.logging import (
     read_exported_step,
     write_exported_step,
 )
-from tigon.train.optim import clip, learning_rate
+from tigon.train.optim import LowPrecisionOptimizer, clip, learning_rate
 from tigon.train.profile import Profiler
 from tigon.train.samples import generate
 from tigon.train.tasks import MicroBatchLoss, StepInputs
@@ -51,11 +51,7 @@ def train(run: TrainingRun) -> int:
     if over:
         guard.check_skipped(run, run.start)
     pending = export_pending(run)
-    if (
-        over
-        and not pending
-        and not world.all_reduce_max_int(world.main and is_unfinished(config, run.start))
-    ):
+    if over and not pending and not world.any(world.main and is_unfinished(config, run.start)):
         world.log_rank0(f"{config.run_dir} is finished: nothing left to do")
         if world.main and report.lacks_page(Path(config.run_dir)):
             world.log_rank0(report.write_or_explain(Path(config.run_dir)))
@@ -100,7 +96,7 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
     while step < run.steps:
         start_time, done = time.perf_counter(), step + 1
         world.progress.step = done
-        values = forward_backward(run, step + state.offset)
+        values, scale = forward_backward(run, step + state.offset)
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
         exports = config.hf_every > 0 and done % config.hf_every == 0
         saves = config.save_every > 0 and done % config.save_every == 0
@@ -108,7 +104,7 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
         bad_step = guard.check_step(run, step, values, own_loss)
         bad_weights: guard.BadStep | None = None
         if bad_step is None:
-            update_weights(run, step)
+            update_weights(run, step, scale)
         run.optimizer.zero_grad()
         stop = should_stop(run)
         if evaluates or saves or exports or stop or done == run.steps:
@@ -142,53 +138,56 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
 # One optimizer step, over all micro-batches and ranks.
 
 
-def forward_backward(run: TrainingRun, data_step: int) -> dict[str, float]:
+def forward_backward(run: TrainingRun, data_step: int) -> tuple[dict[str, float], Tensor | None]:
     """Computes the gradients of a step and returns its values on the host: "loss", "own_loss" (this
-    rank's part of it), "grad_norm" before clipping, and the task's metrics.
+    rank's part of it), "grad_norm" before clipping, and the task's metrics; and the scale that
+    `update_weights` applies to the gradients, or None if they are clipped already.
 
-    Gradients are clipped here, except that `optimizer.scale` leaves the factor to AdamW's kernel.
     With optimizer_in_backward the weights are updated here, block by block. `data_step` counts the
     steps whose rows a rollback passed over too; the optimizer's step is that less `state.offset`.
     """
     world, model, task = run.world, run.model, run.task
     step = data_step - run.state.offset
-    batches = [task.resolve(model, rows) for rows in run.prefetcher(data_step)]
+    all_inputs = [task.resolve(model, rows) for rows in run.prefetcher(data_step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
-    sums = all_reduce_sums(world, [task.sums(model, batch) for batch in batches])
+    sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs])
     hooks, tokenizer = task.hooks, run.tokenizer
     watcher = PassWatcher(hooks, step + 1, training=True, tokenizer=tokenizer, world=world)
-    results, norm = [], None
-    for i, batch in enumerate(batches):
-        sync_gradients(model, i == len(batches) - 1)
-        batch = replace(batch, request=watcher.request(batch.micro_batch, batch.targets))
-        result = task.loss(model, batch, sums)
+    results, norm, scale = [], None, None
+    for i, inputs in enumerate(all_inputs):
+        sync_gradients(model, i == len(all_inputs) - 1)
+        inputs = replace(inputs, request=watcher.request(inputs.micro_batch, inputs.targets))
+        result = task.loss(model, inputs, sums)
+        loss = result.loss.detach()
         if run.in_backward is None:
             result.loss.backward()
         else:
             set_learning_rates(run, step)
-            loss = world.all_reduce_sum(result.loss.detach().to(torch.double, copy=True))
-            norm = run.in_backward.backward(result.loss, world.same_loss(loss))
-        watcher.notify(result.output, batch.request, i, batch.micro_batch)
+            total = world.all_reduce_sum(loss.to(torch.double, copy=True))
+            norm = run.in_backward.backward(result.loss, world.same_loss(total))
+        watcher.notify(result.output, inputs.request, i, inputs.micro_batch)
         # Detached, as a CUDA graph capture must not see nodes of an eager pass
-        results.append(replace(result, loss=result.loss.detach(), output=None))
+        results.append(replace(result, loss=loss, output=None))
     if norm is None:
         if model.tensor_parallel is not None:
             model.tensor_parallel.sum_gradients(model)
-        norm = clip(model, run.optimizer, run.config.max_grad_norm)
-    own_loss = torch.stack([result.loss.detach().double() for result in results]).sum()
+        norm, scale = clip(model, run.optimizer, run.config.max_grad_norm)
     # The step's one wait for results; its passes wait for counts, as of the rows that are learned
-    values = to_host({"grad_norm": norm, "own_loss": own_loss} | reduce_losses(run, results))
+    values = to_host({"grad_norm": norm} | reduce_losses(run, results))
     if run.in_backward is not None and not math.isfinite(values["loss"]):
         run.in_backward.undo_step()
-    return values
+    return values, scale
 
 
-def update_weights(run: TrainingRun, step: int) -> None:
-    """Sets the learning rates of `step`, counted from 0, and updates the weights, unless backward
-    has done both; then updates their moving average, if there is one."""
+def update_weights(run: TrainingRun, step: int, scale: Tensor | None) -> None:
+    """Sets the learning rates of `step`, counted from 0, and updates the weights with gradients
+    times `scale`, unless backward has done both; then updates their moving average, if any."""
     if run.in_backward is None:
         set_learning_rates(run, step)
-        run.optimizer.step()
+        if isinstance(run.optimizer, LowPrecisionOptimizer):
+            run.optimizer.step(scale=scale)
+        else:
+            run.optimizer.step()
     if run.ema is not None:
         run.ema.update(run.model)
 
@@ -200,12 +199,12 @@ def set_learning_rates(run: TrainingRun, step: int) -> None:
 
 
 def reduce_losses(run: TrainingRun, results: Sequence[MicroBatchLoss]) -> dict[str, Tensor]:
-    """Returns "loss", summed over all micro-batches and ranks, and the task's metrics to log."""
-    loss = run.world.all_reduce_sum(
-        torch.stack([result.loss.detach().double() for result in results]).sum()
-    )
+    """Returns "own_loss", summed over this rank's micro-batches, "loss", summed over all ranks too,
+    and the task's metrics to log."""
+    own_loss = torch.stack([result.loss.double() for result in results]).sum()
+    loss = run.world.same_loss(run.world.all_reduce_sum(own_loss.clone()))
     metrics = all_reduce_sums(run.world, [result.metrics for result in results])
-    return {"loss": run.world.same_loss(loss)} | run.task.metrics_to_log(metrics)
+    return {"own_loss": own_loss, "loss": loss} | run.task.metrics_to_log(metrics)
 
 
 def all_reduce_sums(world: World, terms: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -279,15 +278,15 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
     data = run.eval_data
     start_time = time.perf_counter()
 
-    def batches() -> Iterator[StepInputs]:
+    def all_inputs() -> Iterator[StepInputs]:
         for i in range(data.steps_per_epoch or 0):
             for rows in data.micro_batches(i):
-                if world.all_reduce_max_int(world.signals.received):
+                if world.any(world.signals.received > 0):
                     raise Interrupted
                 yield task.resolve(model, rows.to(world.device), training=False)
 
     model.eval()
-    sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in batches()])
+    sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs()])
     sets = NamedSets.build(config, data, world.device)
     results = []
     writer = PredictionsWriter(Path(config.run_dir), step, run.tokenizer, world)
@@ -301,14 +300,15 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
             file=file,
             sets=sets,
         )
-        for i, batch in enumerate(batches()):
-            batch = replace(batch, request=watcher.request(batch.micro_batch, batch.targets))
-            result = task.evaluate(model, batch, sums)
-            watcher.notify(result.output, batch.request, i, batch.micro_batch)
+        for i, inputs in enumerate(all_inputs()):
+            inputs = replace(inputs, request=watcher.request(inputs.micro_batch, inputs.targets))
+            result = task.evaluate(model, inputs, sums)
+            watcher.notify(result.output, inputs.request, i, inputs.micro_batch)
             results.append(replace(result, output=None))
     model.train()
     reshard(model)
     metrics = reduce_losses(run, results) | ({} if sets is None else sets.metrics_to_log(world))
+    del metrics["own_loss"]
     values = {f"eval_{name}": value for name, value in to_host(metrics).items()}
     tokens, seconds = data.targets, time.perf_counter() - start_time
     return {"step": step, **values, "eval_tokens": tokens, "seconds": seconds}
@@ -384,7 +384,7 @@ def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any]) -> 
     the disk, for which a run that has received a signal does not wait."""
     if run.in_backward is not None:
         run.in_backward.check()  # weights of a backward that failed must not be saved
-    if not run.world.all_reduce_max_int(run.world.signals.received):  # a signal leaves little time
+    if not run.world.any(run.world.signals.received > 0):  # a signal leaves little time
         run.exporter.wait()  # a run that resumes from here does not look for earlier exports
     log.sync()
     start_time = time.perf_counter()
@@ -434,7 +434,7 @@ def export_pending(run: TrainingRun) -> bool:
     due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0
     due = due and latest is not None and checkpoint.step_of(latest) == step
     due = due and not step_export_path(config, step).exists()
-    return run.world.all_reduce_max_int(due and run.world.main) > 0  # as the first rank sees it
+    return run.world.any(due and run.world.main)  # as the first rank sees it
 
 
 def finish(run: TrainingRun, step: int, log: RunLog) -> None:
@@ -453,7 +453,7 @@ def finish(run: TrainingRun, step: int, log: RunLog) -> None:
     evaluate_once(run, step, log)
     log.close()
     directory = Path(config.run_dir)
-    exports = config.export and world.all_reduce_max_int(read_exported_step(config) != step) > 0
+    exports = config.export and world.any(read_exported_step(config) != step)
     if exports:
         export(run, directory / export_name(config))
         if config.lora is not None and config.lora.merge:

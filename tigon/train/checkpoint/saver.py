@@ -135,7 +135,7 @@ def fits_in_memory(needed: int, world: World) -> bool:
     Every rank calls this, each with its number of bytes.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-    return not world.all_reduce_max_int(1.1 * needed * ranks >= available_memory())
+    return not world.any(1.1 * needed * ranks >= available_memory())
 
 
 @contextmanager

@@ -323,8 +323,6 @@ class LowPrecisionOptimizer(Optimizer):
         `stochastic` selects the rounding of bfloat16 weights, else to nearest."""
         self.rule, self.state_names, self.runs, self.seed = rule, state_names, runs, seed
         self.dtype_of, self.stochastic, self.memory = dtype_of, stochastic, memory
-        # The next step multiplies its gradients by this, on the device; used once
-        self.scale: Tensor | None = None
         self.has_kernel = rule is update_adamw and not memory.on_host
         self.squares = SquaredNorm()  # of the gradients whose update is the kernel's
         super().__init__(groups, defaults)
@@ -345,16 +343,11 @@ class LowPrecisionOptimizer(Optimizer):
         is_float32 = parameter.dtype == self.dtype_of(parameter) == torch.float32
         return self.memory.on_host or not is_float32
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients, and the `scale` that no step has used."""
-        self.scale = None
-        super().zero_grad(set_to_none)
-
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Updates all parameters that have gradients, which `scale` multiplies if it is set; unsets
-        it."""
-        scale, self.scale = self.scale, None
+    def step(  # type: ignore[override]
+        self, closure: None = None, *, scale: Tensor | None = None
+    ) -> None:
+        """Updates all parameters that have gradients, which `scale` multiplies if it is given."""
         parts = [(i, group["params"]) for i, group in enumerate(self.param_groups)]
         self.update(parts, scale=scale)
 

@@ -18,23 +18,21 @@ PIECE = 2**16  # numbers whose norm a CPU computes in float32
 
 
 @torch.no_grad()
-def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> Tensor:
-    """Clips as `clip_gradients` and returns the norm before; but where the optimizer's fused kernel
-    updates all gradients, leaves them unscaled and sets `optimizer.scale`, the factor that its next
-    step applies."""
-    if not isinstance(optimizer, LowPrecisionOptimizer):
-        return clip_gradients(model, max_norm)
-    optimizer.scale = None  # a skipped step may have left one
-    if not optimizer.uses_kernel(p for p in model.parameters() if p.grad is not None):
-        return clip_gradients(model, max_norm)
+def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> tuple[Tensor, Tensor | None]:
+    """Clips as `clip_gradients`; returns the norm before, and None. Where the optimizer's fused
+    kernel uses all gradients, leaves them unscaled and returns the scale for `optimizer.step`."""
+    if not (
+        isinstance(optimizer, LowPrecisionOptimizer)
+        and optimizer.uses_kernel(p for p in model.parameters() if p.grad is not None)
+    ):
+        return clip_gradients(model, max_norm), None
     gradients = [g.contiguous() for g in _local_gradients(model)]
     parameter = next(model.parameters())
     squares = torch.zeros((), dtype=torch.float64, device=parameter.device)
     if gradients:
         squares = optimizer.squares(gradients)
     norm = _sum_over_ranks(squares, model).sqrt().float()
-    optimizer.scale = _factor(norm, max_norm) if max_norm else None
-    return norm
+    return norm, _factor(norm, max_norm) if max_norm else None
 
 
 @torch.no_grad()

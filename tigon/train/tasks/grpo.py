@@ -24,7 +24,6 @@ from tigon.train.tasks.logprobs import (
     AnswerTask,
     sequence_indices,
     sum_per_sequence,
-    target_mask,
 )
 from tigon.train.tasks.losses import Clip, cispo, divergence, policy_gradient
 
@@ -117,7 +116,7 @@ class GRPO(AnswerTask):
         known = self.reference_logprobs(inputs) if self.refers else None
         output = self.forward(model, inputs)
         assert output.logprobs is not None
-        micro_batch, logprobs, tokens = inputs.micro_batch, output.logprobs, target_mask(inputs)
+        micro_batch, logprobs, tokens = inputs.micro_batch, output.logprobs, inputs.targets.mask
         sequence = sequence_indices(micro_batch, tokens)
         lengths = sum_per_sequence(micro_batch, tokens).clamp(min=1)
 

@@ -99,7 +99,7 @@ class CrossEntropyTask(Task):
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         """Adds "targets", the number of positions that predict a token."""
-        return super().sums(model, inputs) | {"targets": _target_mask(inputs.targets).sum()}
+        return super().sums(model, inputs) | {"targets": inputs.targets.mask.sum()}
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         """Returns this micro-batch's part of the step's mean cross-entropy, with the balance of
@@ -156,7 +156,7 @@ class CrossEntropyTask(Task):
         values, targets = dict(output.metrics), inputs.targets
         routing = {name: values.pop(name) for name in ROUTER_METRICS if name in values}
         predictions = values.pop("predicted_tokens")  # [B, n], as the rest of `values`
-        right = (predictions == targets.labels) & _target_mask(targets)
+        right = (predictions == targets.labels) & targets.mask
         token_metrics = {"accuracy": right, **values}
         count, share = sums["targets"].clamp(min=1), targets.items / sums["items"].clamp(min=1)
         means = {name: x.sum(dtype=torch.float64) / count for name, x in token_metrics.items()}
@@ -244,12 +244,6 @@ def last_positions(micro_batch: MicroBatch, keep: int) -> int | Tensor:
     keep = min(keep, real.shape[1])
     first = (real.sum(1, keepdim=True) - keep).clamp(min=0)
     return first + torch.arange(keep, device=real.device)
-
-
-def _target_mask(targets: Targets) -> Tensor:
-    """Returns a mask [B, n] of the positions that predict a token."""
-    assert targets.labels is not None
-    return targets.labels != IGNORE_INDEX
 
 
 class SFT(CrossEntropyTask):

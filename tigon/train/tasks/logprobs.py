@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.data import Loader, MicroBatch, Mixture
-from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM, CausalLMOutput
 from tigon.models.moe import aux_loss_coef
@@ -222,16 +221,10 @@ def _sample_digest(config: Config) -> str:
     return sampled_digest(config.reference) if config.reference else base_digest(config)
 
 
-def target_mask(inputs: StepInputs) -> Tensor:
-    """Returns a mask [B, T] of the positions that predict a learned token."""
-    assert inputs.targets.labels is not None
-    return inputs.targets.labels != IGNORE_INDEX
-
-
 def answer_mask(inputs: StepInputs) -> Tensor:
     """Returns a mask [B, T] of the positions that predict a token of an answer."""
     supervised = inputs.micro_batch.per_token["supervised"]
-    return target_mask(inputs) & F.pad(supervised[:, 1:], (0, 1))
+    return inputs.targets.mask & F.pad(supervised[:, 1:], (0, 1))
 
 
 def sum_per_sequence(micro_batch: MicroBatch, values: Tensor) -> Tensor:

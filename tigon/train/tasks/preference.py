@@ -24,7 +24,6 @@ from tigon.train.tasks.logprobs import (
     is_padding,
     sequence_indices,
     sum_per_sequence,
-    target_mask,
 )
 from tigon.train.tasks.losses import CPO as CPO_LOSSES
 from tigon.train.tasks.losses import DPO as DPO_LOSSES
@@ -127,7 +126,7 @@ def pair_scores(inputs: StepInputs, values: Tensor, tokens: Tensor) -> Scores:
 
 def chosen_mask(inputs: StepInputs) -> Tensor:
     """Returns a mask [B, T] of the positions that predict a learned token of a chosen answer."""
-    tokens = target_mask(inputs)
+    tokens = inputs.targets.mask
     return tokens & (sequence_indices(inputs.micro_batch, tokens) % 2 == 0)
 
 

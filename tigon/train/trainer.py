@@ -28,7 +28,7 @@ from tigon.train.logging import (
     read_exported_step,
     write_exported_step,
 )
-from tigon.train.optim import LowPrecisionOptimizer, clip, learning_rate
+from tigon.train.optim import clip, learning_rate
 from tigon.train.profile import Profiler
 from tigon.train.samples import generate
 from tigon.train.tasks import MicroBatchLoss, StepInputs
@@ -184,10 +184,9 @@ def update_weights(run: TrainingRun, step: int, scale: Tensor | None) -> None:
     times `scale`, unless backward has done both; then updates their moving average, if any."""
     if run.in_backward is None:
         set_learning_rates(run, step)
-        if isinstance(run.optimizer, LowPrecisionOptimizer):
-            run.optimizer.step(scale=scale)
-        else:
-            run.optimizer.step()
+        # Only AdamW's kernel leaves a scale, and multiplies the gradients itself
+        options: dict[str, Any] = {} if scale is None else {"scale": scale}
+        run.optimizer.step(**options)
     if run.ema is not None:
         run.ema.update(run.model)
 

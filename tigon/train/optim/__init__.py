@@ -1,6 +1,5 @@
 """Optimizers, parameter groups, learning-rate schedules and clipping."""
 
-from tigon.train.optim.adamw import LowPrecisionOptimizer
 from tigon.train.optim.build import OPTIMIZERS, build_optimizer, check_local_model, state_bytes
 from tigon.train.optim.clip import clip, clip_gradients
 from tigon.train.optim.ema import Ema, build_ema, ema_bytes
@@ -16,7 +15,6 @@ __all__ = [
     "OPTIMIZERS",
     "Ema",
     "InBackward",
-    "LowPrecisionOptimizer",
     "build_ema",
     "build_in_backward",
     "build_optimizer",

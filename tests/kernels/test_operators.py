@@ -517,7 +517,7 @@ def test_fake_gpu_tensors_without_a_gpu(case: OpCase) -> None:
 
 @pytest.mark.gpu
 @kinds_and_fp8
-def test_graph_replay_is_eager(case: OpCase) -> None:
+def test_graph_replay_is_eager(case: OpCase, kernels_only: None) -> None:
     inputs = case.make(None, torch.bfloat16)
     ups = random_like(case.run(inputs))
 

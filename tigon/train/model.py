@@ -243,9 +243,10 @@ def set_fp8(model: CausalLM, config: Config) -> None:
 
 
 def meta_model(config: Config, dtype: torch.dtype, source: Path | None = None) -> CausalLM:
-    """Returns the run's model on the meta device, from its config.json alone.
+    """Returns the run's model on the meta device, with its adapter and settings; reads no weights.
 
-    `dtype`: what `weights_dtype` returns.
+    `source`: the checkpoint that the run resumes from, whose config replaces the model's unless the
+    run trains an adapter; raises ValueError if its weight files are too small for it.
     """
     if config.lora is None and source is not None:
         model = model_from_checkpoint_config(source, dtype)

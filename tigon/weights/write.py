@@ -183,12 +183,12 @@ def make_entries(
     values: Mapping[str, Tensor] | None = None,
     ranks: WriterGroup | None = None,
 ) -> list[TensorEntry]:
-    """Make an entry for every tensor of the layout in `dtype`, with the rows and columns that this
-    rank writes.
+    """Make an entry in `dtype` for every tensor that the parameters fill, as `layout` says, with the
+    rows and columns that this rank writes.
 
     Rows that several ranks have are shared out among them. `values`: tensors to write instead of
-    this rank's memory of parameters, by name. Raises ValueError if the layout does not cover a
-    parameter.
+    this rank's memory of parameters, by name. Raises ValueError unless the slices of a parameter
+    cover it exactly once and its memory has the shape of this rank's part.
     """
     ranks, values = ranks or WriterGroup(), values or {}
     shapes: dict[str, tuple[int, ...]] = {}

@@ -183,7 +183,7 @@ def make_entries(
     values: Mapping[str, Tensor] | None = None,
     ranks: WriterGroup | None = None,
 ) -> list[TensorEntry]:
-    """Make an entry in `dtype` for every tensor that the parameters fill, as `layout` says, with the
+    """Make an entry in `dtype` for every tensor that the parameters fill by the layout, with the
     rows and columns that this rank writes.
 
     Rows that several ranks have are shared out among them. `values`: tensors to write instead of

@@ -195,7 +195,7 @@ def found(model: CausalLM, call: str, batch: str) -> Result:
     whole = out
     if call != "generated":
         keep = {"kept": 3, "kept by index": index_per_row(rows)}.get(call, 0)
-        targets = Targets.of(Batch.of(model, **rows), logits_to_keep=keep)
+        targets = Targets.of(Batch.of(model, **rows), labels=labels_of(rows), logits_to_keep=keep)
         whole = gather_output(model, out, targets, logits_at(rows) if call == "kept" else None)
     names = "loss", "logits", "logprobs", "aux_loss", "logits_at"
     values = {name: getattr(whole, name) for name in names}

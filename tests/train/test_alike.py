@@ -79,7 +79,11 @@ CASES: dict[str, tuple[Any, str, str]] = {
     "layers": ({"model": "model"}, "layers", MODEL),
     "generation": ({"model": "model"}, "generation_config", MODEL),
     "teacher": ({"task": "distill", "teacher": "model"}, "weights", MODEL),
-    "reference": ({"task": "dpo", "reference": "model", "data": "pairs.jsonl"}, "weights", MODEL),
+    "reference": (
+        {"task": "dpo", "reference": "model", "data": "pairs.jsonl", "eval_data": "pairs.jsonl"},
+        "weights",
+        MODEL,
+    ),
     "data": ({"data": "rows.jsonl"}, "rows", ROWS.format("data")),
     "stream": ({"data": "rows.jsonl", "streaming": "true"}, "rows", ROWS.format("data")),
     "eval_data": ({"eval_data": "rows.jsonl"}, "rows", ROWS.format("eval_data")),

@@ -172,7 +172,7 @@ def test_arguments_that_ranks_cannot_share(arguments: dict[str, Any], said: str)
         model(IDS, **arguments)
 
 
-def test_output_is_not_gathered_from_passes_that_are_not_sharded() -> None:
+def test_passes_without_shards_are_not_gathered() -> None:
     model = tiny_llama()
     batch = Batch.of(model, IDS, use_cache=True)
     targets = Targets.of(batch, labels=IDS)

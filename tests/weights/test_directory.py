@@ -169,6 +169,10 @@ def test_current_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.M
             new_directory(path, replace=True),
         ):
             pass
+    (tmp_path / "inner").rmdir()  # a run goes on where its directory was removed
+    with new_directory(tmp_path / "out", replace=True):
+        pass
+    assert (tmp_path / "out").is_dir()
 
 
 def test_modes_of_replaced_directories_stay(tmp_path: Path) -> None:

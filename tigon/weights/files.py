@@ -199,7 +199,7 @@ def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
             "or choose another path"
         )
     target = named.resolve()
-    if replace and Path.cwd().is_relative_to(target):
+    if replace and target in _current_directories():
         raise FileExistsError(f"{target} has the current directory: name a directory inside it")
     if target.is_dir() and (replace or not any(target.iterdir())):
         if target.is_mount():
@@ -208,6 +208,14 @@ def check_free(path: str | os.PathLike[str], *, replace: bool = False) -> Path:
         what = "a directory with files in it" if target.is_dir() else "a file"
         raise FileExistsError(f"{target} exists and is {what}: remove it or choose another path")
     return target
+
+
+def _current_directories() -> list[Path]:
+    """Returns the current directory and its parents; none if it was removed meanwhile."""
+    try:
+        return [Path.cwd(), *Path.cwd().parents]
+    except FileNotFoundError:
+        return []
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class LoraConfig:
     revision: str = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make an object whose fields are not set yet; a keyword that is none is a TypeError."""
+        """Raises TypeError for an unknown keyword, with the name here for one of PEFT's."""
         check_keywords("LoraConfig", kwargs, frozenset(cls.__dataclass_fields__))
         return super().__new__(cls)
 

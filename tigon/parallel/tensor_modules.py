@@ -97,20 +97,20 @@ class TensorPass:
         computes the norm, where one kernel can.
         """
         pending, self._pending = self._pending, None
-        found = None if pending is None else self._reduce_and_norm(x, *pending)
-        return self.region.reduce_to_region(x) if found is None else found
+        total = None if pending is None else self._reduce_and_norm(x, *pending)
+        return self.region.reduce_to_region(x) if total is None else total
 
     def _reduce_and_norm(self, x: Tensor, place: int, residual: Tensor) -> Tensor | None:
         """`reduce`, with the norm at `place` in its kernel; None if one kernel cannot."""
         norm = self.norms[place]
         if isinstance(norm.weight, DTensor):  # FSDP gathers it when the norm is called
             return None
-        found = all_reduce_small_norm(
+        outputs = all_reduce_small_norm(
             x, residual, norm.weight, norm.eps, self.ranks, offset=norm.offset, cast=norm.cast
         )
-        if found is None:
+        if outputs is None:
             return None
-        total, y, stream = found
+        total, y, stream = outputs
         self._ahead = NormedSum(place, residual, total, total._version, (y, stream))
         return total
 

@@ -39,8 +39,8 @@ def resolve_layout(config: Config, world: World, gpus: int) -> tuple[Config, Wor
     planned for. Raises ValueError if nothing can be planned or nothing fits.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", gpus)) if gpus == world.size else gpus
-    found = world.gather(Hardware(gpu_memory(world.device) or 0, local))
-    hardware = Hardware(min(one.memory for one in found), min(one.host for one in found))
+    ranks = world.gather(Hardware(gpu_memory(world.device) or 0, local))
+    hardware = Hardware(min(rank.memory for rank in ranks), min(rank.host for rank in ranks))
     parallel = Parallel(fsdp=1)
     with world.raise_on_all_ranks():
         if gpus > 1 and world.main:

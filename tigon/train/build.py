@@ -168,10 +168,12 @@ def read_inputs(
         if source is None:  # else the checkpoint has them
             loaders = filter(None, (data, eval_data))
             config = with_added_tokens(config, tokenizer, base_vocab_size(config), loaders)
-        own = {"data": [resume.run_metadata(config, data), data.sample() if world.size > 1 else ""]}
+        identity = {
+            "data": [resume.run_metadata(config, data), data.sample() if world.size > 1 else ""]
+        }
         if eval_data is not None:
-            own["eval_data"] = [eval_data.identity()]
-    world.check_same(own, OTHER_FILES)
+            identity["eval_data"] = [eval_data.identity()]
+    world.check_same(identity, OTHER_FILES)
     start, state = 0, TrainState()
     with world.raise_on_all_ranks():
         if source is not None:

@@ -416,10 +416,10 @@ class Graphs:
             return self._first(learned, x, position_ids, roomy, *rest)
         key = kind, adds
         if key not in self.captured:
-            made = CapturedGraph(self.decoder, self.gradients, frozenset(learned))
+            graph = CapturedGraph(self.decoder, self.gradients, frozenset(learned))
             inputs = x, position_ids, roomy, dropout_keys
             options = recompute, routing
-            self.captured[key] = made.capture(*inputs, self.pool, options, adds=adds)
+            self.captured[key] = graph.capture(*inputs, self.pool, options, adds=adds)
         args = self._anchor, x, position_ids, roomy, dropout_keys
         hidden, *tallies = _ReplayFunction.apply(self, self.captured[key], *args)
         return hidden, tallies

@@ -383,5 +383,8 @@ def time_run(
         line += f", {timing.flops / timing.seconds / (peak * world.size):.1%} MFU"
     if timing.peak:
         line += f", {timing.peak / GIB:.2f} GiB at its peak"
-    left = max(0, count_steps(config, inputs.data) - inputs.start) * timing.seconds
-    return [line, f"all steps: about {format_duration(left)}, without evaluations and checkpoints"]
+    seconds = max(0, count_steps(config, inputs.data) - inputs.start) * timing.seconds
+    return [
+        line,
+        f"all steps: about {format_duration(seconds)}, without evaluations and checkpoints",
+    ]

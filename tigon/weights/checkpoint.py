@@ -207,8 +207,8 @@ class Checkpoint:
         if info is None:
             raise KeyError(f"{self.name} has no tensor {name!r}")
         end = row + len(out) if out.dim() else 0
-        alike = out.dim() == len(info.shape) and out.shape[1:] == info.shape[1:]
-        if not (alike and 0 <= row <= end <= (info.shape or (0,))[0]):
+        fits = out.dim() == len(info.shape) and out.shape[1:] == info.shape[1:]
+        if not (fits and 0 <= row <= end <= (info.shape or (0,))[0]):
             raise ValueError(
                 f"{self.name}: tensor {name!r} has shape {list(info.shape)}; "
                 f"its rows from {row} on do not fill {list(out.shape)}"

@@ -237,8 +237,8 @@ def remove_leftovers(parent: Path, names: str) -> None:
     `names`: a regular expression for the directories' names.
     """
     pattern = re.compile(rf"\.({names})\.(?:lock|(?:tmp|old)-[0-9a-f]{{16}})")
-    found = map(pattern.fullmatch, os.listdir(parent) if parent.is_dir() else ())
-    for name in sorted({match[1] for match in found if match is not None}):
+    matches = map(pattern.fullmatch, os.listdir(parent) if parent.is_dir() else ())
+    for name in sorted({match[1] for match in matches if match is not None}):
         with suppress(OSError), _locked(parent / name) as has_lock:
             if has_lock:
                 _recover(parent / name)

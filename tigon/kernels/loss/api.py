@@ -65,10 +65,13 @@ def cross_entropy(
     return run_loss_term(logits, None, None, term, options=options, overwrite=overwrite)
 
 
-def _cross_entropy_term(options: Options, **given: Any) -> tuple[CrossEntropy, Options]:
+def _cross_entropy_term(options: Options, **fields: Any) -> tuple[CrossEntropy, Options]:
     """Returns the term with the regularizers of the options, and the options of the logits."""
-    more: dict[str, Any] = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
-    return CrossEntropy(**given, **more), options.without_regularizers()
+    regularizers: dict[str, Any] = {
+        "label_smoothing": options.label_smoothing,
+        "z_loss": options.z_loss,
+    }
+    return CrossEntropy(**fields, **regularizers), options.without_regularizers()
 
 
 def divergence(

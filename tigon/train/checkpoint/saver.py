@@ -210,8 +210,9 @@ class Saver(BackgroundWriter):
             # One of this name is damaged, or of a run that was resumed from before it
             staging.enter_context(_link_aside(target))
             stale = is_listed(target)
-            made = new_directory(target, replace=True, needed=needed, stale=stale)
-            return staging.enter_context(made)
+            return staging.enter_context(
+                new_directory(target, replace=True, needed=needed, stale=stale)
+            )
 
         def commit(directory: Path, sums: Mapping[str, str]) -> None:
             """Adds small files and gives the final name; rank 0 calls this after all writes."""

@@ -235,8 +235,8 @@ def runs_of(
     parameter's first element.
     """
     runs = [_block_run(0, begin + count, 0)] if spec is None else _shard_runs(spec)
-    found = (_intersect(run, begin, begin + count) for run in runs if run.length)
-    return tuple(run._replace(position=position + run.position) for run in found if run.length)
+    overlaps = (_intersect(run, begin, begin + count) for run in runs if run.length)
+    return tuple(run._replace(position=position + run.position) for run in overlaps if run.length)
 
 
 def positions(runs: Sequence[PositionRun], begin: int, end: int, device: torch.device) -> Tensor:
@@ -252,8 +252,8 @@ def _block_run(first: int, count: int, position: int) -> PositionRun:
 def _shard_runs(spec: ShardSpec) -> Iterator[PositionRun]:
     """Yields the runs of a whole shard of tensor or expert parallelism."""
     outer, inner = math.prod(spec.shape[: spec.dim]), math.prod(spec.shape[spec.dim + 1 :])
-    own, whole = spec.length * inner, spec.shape[spec.dim] * inner
-    if not own:
+    part, whole = spec.length * inner, spec.shape[spec.dim] * inner
+    if not part:
         return
     pieces = [RowSpan(*(inner * n for n in rows)) for rows, _ in spec.pieces]
     source, _, width = pieces[0]
@@ -261,11 +261,11 @@ def _shard_runs(spec: ShardSpec) -> Iterator[PositionRun]:
     even = [RowSpan(source + i * pitch, i * width, width) for i in range(len(pieces))]
     # With several pieces the next line after the last one's is the first one's of the next row
     if outer > 1 and pieces == even and pitch * len(pieces) == whole and width < MAX_LINE:
-        yield PositionRun(0, outer * own, source, width, pitch)
+        yield PositionRun(0, outer * part, source, width, pitch)
         return
     for i in range(outer):
         for source, target, length in pieces:
-            yield _block_run(i * own + target, length, i * whole + source)
+            yield _block_run(i * part + target, length, i * whole + source)
 
 
 def _intersect(run: PositionRun, begin: int, end: int) -> PositionRun:
@@ -367,19 +367,19 @@ class LowPrecisionOptimizer(Optimizer):
         buckets = []
         for i, parameters in parts:
             group = self.param_groups[i]
-            given = [p for p in parameters if p.grad is not None]
-            self._count_step(given)
+            parameters = [p for p in parameters if p.grad is not None]
+            self._count_step(parameters)
             # Fused updates do not: a backward pass that needs the weights as they were raises
-            torch.autograd.graph.increment_version([local(p) for p in given])
-            given = [p for p in given if local(p).numel()]
-            by_kernel = [p for p in given if self.has_kernel and _fits_kernel(p)]
+            torch.autograd.graph.increment_version([local(p) for p in parameters])
+            parameters = [p for p in parameters if local(p).numel()]
+            by_kernel = [p for p in parameters if self.has_kernel and _fits_kernel(p)]
             self._launch((name, i), group, by_kernel, scale)
-            if len(by_kernel) == len(given):
+            if len(by_kernel) == len(parameters):
                 continue
-            given = [p for p in given if not (self.has_kernel and _fits_kernel(p))]
+            rest = [p for p in parameters if not (self.has_kernel and _fits_kernel(p))]
             if scale is not None:
-                torch._foreach_mul_([local(p.grad) for p in given if p.grad is not None], scale)
-            buckets += [(group, bucket) for bucket in self._buckets(given)]
+                torch._foreach_mul_([local(p.grad) for p in rest if p.grad is not None], scale)
+            buckets += [(group, bucket) for bucket in self._buckets(rest)]
         self.memory.visit(
             [[t for part in bucket for t in part.states.values()] for _, bucket in buckets],
             lambda i, states: self._update(*buckets[i], iter(states)),

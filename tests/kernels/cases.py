@@ -588,6 +588,7 @@ CASES: dict[str, OpCase] = {
     "rms_norm, gate, residual": norm_case("x", "weight", "residual", "gate", **FEW),
     "sandwich_norm": sandwich_case(),
     "sandwich_norm, before": sandwich_case(offset=0.0, cast="before_weight"),
+    "sandwich_norm, two eps": sandwich_case(post_eps=1.0),
     "rope": rope_case(),
     "rope, interleaved": rope_case(interleaved=True),
     "qk_norm_rope": packed_case(True),

@@ -17,9 +17,9 @@ from tigon.kernels.loss.api import scale_and_cap
 EPS = 1e-2  # large, so that it counts
 
 
-def norm(x: Tensor, weight: Tensor | None, offset: float = 0.0) -> Tensor:
+def norm(x: Tensor, weight: Tensor | None, offset: float = 0.0, eps: float = EPS) -> Tensor:
     x = x.double()
-    y = x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5
+    y = x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** 0.5
     return y if weight is None else y * (weight.double() + offset)
 
 
@@ -39,9 +39,10 @@ def rms_norm(
 
 
 def sandwich_norm(
-    x: Tensor, residual: Tensor, post_weight: Tensor, weight: Tensor, offset: float = 1.0, **_: Any
-) -> tuple[Tensor, Tensor]:
-    total = residual.double() + norm(x, post_weight, offset)
+    x: Tensor, residual: Tensor, post_weight: Tensor, weight: Tensor, offset: float = 1.0,
+    post_eps: float = EPS, **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    total = residual.double() + norm(x, post_weight, offset, post_eps)
     return norm(total, weight, offset), total
 
 

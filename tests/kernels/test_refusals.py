@@ -119,6 +119,7 @@ ROWS: list[tuple[str, Given, str]] = [
     *((name, *row) for name in ("rms_norm", "sandwich_norm") for row in NORMS),
     ("rms_norm", {"gate": ones(1, 33)}, "gate (1, 33) does not fit"),
     ("sandwich_norm", {"post_weight": ones(7)}, "post_weight (7,) does not fit"),
+    ("sandwich_norm", {"post_eps": -1.0}, "eps=-1.0"),
     ("rope", {"cos": ones(1, 3, 8)}, "rotates 16 dims, but heads have 14"),
     *(("rope", {"cos": ones(*s)}, ANGLES) for s in ((1, 2, 7), (3, 3, 7), (3, 7))),
     ("rope", {"sin": ones(1, 3, 6)}, "sin (1, 3, 6)"),

@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.muse_glimmer.modeling_muse_glimmer import (
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
+)
 
 from tests.numbers import float64
 from tigon.models import MODELS, CausalLM, from_pretrained
@@ -220,6 +224,23 @@ CASES |= {
         "default rope, tied": {"tie_word_embeddings": True},
     },
 }
+# A softcap that logits reach, and an eps behind branches that counts
+MUSE: Overrides = {**WINDOW, "output_multiplier": 1.7, "qk_scale_factor": 2.3}
+CAPPED: Overrides = {**MUSE, "post_norm_eps": 0.05, "final_logit_softcapping": 3.0}
+CASES |= {
+    "muse_glimmer_text": {
+        "plain": {**MUSE, "num_hidden_layers": 5, "pad_token_id": 3},
+        "small cap": {**CAPPED, "num_hidden_layers": 5},
+        "listed": {
+            **CAPPED,
+            "layer_types": [FULL, SLIDING, FULL],
+            "layer_rope_theta": [0, 700.0, 0.5],
+            "rope_parameters": YARN,
+            "attention_bias": True,
+        },
+        "tied": {**WINDOW, "output_multiplier": 2.0, "tie_word_embeddings": True},
+    }
+}
 # No token chooses some of the experts where there are many
 EXPERTS: Overrides = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MANY: Overrides = {**EXPERTS, "num_experts": 90, "num_experts_per_tok": 1}
@@ -262,6 +283,48 @@ EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in c
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]
 
 
+# Families of which transformers has no text class: the multimodal type, and a small rest of it
+WRAPPED: dict[str, tuple[str, Overrides]] = {
+    "muse_glimmer_text": (
+        "muse_glimmer",
+        {
+            "projector_hidden_size": 24,
+            "out_hidden_size": 64,
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+            },
+        },
+    )
+}
+
+
+class MuseGlimmerText(MuseGlimmerForConditionalGeneration):
+    """transformers' class without its vision tower, which texts do not use."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        for name in ("vision_tower", "vision_adapter", "vision_projection"):
+            delattr(self.model, name)
+
+
+MuseGlimmerText.__name__ = MuseGlimmerForConditionalGeneration.__name__  # what it saves
+
+AutoModelForCausalLM.register(MuseGlimmerConfig, MuseGlimmerText, exist_ok=True)
+
+
+def their_config(model_type: str, **values: Any) -> Any:
+    """transformers' config of these values, or the multimodal one around it."""
+    if model_type not in WRAPPED:
+        return AutoConfig.for_model(model_type, **values)
+    outer, rest = WRAPPED[model_type]
+    shared = {key: values[key] for key in ("dtype", "tie_word_embeddings") if key in values}
+    text = {"model_type": model_type, **values}
+    return AutoConfig.for_model(outer, text_config=text, **rest, **shared)
+
+
 def reference(
     model_type: str,
     overrides: Overrides,
@@ -275,7 +338,7 @@ def reference(
     Its norms and biases are random, and its matrices large enough that no error hides.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SIZES | overrides, dtype=dtype)
+    config = their_config(model_type, **SIZES | overrides, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
     with torch.no_grad():
         for p in model.parameters():

@@ -105,7 +105,7 @@ def describe_model(model: CausalLM) -> Facts:
     parameters = {
         name: StoredTensor("F32", tuple(p.shape), Path(), 0) for name, p in model.named_parameters()
     }
-    return describe_config(model.config.to_dict(), parameters)
+    return describe_config(model.config.to_file(), parameters)
 
 
 def _format_loads(model: CausalLM, stored: Checkpoint | None = None) -> str:

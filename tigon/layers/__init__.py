@@ -17,7 +17,7 @@ from tigon.layers.lora import (
 )
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
-from tigon.layers.norm import AddRMSNorm, RMSNorm
+from tigon.layers.norm import AddRMSNorm, RMSNorm, UnitRMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
 
@@ -54,6 +54,7 @@ __all__ = [
     "SavedModules",
     "SparseMoE",
     "StaticCache",
+    "UnitRMSNorm",
     "balance",
     "count_routing",
 ]

@@ -10,6 +10,7 @@ from tigon.models.ministral3 import Ministral3 as Ministral3
 from tigon.models.mistral import Ministral as Ministral
 from tigon.models.mistral import Mistral as Mistral
 from tigon.models.mixtral import Mixtral as Mixtral
+from tigon.models.muse_glimmer import MuseGlimmer as MuseGlimmer
 from tigon.models.olmo2 import Olmo2 as Olmo2
 from tigon.models.olmo3 import Olmo3 as Olmo3
 from tigon.models.phi3 import Phi3 as Phi3

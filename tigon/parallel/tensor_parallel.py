@@ -340,6 +340,7 @@ PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
         "qkv_proj.weight": ShardRule(0, qkv_rows),
         "qkv_proj.bias": ShardRule(0, qkv_rows),
         "o_proj.weight": ShardRule(1, query_rows),
+        "gate_proj.weight": ShardRule(0, query_rows),
     },
     GatedMLP: {
         "gate_up_proj.weight": ShardRule(0, gate_up_rows),
@@ -444,7 +445,8 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
         inside = {module for moe in moes for module in moe.modules()}
         for module in block.modules():
             if isinstance(module, Attention):
-                _install(module.qkv_proj, ColumnParallelLinear, tensor=tensor)
+                for projection in filter(None, (module.qkv_proj, module.gate_proj)):
+                    _install(projection, ColumnParallelLinear, tensor=tensor)
                 _install(module.o_proj, RowParallelLinear, tensor=tensor)
             elif isinstance(module, GatedMLP) and module not in inside:  # a shared expert's
                 _install(module.gate_up_proj, ColumnParallelGatedLinear, tensor=tensor)

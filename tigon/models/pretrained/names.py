@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -23,8 +24,15 @@ SCORE = "score.weight"  # the head of a model that scores sequences
 # Prefixes of the decoder's names in files; a checkpoint of the decoder alone has none
 PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # model_type of a multimodal config -> default model_type of its text_config
-MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
+MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral", "muse_glimmer": "muse_glimmer_text"}
+# Those whose own tie_word_embeddings counts and not that in text_config; by default false
+UNTIED = ("muse_glimmer",)
+OTHER_MODALITIES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "vision_adapter.",
+    "vision_projection.",
+)
 # Buffers that old versions of transformers saved
 IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 
@@ -47,6 +55,18 @@ class CheckpointNames(NamedTuple):
     # Suffix of a parameter -> tensors of checkpoints with one for each expert, in row order
     experts: Mapping[str, tuple[str, ...]] = EXPERTS
     head: str = HEAD
+    decoder: str = "model."  # prefix of the decoder's tensors
+
+    @property
+    def embedding(self) -> str:
+        """The name of the embedding."""
+        return self.stored_name(EMBEDDING)
+
+    def stored_name(self, name: str) -> str:
+        """The name in checkpoints of a tensor or module of the model with this name."""
+        if not name.startswith("model."):
+            return name
+        return self.decoder + name.removeprefix("model.")
 
     def stacked_in(self, present: Collection[str]) -> bool:
         """Whether a checkpoint with these tensors has all experts of a layer in one tensor."""
@@ -87,6 +107,10 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
                 slices[name] = _tile(parts, [rows] * len(parts), shape[-1:])
             else:
                 slices[name] = (TensorSlice.whole(name, shape),)
+    slices = {
+        name: tuple(replace(part, name=names.stored_name(part.name)) for part in parts)
+        for name, parts in slices.items()
+    }
     return {n: shard_slices(p, specs[n]) if n in specs else p for n, p in slices.items()}
 
 
@@ -168,14 +192,14 @@ def _prefix(present: Collection[str]) -> str:
 
 
 def find_sources(
-    names: Collection[str], present: Collection[str]
+    names: Collection[str], present: Collection[str], family: CheckpointNames
 ) -> tuple[dict[str, str], set[str]]:
     """Map a model's `names` to those of a checkpoint with tensors `present`, where they differ.
 
     Also returns the checkpoint's tensors that the model does not need.
     """
-    prefix = _prefix(present)
-    source_of = {n: prefix + n.removeprefix("model.") for n in names if n.startswith("model.")}
+    prefix, own = _prefix(present), family.decoder
+    source_of = {n: prefix + n.removeprefix(own) for n in names if n.startswith(own)}
     ignored = {n for n in present if n.endswith(IGNORED_ENDINGS)}
     ignored |= {n for n in present if n.removeprefix("model.").startswith(OTHER_MODALITIES)}
     embedding, head = embedding_and_head(present)
@@ -185,5 +209,5 @@ def find_sources(
         if embedding in present:
             ignored.add(head)
         else:
-            source_of[EMBEDDING] = head
+            source_of[family.embedding] = head
     return source_of, ignored

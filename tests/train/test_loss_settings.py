@@ -108,31 +108,14 @@ def test_metrics_in_training_and_evaluation_apart(workspace):
         assert evaluated[f"eval_{key}"] == pytest.approx(value, rel=1e-5), key
 
 
-@pytest.mark.slow
-def test_model_defaults_apply_without_a_setting(workspace):
+def test_training_does_not_read_model_defaults(workspace):
     changes = {"steps": 1, "batch_size": 64, "packing": "false", "eval_data": workspace.held_out}
-    model = tigon.from_pretrained(workspace.model)
-    losses = {}
-    both = {"logits_to_keep": 7, "metrics": "z"}
-    for name, more in (("hand", {}), ("both", both), ("silent", {"eval_metrics": "[]"})):
+    defaults = {"logits_to_keep": 5, "loss_reduction": "sum", "metrics": ("nll",)}
+    for name, values in (("no-defaults", {}), ("defaults", defaults)):
         with start("cpu") as world:
-            run = prepare(load(None, workspace.settings(name, **changes, **more)), world)
-            run.model.defaults.logits_to_keep = 5
-            run.model.defaults.metrics = ("nll",)
+            run = prepare(load(None, workspace.settings(name, **changes)), world)
+            vars(run.model.defaults).update(values)
             train(run)
-        losses[name] = workspace.metrics(name, "loss")[0]
-    chats = chats_of(workspace, workspace.data)
-    for name, keep, metric in (("hand", 5, "nll"), ("both", 7, "z")):
-        wanted = expected(model, chats, logits_to_keep=keep, weighted=False)["loss"]
-        assert losses[name] == pytest.approx(wanted, rel=1e-5)
-        assert workspace.metrics(name, metric) and workspace.metrics(name, f"eval_{metric}")
-    assert not workspace.metrics("both", "nll")
-    assert workspace.metrics("silent", "nll") and not workspace.metrics("silent", "eval_nll")
-
-
-def test_packing_and_defaults_set_by_hand(workspace):
-    with start("cpu") as world:
-        run = prepare(load(None, workspace.settings("by-hand", steps=1)), world)
-        run.model.defaults.logits_to_keep = 4
-        with pytest.raises(ValueError, match=r"model.defaults.logits_to_keep=4 with packing=true"):
-            train(run)
+    for key in ("loss", "eval_loss", "accuracy"):
+        assert workspace.metrics("defaults", key) == workspace.metrics("no-defaults", key), key
+    assert not workspace.metrics("defaults", "nll")

@@ -86,7 +86,6 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
     torch.OutOfMemoryError."""
     device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before
     run.task.rehearse(run.model)
-    run.task.begin(run.model)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)

@@ -57,7 +57,6 @@ def train(run: TrainingRun) -> int:
             world.log_rank0(report.write_or_explain(Path(config.run_dir)))
         return 0
     open_task(run)
-    run.task.begin(run.model)
     log = RunLog(config, world, run.start, run.steps)
     if run.meter.convention:
         world.log_rank0(run.meter.convention)

@@ -132,11 +132,8 @@ class Task:
         """Returns notes on the data to print before training; by default none."""
         return []
 
-    def begin(self, model: CausalLM) -> None:
-        """Reads settings from the model; called once, before the first step."""
-
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
-        """Loads or computes the reference or teacher; called on every rank before `begin`.
+        """Loads or computes the reference or teacher; called on every rank before the first step.
 
         `trained` says that the model has been trained since its initial weights. Estimates call
         `rehearse` or `meta_frozen_model` instead.
@@ -163,18 +160,16 @@ class Task:
         weights = {name: columns[name] for name in ("loss_weights",) if name in columns}
         return {"labels": labels, **weights}
 
-    def options(
-        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
-    ) -> dict[str, Any]:
-        """Returns further arguments of `Targets.of`; by default none."""
-        return {}
+    def options(self, micro_batch: MicroBatch, *, training: bool) -> dict[str, Any]:
+        """Returns further arguments of `Targets.of`; by default all positions count."""
+        return {"logits_to_keep": 0}
 
     def resolve(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True
     ) -> StepInputs:
         """Returns the model's inputs and targets for a micro-batch on the device."""
         batch = Batch.of(model, **micro_batch.inputs())
-        options = self.options(model, micro_batch, training=training)
+        options = self.options(micro_batch, training=training)
         options |= self.targets(micro_batch)
         targets = Targets.of(batch, loss_reduction=self.config.loss_reduction, **options)
         return StepInputs(micro_batch, batch, targets, training)

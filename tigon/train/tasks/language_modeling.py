@@ -39,8 +39,7 @@ class CrossEntropyTask(Task):
     """Next-token cross-entropy, plus the balance of experts where the model adds it.
 
     Logged are the accuracy, the means of the other requested metrics over the targets, and how
-    evenly a mixture of experts spreads its tokens. `model.defaults` replaces settings that the
-    config leaves out.
+    evenly a mixture of experts spreads its tokens.
     """
 
     predicts_tokens: ClassVar[bool] = True
@@ -63,39 +62,20 @@ class CrossEntropyTask(Task):
         encoder.ends = self.ends
         return encoder
 
-    def begin(self, model: CausalLM) -> None:
-        """Sets `metrics`, the names that the model computes in training (True) and in evaluation
-        (False); raises ValueError for `model.defaults` that do not fit the task."""
-        defaults = model.defaults
-        named = defaults.metrics
-        named = (named,) if isinstance(named, str) else tuple(named)
-        check_metrics("model.defaults.metrics", named, (*MEAN_METRICS, *ROUTER_METRICS))
-        if isinstance(keep := defaults.logits_to_keep, int):
-            check_keep("model.defaults.logits_to_keep", keep, self.config)
-        routing = ROUTER_METRICS if has_experts(model) else ()
-
-        def model_metrics(training: bool) -> tuple[str, ...]:
-            metrics = self.setting("metrics", training=training)
-            if training or self.config.eval_metrics is None:  # eval_metrics=[] means none
-                metrics = metrics or named
-            head_metrics = (name for name in metrics if name != "accuracy")
-            return tuple(dict.fromkeys(("predicted_tokens", *head_metrics, *routing)))
-
-        self.metrics = {training: model_metrics(training) for training in (True, False)}
-
-    def options(
-        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
-    ) -> dict[str, Any]:
-        """Returns label_smoothing and z_loss of the settings, and logits_to_keep of these or of
-        `model.defaults`."""
+    def options(self, micro_batch: MicroBatch, *, training: bool) -> dict[str, Any]:
+        """Returns label_smoothing, z_loss and logits_to_keep of the settings."""
         names = "label_smoothing", "z_loss"
         options = {name: self.setting(name, training=training) or None for name in names}
         keep = self.setting("logits_to_keep", training=training)
-        if not keep and (training or self.config.eval_logits_to_keep is None):
-            keep = model.defaults.logits_to_keep
-        if isinstance(keep, int) and keep:
-            keep = last_positions(micro_batch, keep)
-        return options | {"logits_to_keep": keep}
+        return options | {"logits_to_keep": keep and last_positions(micro_batch, keep)}
+
+    def metrics(self, model: CausalLM, *, training: bool) -> tuple[str, ...]:
+        """Returns the names of the metrics that the model computes: predictions, the requested
+        ones, and the balance of experts if it has any."""
+        requested = self.setting("metrics", training=training)
+        head_metrics = (name for name in requested if name != "accuracy")
+        routing = ROUTER_METRICS if has_experts(model) else ()
+        return tuple(dict.fromkeys(("predicted_tokens", *head_metrics, *routing)))
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         """Adds "targets", the number of positions that predict a token."""
@@ -142,8 +122,8 @@ class CrossEntropyTask(Task):
             batch=inputs.batch,
             targets=targets,
             criteria=criteria,
-            metrics=self.metrics[training],
-            return_logits=logits or None,
+            metrics=self.metrics(model, training=training),
+            return_logits=logits,
             logits_at=at,
             logits_bytes=self.setting("logits_bytes", training=training),
         )
@@ -199,14 +179,14 @@ def check_settings(config: Config) -> None:
         if z_loss == math.inf:
             raise ValueError(f"{prefix}z_loss={z_loss} is not finite")
         check_keep(f"{prefix}logits_to_keep", keep or 0, config)
-        check_metrics(f"{prefix}metrics", metrics or (), MEAN_METRICS)
+        check_metrics(f"{prefix}metrics", metrics or ())
         if logits and not config.hooks:
             raise ValueError(f"{prefix}return_logits=true without hooks: nothing would see them")
     if config.predictions and not config.held_out:
         raise ValueError("predictions=true needs eval_data or eval_fraction")
 
 
-def check_metrics(setting: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+def check_metrics(setting: str, names: tuple[str, ...]) -> None:
     """Raises ValueError for a metric that is unknown, or of which no mean can be logged."""
     for name in names:
         if name == "predicted_tokens":
@@ -214,8 +194,8 @@ def check_metrics(setting: str, names: tuple[str, ...], known: tuple[str, ...]) 
                 f"{setting}={name}: what is logged are means, and predicted_tokens has no mean; "
                 "hooks see predictions, and predictions=true writes them to a file"
             )
-        if name not in known:
-            raise ValueError(f"{setting}={name} is not one of {', '.join(known)}")
+        if name not in MEAN_METRICS:
+            raise ValueError(f"{setting}={name} is not one of {', '.join(MEAN_METRICS)}")
 
 
 def check_keep(setting: str, keep: int, config: Config) -> None:

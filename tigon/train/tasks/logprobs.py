@@ -81,12 +81,6 @@ class AnswerTask(Task):
         if path := self.config.reference:
             check_frozen(self.config, path, tokenizer)
 
-    def options(
-        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
-    ) -> dict[str, Any]:
-        """Returns logits_to_keep=0, so that all positions count, whatever `model.defaults` says."""
-        return {"logits_to_keep": 0}
-
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
         """Prepares the reference's log-probabilities: computes and stores them, or computes each
         step's."""

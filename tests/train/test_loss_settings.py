@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 import tigon
+from tests.train.focal import Focal
 from tests.train.weights import token_weights, write_weighted
 from tigon.train import load, main, prepare, start, train
+from tigon.train.tasks import TASKS
 
 NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
 
@@ -106,6 +108,25 @@ def test_metrics_in_training_and_evaluation_apart(workspace):
     wanted = expected(model, held_out, weighted=False)
     for key, value in wanted.items():
         assert evaluated[f"eval_{key}"] == pytest.approx(value, rel=1e-5), key
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_loss_of_log_probabilities(workspace, monkeypatch, reduction):
+    monkeypatch.setitem(TASKS, "focal", Focal)
+    model, means, losses = tigon.from_pretrained(workspace.model), [], []
+    for ids, mask, _ in chats_of(workspace, workspace.data):
+        with torch.no_grad():
+            logp = model(ids[None]).logits[0, :-1].double().log_softmax(-1)
+        nll = -logp[torch.arange(len(logp)), ids[1:]][mask]
+        losses += ((1 - (-nll).exp()) ** 2 * nll).tolist()
+        means.append(sum(losses[-len(nll) :]) / len(nll))
+    changes = {"task": "focal", "steps": 1, "batch_size": 64, "micro_batch_size": 4, "lr": 0}
+    changes |= {"eval_data": workspace.data, "loss_reduction": reduction}
+    main(workspace.settings(f"focal-{reduction}", **changes))
+    wanted = losses if reduction == "token" else means
+    for key in ("loss", "eval_loss"):
+        (found, *_) = workspace.metrics(f"focal-{reduction}", key)
+        assert found == pytest.approx(sum(wanted) / len(wanted), rel=1e-5), key
 
 
 def test_training_does_not_read_model_defaults(workspace):

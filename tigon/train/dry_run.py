@@ -302,7 +302,7 @@ def uncounted_memory(config: Config) -> list[str]:
             config.sample_prompts
         ),
         "what an evaluation keeps of its logits": config.predictions or config.eval_return_logits,
-        "what hooks are given and keep": config.hooks,
+        "what callbacks are given and keep": config.hooks,
         "the activations of the first micro-batch of each further kind, which has no graph yet": (
             config.cuda_graphs
         ),

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,20 +20,20 @@ from tigon.data import (
     Window,
     pack_documents,
 )
-from tigon.kernels.loss.api import IGNORE_INDEX, METRICS
-from tigon.kernels.loss.terms import CrossEntropy, LossTerm
+from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.terms import CrossEntropy, LossTerm, WeightedTerm
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
 from tigon.parallel import gather_output
 from tigon.tokenizer import Tokenizer
-from tigon.train.callbacks import PassOutput
+from tigon.train.callbacks import POSITION_METRICS, PassOutput
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import has_experts
 from tigon.train.tasks.base import MicroBatchLoss, StepInputs, Task
 
 ROUTER_METRICS = ("aux_loss", "expert_load")
-MEAN_METRICS = tuple(name for name in METRICS if name != "predicted_tokens")
+MEAN_METRICS = ("accuracy", *POSITION_METRICS)
 
 
 class CrossEntropyTask(Task):
@@ -69,10 +70,11 @@ class CrossEntropyTask(Task):
         keep = self.setting("logits_to_keep", training=training)
         return options | {"logits_to_keep": keep and last_positions(micro_batch, keep)}
 
-    def metrics(self, model: CausalLM, *, training: bool) -> tuple[str, ...]:
-        """Returns the names of the metrics that the model computes: predictions, the requested
-        ones, and the balance of experts if it has any."""
-        requested = self.setting("metrics", training=training)
+    def metrics(self, model: CausalLM, inputs: StepInputs) -> tuple[str, ...]:
+        """Returns the names of the metrics that the model computes: predictions, those of the
+        settings and of callbacks, and the balance of experts if it has any."""
+        requested = self.setting("metrics", training=inputs.training)
+        requested += () if inputs.request is None else inputs.request.metrics
         head_metrics = (name for name in requested if name != "accuracy")
         routing = ROUTER_METRICS if has_experts(model) else ()
         return tuple(dict.fromkeys(("predicted_tokens", *head_metrics, *routing)))
@@ -86,25 +88,38 @@ class CrossEntropyTask(Task):
         experts where the model adds it, and of the metrics."""
         targets = inputs.targets.with_num_items(sums["items"])
         output = self._forward(model, inputs, targets, self.criteria(inputs))
-        assert output.loss is not None
-        return self._part(output.loss, output, inputs, sums)
+        loss = output.loss
+        if loss is None:
+            loss = self.token_losses(output, targets).sum() / sums["items"].clamp(min=1)
+            loss = loss + self.balance(model, output, inputs, sums)
+        return self._part(loss, output, inputs, sums)
 
     def evaluate(
         self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
         """Returns this micro-batch's part of the cross-entropy, without the balance of experts, and
         of the metrics."""
-        criteria = self.criteria(inputs)
+        criteria = tuple(self.criteria(inputs) or (CrossEntropy(),))
         if inputs.request is not None and inputs.request.losses:
-            # The loss stays the same sum; the second term returns its summands
-            criteria = (*(criteria or (CrossEntropy(),)), CrossEntropy(reduction="none"))
+            # The loss stays the same sum; copies of its terms return the summands
+            terms = [c for c in criteria if isinstance(c, WeightedTerm)]
+            criteria += tuple(replace(c, reduction="none") for c in terms)
         output = self._forward(model, inputs, inputs.targets.with_sum_reduction(), criteria)
-        assert output.loss is not None
-        return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
+        loss = output.loss
+        if loss is None:
+            loss = self.token_losses(output, inputs.targets).sum()
+        return self._part(loss / sums["items"].clamp(min=1), output, inputs, sums)
 
     def criteria(self, inputs: StepInputs) -> tuple[LossTerm, ...] | None:
-        """Returns the terms of the loss; None means one cross-entropy."""
+        """Returns the terms of the loss; None means one cross-entropy. `(LogProbs(),)` leaves the
+        loss to `token_losses`."""
         return None
+
+    def token_losses(self, output: Output, targets: Targets) -> Tensor:
+        """Returns the summands [B, n] of the loss, before its division. A task whose criteria have
+        no loss, but log-probabilities, makes one of these here, with `targets.weights`."""
+        num_terms = sum(x.dim() == 0 for x in output.criteria)  # sums; their summands come last
+        return torch.stack(output.criteria[-num_terms:]).sum(0)
 
     def _forward(
         self,
@@ -114,7 +129,7 @@ class CrossEntropyTask(Task):
         criteria: Sequence[LossTerm] | None,
     ) -> Output:
         """Returns the model's output, on each rank for whole rows, with the metrics and logits that
-        the settings and the hooks ask for."""
+        the settings and the callbacks ask for."""
         request, training = inputs.request, inputs.training
         at = None if request is None else request.positions
         logits = request is not None and self.setting("return_logits", training=training)
@@ -122,7 +137,7 @@ class CrossEntropyTask(Task):
             batch=inputs.batch,
             targets=targets,
             criteria=criteria,
-            metrics=self.metrics(model, training=training),
+            metrics=self.metrics(model, inputs),
             return_logits=logits,
             logits_at=at,
             logits_bytes=self.setting("logits_bytes", training=training),
@@ -137,7 +152,8 @@ class CrossEntropyTask(Task):
         routing = {name: values.pop(name) for name in ROUTER_METRICS if name in values}
         predictions = values.pop("predicted_tokens")  # [B, n], as the rest of `values`
         right = (predictions == targets.labels) & targets.mask
-        token_metrics = {"accuracy": right, **values}
+        logged = self.setting("metrics", training=inputs.training)
+        token_metrics = {"accuracy": right} | {n: x for n, x in values.items() if n in logged}
         count, share = sums["targets"].clamp(min=1), targets.items / sums["items"].clamp(min=1)
         means = {name: x.sum(dtype=torch.float64) / count for name, x in token_metrics.items()}
         means |= {name: value * share for name, value in routing.items()}
@@ -151,7 +167,7 @@ class CrossEntropyTask(Task):
             metrics={name: targets.scatter_to_positions(x, 0) for name, x in values.items()},
             logits=output.logits if output.logits is None else output.logits.detach(),
             logits_at=output.logits_at,
-            losses=targets.scatter_to_positions(output.criteria[-1], 0)
+            losses=targets.scatter_to_positions(self.token_losses(output, targets), 0)
             if inputs.request.losses
             else None,
         )
@@ -192,7 +208,7 @@ def check_metrics(setting: str, names: tuple[str, ...]) -> None:
         if name == "predicted_tokens":
             raise ValueError(
                 f"{setting}={name}: what is logged are means, and predicted_tokens has no mean; "
-                "hooks see predictions, and predictions=true writes them to a file"
+                "callbacks see predictions, and predictions=true writes them to a file"
             )
         if name not in MEAN_METRICS:
             raise ValueError(f"{setting}={name} is not one of {', '.join(MEAN_METRICS)}")

@@ -117,6 +117,7 @@ class KVState(LayerState):
         window: int | None = None,
         softcap: float | None = None,
         scale: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Stores k and v, and returns attention of q to them and to earlier ones: [B, T, H, D]."""
         raise NotImplementedError

@@ -25,7 +25,8 @@ class Attention(nn.Module):
     all heads of q at once, and all of k; these norms have no weights unless `qk_norm_weight`.
     `interleaved` rotates pairs of neighbors. A query sees `window` tokens at most, itself included;
     scores are multiplied by `scale`, D ** -0.5 if it is None, and then capped by `softcap`, if
-    there is one. With `gate`, sigmoids of a projection of x multiply the heads' outputs.
+    there is one. With `sinks` each head has a learned score more in its softmax, whose value is 0.
+    With `gate`, sigmoids of a projection of x multiply the heads' outputs.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Attention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         gate: bool = False,
     ):
         super().__init__()
@@ -57,6 +59,7 @@ class Attention(nn.Module):
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = FusedLinear(dim, parts, bias=bias)
         self.o_proj = Linear(heads * head_dim, dim, bias=out_bias)
+        self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
         self.gate_proj = FusedLinear(dim, parts[:1]) if gate else None
         self.q_norm: RMSNorm | UnitRMSNorm | None = None
         self.k_norm: RMSNorm | UnitRMSNorm | None = None
@@ -100,6 +103,7 @@ class Attention(nn.Module):
             "window": self.window,
             "scale": self.scale,
             "softcap": self.softcap,
+            "sinks": self.sinks,
         }
         if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
             q, k, v = self._heads(self.qkv_proj(x, *ctx.dropout_args))

@@ -95,6 +95,8 @@ BASES: dict[str, tuple[Callable[..., Any], Given]] = {
 }
 # The first of an operator's cases
 OPERATORS = {
+    "causal_conv": "causal_conv, packed",
+    "causal_conv_qkv": "causal_conv_qkv, packed",
     "cross_entropy": "cross_entropy, plain",
     "divergence": "divergence, 0.3, sum",
     "gated_act": "gated_act, silu",
@@ -144,6 +146,23 @@ ROWS: list[tuple[str, Given, str]] = [
     ("grouped_mlp", {"x": ones(2, 6, 16)}, "x (2, 6, 16)"),
     ("grouped_mlp", {"gate_up": ones(5, 47, 16)}, "gate_up (5, 47, 16)"),
     ("grouped_mlp", {"gate_up": ones(6, 48, 16)}, "gate_up (6, 48, 16)"),
+    ("causal_conv", {"x": ones(9, 12)}, "x (9, 12) is not [B, T, C]"),
+    ("causal_conv", {"weight": ones(12, 1, 4)}, "weight (12, 1, 4) is not [C, W]"),
+    ("causal_conv", {"weight": ones(11, 4)}, "with the 12 channels of x"),
+    (
+        "causal_conv",
+        {"state": ones(2, 4, 12)},
+        "state (2, 4, 12) is not [B, W - 1, C] = (2, 3, 12)",
+    ),
+    ("causal_conv", {"starts": zeros(2, 9)}, "starts (2, 9) torch.int64"),
+    ("causal_conv", {"starts": zeros(9) > 0}, "is not (2, 9) torch.bool"),
+    ("causal_conv", {"activation": "gelu"}, "activation='gelu'"),
+    ("causal_conv", {"update_state": True}, "of rows without starts"),
+    ("causal_conv", {"update_state": True, "starts": None, "state": None}, "a given state"),
+    ("causal_conv", {"weight": ones(12, 4, device=META)}, "weight is on meta"),
+    ("causal_conv_qkv", {"key_heads": 3}, "x has 34 channels: queries and keys of 3 heads of 6"),
+    ("causal_conv_qkv", {"key_dim": 0}, "2 heads of 0"),
+    ("causal_conv_qkv", {"state": ones(2, 3, 12)}, "state (2, 3, 12)"),
     ("grouped_mlp", {"down": ones(5, 24, 16)}, "down (5, 24, 16)"),
     ("grouped_mlp", {"experts": zeros(5, 2)}, "experts (5, 2), weights (6, 2)"),
     ("grouped_mlp", {"experts": zeros(6, 0), "weights": ones(6, 0)}, "experts (6, 0)"),

@@ -3,6 +3,7 @@
 # B batch, T tokens, H query heads, K kv heads, D head dim, C model dim
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class Attention(nn.Module):
     None, and then capped by `softcap`, if there is one. With `sinks` each head has a learned score
     more in its softmax, whose value is 0.
     """
+
+    zero_init: Collection[str] = ()  # parameters that begin as zeros
 
     def __init__(
         self,

@@ -131,7 +131,7 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
             targets.append(AdaptedModule(path, name, 0, module.weight.shape[0], linear=False))
         if isinstance(module, Experts):
             for matrix in MATRICES:
-                size = module.get_parameter(matrix).shape[1]
+                size, _ = module.matrix_shape(matrix)
                 target = AdaptedModule(path, matrix, 0, size, linear=False, experts=True)
                 targets.append(target)
         if not isinstance(module, Linear) or id(module) in routers:

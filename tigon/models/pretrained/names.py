@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -46,6 +47,8 @@ class CheckpointNames(NamedTuple):
     packed: Mapping[str, tuple[str, ...]] = PACKED
     # Suffix of a parameter -> tensors of checkpoints with one for each expert, in row order
     experts: Mapping[str, tuple[str, ...]] = EXPERTS
+    # Suffix of a parameter -> that of the tensor, in every checkpoint
+    renamed: Mapping[str, str] = MappingProxyType({})
     head: str = HEAD
 
     def stacked_in(self, present: Collection[str]) -> bool:
@@ -86,7 +89,9 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
                 rows = math.prod(shape[:-1]) // len(parts)
                 slices[name] = _tile(parts, [rows] * len(parts), shape[-1:])
             else:
-                slices[name] = (TensorSlice.whole(name, shape),)
+                end = next((end for end in names.renamed if name.endswith(f".{end}")), "")
+                source = name.removesuffix(end) + names.renamed[end] if end else name
+                slices[name] = (TensorSlice.whole(source, shape),)
     return {n: shard_slices(p, specs[n]) if n in specs else p for n, p in slices.items()}
 
 

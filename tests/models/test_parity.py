@@ -13,7 +13,7 @@ from tigon.layers import AddRMSNorm, RMSNorm, RotaryEmbedding
 from tigon.models import MODELS, CausalLM, from_pretrained
 
 B, T = 2, 40  # longer than max_position_embeddings
-NO_SDPA = ("gemma2",)
+NO_SDPA = ("gemma2", "gpt_oss")
 ABSOLUTE = ("ministral3",)  # a token's position matters, not only its distance to others
 
 

@@ -274,9 +274,26 @@ CASES |= {
         "one of many": MANY,
     },
 }
+CLAMPED: Overrides = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
+UNCUT = YARN | {"truncate": False, "beta_fast": 1.0, "beta_slow": 0.05}
+CASES |= {
+    "gpt_oss": {
+        "plain": {**CLAMPED, **WINDOW, "rope_parameters": UNCUT},
+        "aux loss": {**CLAMPED, **WINDOW, "output_router_logits": True, "swiglu_alpha": 1.1},
+        "listed, no bias": {
+            **CLAMPED,
+            **WINDOW,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "attention_bias": False,
+            "rope_parameters": DEFAULT,
+        },
+        "own limit, tied": {**WINDOW, "num_local_experts": 4, "tie_word_embeddings": True},
+        "pad row": {**CLAMPED, **WINDOW, "pad_token_id": 3},
+    }
+}
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
-    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 6},
+    **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
     **{name: {"num_experts": 6, "num_experts_per_tok": 6} for name in ("qwen2_moe", "qwen3_moe")},
 }
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]

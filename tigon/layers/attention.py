@@ -3,6 +3,7 @@
 # B batch, T tokens, H query heads, K kv heads, D head dim, C model dim
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -28,6 +29,8 @@ class Attention(nn.Module):
     there is one. With `sinks` each head has a learned score more in its softmax, whose value is 0.
     With `gate`, sigmoids of a projection of x multiply the heads' outputs.
     """
+
+    zero_init: Collection[str] = ()  # parameters that begin as zeros
 
     def __init__(
         self,

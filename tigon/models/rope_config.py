@@ -28,9 +28,9 @@ def _range_of_names(*groups: tuple[Range, str]) -> dict[str, Range]:
 
 
 RANGES = _range_of_names(
-    (FACTOR, "attention_multiplier embedding_multiplier residual_multiplier"),
+    (FACTOR, "attention_multiplier embedding_multiplier residual_multiplier swiglu_alpha"),
     (POSITIVE, "attn_logit_softcapping final_logit_softcapping logits_scaling"),
-    (POSITIVE, "query_pre_attn_scalar"),
+    (POSITIVE, "query_pre_attn_scalar swiglu_limit"),
     (WEIGHT, "initializer_range rms_norm_eps router_aux_loss_coef"),
     (TOKEN, "bos_token_id eos_token_id pad_token_id"),
     (SIZE, "hidden_size intermediate_size moe_intermediate_size vocab_size num_attention_heads"),

@@ -11,6 +11,7 @@ which the model's layout describes and fully_shard may shard further.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.loss.vocab_parallel import VocabularyShard
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.layers import (
     Attention,
     Embedding,
@@ -48,6 +50,7 @@ from tigon.parallel.tensor_modules import (
     FlatParallelNorm,
     RowParallelLinear,
     TensorParallelDecoder,
+    TensorParallelExperts,
     TensorParallelMoE,
     TensorParallelNorm,
     TensorPass,
@@ -237,7 +240,16 @@ def _adapters(
             names = [part.name if experts else "weight" for part in low.parts]
             if model.ties_head and layer == "lm_head":
                 layer = "model.embed_tokens"
-            yield path, low, [specs[f"{layer}.{name}"] for name in names]
+            weights = [specs[f"{layer}.{name}"] for name in names]
+            if experts and model.get_submodule(layer).transposed:
+                weights = [_transposed(weight) for weight in weights]
+            yield path, low, weights
+
+
+def _transposed(weight: ShardSpec) -> ShardSpec:
+    """The shard of a stack of matrices as if these were stored the other way round."""
+    count, rows, columns = weight.shape
+    return replace(weight, shape=(count, columns, rows), dim=3 - weight.dim)
 
 
 def _is_row_wise(weight: ShardSpec) -> bool:
@@ -322,6 +334,15 @@ def gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     return gate, _local_rows(size // 2, size // 2, gate[0].length, ranks)
 
 
+def expert_gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """As `gate_up_rows`, of experts, where gates and ups may alternate."""
+    assert isinstance(module, Experts)
+    if not isinstance(module.act, ClampedSwiGLU):
+        return gate_up_rows(module, size, ranks)
+    ((first, _, length), replica) = _local_rows(0, size // 2, 0, ranks)
+    return ((RowSpan(2 * first, 0, 2 * length), replica),)
+
+
 def unit_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """This rank's share of units, one run of rows by `rank_bounds`."""
     return (_local_rows(0, size, 0, ranks),)
@@ -341,15 +362,25 @@ PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
         "qkv_proj.bias": ShardRule(0, qkv_rows),
         "o_proj.weight": ShardRule(1, query_rows),
         "gate_proj.weight": ShardRule(0, query_rows),
+        "sinks": ShardRule(0, query_rows),
     },
     GatedMLP: {
         "gate_up_proj.weight": ShardRule(0, gate_up_rows),
         "gate_up_proj.bias": ShardRule(0, gate_up_rows),
         "down_proj.weight": ShardRule(1, unit_rows),
     },
-    Experts: {"gate_up_proj": ShardRule(1, gate_up_rows), "down_proj": ShardRule(2, unit_rows)},
+    Experts: {
+        "gate_up_proj": ShardRule(1, expert_gate_up_rows),
+        "gate_up_proj_bias": ShardRule(1, expert_gate_up_rows),
+        "down_proj": ShardRule(2, unit_rows),
+    },
     Embedding: {"weight": ShardRule(0, vocabulary_rows)},
     LMHead: {"weight": ShardRule(0, vocabulary_rows), "bias": ShardRule(0, vocabulary_rows)},
+}
+# Of experts with transposed matrices
+TRANSPOSED_EXPERTS = {
+    "gate_up_proj": ShardRule(2, expert_gate_up_rows),
+    "down_proj": ShardRule(1, unit_rows),
 }
 # Norms over all heads
 FLAT_QK_NORM = {"q_norm.weight": ShardRule(0, query_rows), "k_norm.weight": ShardRule(0, key_rows)}
@@ -440,8 +471,8 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
         moes = [module for module in block.modules() if isinstance(module, SparseMoE)]
         for moe in moes:
             _install(moe, DispatchedMoE if moe.divided else TensorParallelMoE, tensor=tensor)
-            if moe.divided:
-                _install(moe.experts, DispatchedExperts, tensor=tensor)
+            experts = DispatchedExperts if moe.divided else TensorParallelExperts
+            _install(moe.experts, experts, tensor=tensor)
         inside = {module for moe in moes for module in moe.modules()}
         for module in block.modules():
             if isinstance(module, Attention):
@@ -511,6 +542,8 @@ def _shard_specs(
             rules |= {f"copies.{name}": rules["weight"] for name in module.copies._parameters}
         if isinstance(module, Attention) and module.flat_qk_norm:
             rules |= FLAT_QK_NORM
+        if isinstance(module, Experts) and module.transposed:
+            rules |= TRANSPOSED_EXPERTS
         for name, rule in rules.items():
             rules_of[f"{path}.{name}"] = module, rule
     for name, parameter in model.named_parameters():

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -54,6 +55,8 @@ class CheckpointNames(NamedTuple):
     packed: Mapping[str, tuple[str, ...]] = PACKED
     # Suffix of a parameter -> tensors of checkpoints with one for each expert, in row order
     experts: Mapping[str, tuple[str, ...]] = EXPERTS
+    # Suffix of a parameter -> that of the tensor, in every checkpoint
+    renamed: Mapping[str, str] = MappingProxyType({})
     head: str = HEAD
     decoder: str = "model."  # prefix of the decoder's tensors
 
@@ -64,6 +67,8 @@ class CheckpointNames(NamedTuple):
 
     def stored_name(self, name: str) -> str:
         """The name in checkpoints of a tensor or module of the model with this name."""
+        if end := next((end for end in self.renamed if name.endswith(f".{end}")), ""):
+            name = name.removesuffix(end) + self.renamed[end]
         if not name.startswith("model."):
             return name
         return self.decoder + name.removeprefix("model.")

@@ -14,7 +14,7 @@ from tigon.models import MODELS, CausalLM, from_pretrained
 
 B, T = 2, 40  # longer than max_position_embeddings
 NO_SDPA = ("gemma2", "gpt_oss")
-ABSOLUTE = ("ministral3",)  # a token's position matters, not only its distance to others
+ABSOLUTE = ("ministral3", "mistral4")  # a token's position matters, not only its distance to others
 
 
 def tokens(vocab: int = 211) -> Tensor:
@@ -29,11 +29,10 @@ def test_every_registered_family_has_cases() -> None:
 
 def gradients(model: CausalLM, *, missing: bool = False) -> dict[str, Tensor]:
     """Gradients under the names that parameters have in transformers."""
-    parameters = dict(model.named_parameters())
-    found = {}
-    for name, parts in model.layout(stacked_experts=True).items():
-        for part in parts:
-            grad = parameters[name].grad
+    layout, found = model.layout(stacked_experts=True), {}
+    for name, p in model.named_parameters():
+        for part in layout[name]:
+            grad = p.grad
             if grad is None:
                 assert missing, name
                 continue

@@ -16,7 +16,7 @@ MESSAGE = "exceed the range of float16"
 
 @pytest.mark.parametrize("model_type", sorted(MODELS))
 def test_who_says_it(model_type: str, tmp_path: Path) -> None:
-    reference(model_type, {"pad_token_id": None}, tmp_path)
+    reference(model_type, {"pad_token_id": None, "head_dim": 16}, tmp_path)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model = tigon.from_pretrained(tmp_path, dtype="bfloat16")

@@ -14,7 +14,10 @@ from tigon.models import MODELS, CausalLM, from_pretrained
 
 B, T = 2, 40  # longer than max_position_embeddings
 NO_SDPA = ("gemma2",)
-ABSOLUTE = ("ministral3",)  # a token's position matters, not only its distance to others
+ABSOLUTE = (
+    "hunyuan_v1_dense",
+    "ministral3",
+)  # a token's position matters, not only its distance to others
 
 
 def tokens(vocab: int = 211) -> Tensor:

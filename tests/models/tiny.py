@@ -241,6 +241,32 @@ CASES |= {
         "tied": {**WINDOW, "output_multiplier": 2.0, "tie_word_embeddings": True},
     }
 }
+CASES |= {
+    "ernie4_5": {
+        "grouped": {"pad_token_id": 3},
+        "biases": {"use_bias": True, "tie_word_embeddings": False, "pad_token_id": None},
+        "yarn": {"rope_parameters": YARN},
+    },
+    "exaone4": {
+        "three slide": {**WINDOW, "num_hidden_layers": 5},
+        "no window": {"sliding_window": None, "layer_types": [FULL] * 3, "pad_token_id": 3},
+        "listed": {
+            **WINDOW,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    },
+    "hunyuan_v1_dense": {
+        "plain": {"pad_token_id": 3},
+        "rope alpha": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 1.0}
+            | {"alpha": 9.0}
+        },
+        "rope dynamic": {"rope_parameters": ROPES["dynamic"]},
+        "attention_bias, tied": {"attention_bias": True, "tie_word_embeddings": True},
+    },
+}
 # No token chooses some of the experts where there are many
 EXPERTS: Overrides = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MANY: Overrides = {**EXPERTS, "num_experts": 90, "num_experts_per_tok": 1}
@@ -274,10 +300,23 @@ CASES |= {
         "one of many": MANY,
     },
 }
+# transformers has no other size of heads
+OLMOE: Overrides = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3}
+CASES |= {
+    "olmoe": {
+        "plain": OLMOE,
+        "clipped, biases": {**OLMOE, "clip_qkv": 0.9, "attention_bias": True},
+        "normed, tied": {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True},
+        "one of many": {**OLMOE, "num_experts": 90, "num_experts_per_tok": 1},
+    }
+}
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 6},
-    **{name: {"num_experts": 6, "num_experts_per_tok": 6} for name in ("qwen2_moe", "qwen3_moe")},
+    **{
+        name: {"num_experts": 6, "num_experts_per_tok": 6}
+        for name in ("olmoe", "qwen2_moe", "qwen3_moe")
+    },
 }
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]

@@ -56,6 +56,7 @@ class CheckpointNames(NamedTuple):
     experts: Mapping[str, tuple[str, ...]] = EXPERTS
     head: str = HEAD
     decoder: str = "model."  # prefix of the decoder's tensors
+    renamed: Mapping[str, str] = {}  # names of modules here -> their names in checkpoints
 
     @property
     def embedding(self) -> str:
@@ -64,6 +65,8 @@ class CheckpointNames(NamedTuple):
 
     def stored_name(self, name: str) -> str:
         """The name in checkpoints of a tensor or module of the model with this name."""
+        if self.renamed:
+            name = ".".join(self.renamed.get(part, part) for part in name.split("."))
         if not name.startswith("model."):
             return name
         return self.decoder + name.removeprefix("model.")

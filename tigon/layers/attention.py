@@ -3,6 +3,7 @@
 # B batch, T tokens, H query heads, K kv heads, D head dim, C model dim
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ class Attention(nn.Module):
     softmax, whose value is 0. With `gate`, sigmoids of a projection of x multiply the heads'
     outputs.
     """
+
+    zero_init: Collection[str] = ()  # parameters that begin as zeros
 
     def __init__(
         self,
@@ -154,7 +157,7 @@ class Attention(nn.Module):
             **options,
         )
         if self.rotates_first and self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            return self.q_norm(q), self.k_norm(k), v
         return q, k, v
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

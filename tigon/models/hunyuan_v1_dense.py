@@ -50,5 +50,5 @@ class HunYuanV1Dense(CausalLM):
     config_class = HunYuanV1DenseConfig
     block_class = HunYuanV1DenseBlock
     checkpoint_names = CheckpointNames(
-        renamed={"q_norm": "query_layernorm", "k_norm": "key_layernorm"}
+        renamed={"q_norm.weight": "query_layernorm.weight", "k_norm.weight": "key_layernorm.weight"}
     )

@@ -341,9 +341,7 @@ def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COL
         tl.store(out2 + columns, total.to(out2.dtype.element_ty), mask=inside)
 
 
-def _sum_partials(
-    partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None
-) -> None:
+def sum_partials(partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None) -> None:
     """Sums [P, C] or [2, P, C] to [C] each, in one step: the wait for memory is all."""
     grid = (-(-C // 16), 1 if out2 is None else 2)
     rows = min(next_power_of_2(P), 512)
@@ -499,7 +497,7 @@ def _backward(
         num_warps=launch.warps,
     )
     if partials is not None and dweight is not None:
-        _sum_partials(partials, grid, C, dweight, dpost)
+        sum_partials(partials, grid, C, dweight, dpost)
     return gradients
 
 

@@ -144,7 +144,7 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
             add(path, name, 0, module.weight.shape[0], linear=False)
         if isinstance(module, Experts):
             for matrix in MATRICES:
-                size = module.get_parameter(matrix).shape[1]
+                size, _ = module.matrix_shape(matrix)
                 add(path, matrix, 0, size, linear=False, experts=True)
         if not isinstance(module, Linear) or id(module) in routers:
             continue

@@ -22,13 +22,20 @@ from tigon.models.base import LanguageModel
 from tigon.models.config import ConfigError, ModelConfig, parse_dtype, torch_dtype
 from tigon.models.init import init_weights
 from tigon.models.pretrained.gguf import GGUFModel
-from tigon.models.pretrained.match import check_counts, check_fit, check_sizes, match_arguments
+from tigon.models.pretrained.match import (
+    check_counts,
+    check_fit,
+    check_sizes,
+    match_arguments,
+    warn_of_extra_tensors,
+)
 from tigon.models.pretrained.names import (
     MULTIMODAL,
     SCORE,
     UNTIED,
-    base_parameters,
+    base_tensors,
     embedding_and_head,
+    module_buffers,
 )
 from tigon.models.pretrained.quantization import (
     Quantize,
@@ -235,6 +242,7 @@ def build(
         check_counts(model, checkpoint)
     if fit:
         check_fit(model, checkpoint)
+        warn_of_extra_tensors(model, checkpoint)
     if quantize is not None:
         quantize_model(model, quantize, checkpoint)
     generation = repository.optional_file("generation_config.json")
@@ -321,7 +329,8 @@ class _NoInit(TorchFunctionMode):
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate every meta parameter, without values; call it before or after fully_shard.
+    """Allocate every meta parameter and stored buffer, without values; call it before or after
+    fully_shard.
 
     Raises ConfigError, before anything is allocated, if the weights exceed the device's memory.
     """
@@ -342,6 +351,9 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedWeight) and any(b.is_meta for b in module.buffers()):
             module.allocate(device)
+        for name, buffer in module_buffers(module).items():
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=device))
     model.to(device)  # buffers; and FSDP2 takes note of its new shards
 
 
@@ -365,13 +377,14 @@ def load_weights(
     mapped: Collection[str] = (),
     staging_bytes: int = STAGING_BYTES,
 ) -> None:
-    """Fill the base's parameters, except those `mapped`; raises unless the checkpoint fits exactly.
+    """Fill the base's parameters and stored buffers, except those `mapped`; raises unless the
+    checkpoint fits exactly.
 
     Buffers take at most `staging_bytes` of host memory.
     """
-    parameters = {n: p for n, p in base_parameters(model).items() if n not in mapped}
+    tensors = {n: t for n, t in base_tensors(model).items() if n not in mapped}
     load_into(
-        parameters,
+        tensors,
         **match_arguments(model, checkpoint),
         into=type(model).__name__,
         staging_bytes=staging_bytes,

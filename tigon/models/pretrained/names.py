@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from tigon.layers import (
     Linear,
     LowRankEmbedding,
     LowRankExperts,
+    QuantizedWeight,
     SavedModules,
 )
 from tigon.layers.lora import LORA_B, MAGNITUDE
@@ -54,9 +56,12 @@ class CheckpointNames(NamedTuple):
     packed: Mapping[str, tuple[str, ...]] = PACKED
     # Suffix of a parameter -> tensors of checkpoints with one for each expert, in row order
     experts: Mapping[str, tuple[str, ...]] = EXPERTS
+    # Suffix of a parameter -> that of the tensor, in every checkpoint
+    renamed: Mapping[str, str] = MappingProxyType({})
     head: str = HEAD
+    # Whether checkpoints have layers of multi-token prediction past the last one, which are skipped
+    extra_layers: bool = False
     decoder: str = "model."  # prefix of the decoder's tensors
-    renamed: Mapping[str, str] = {}  # names of modules here -> their names in checkpoints
 
     @property
     def embedding(self) -> str:
@@ -65,8 +70,8 @@ class CheckpointNames(NamedTuple):
 
     def stored_name(self, name: str) -> str:
         """The name in checkpoints of a tensor or module of the model with this name."""
-        if self.renamed:
-            name = ".".join(self.renamed.get(part, part) for part in name.split("."))
+        if end := next((end for end in self.renamed if name.endswith(f".{end}")), ""):
+            name = name.removesuffix(end) + self.renamed[end]
         if not name.startswith("model."):
             return name
         return self.decoder + name.removeprefix("model.")
@@ -77,7 +82,8 @@ class CheckpointNames(NamedTuple):
 
 
 def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> Layout:
-    """Map each parameter and quantized weight to the checkpoint tensors that store its rows.
+    """Map each parameter, stored buffer and quantized weight to the checkpoint tensors that store
+    its rows.
 
     The model's `shard_specs` say which rows and columns of a parameter this rank has.
     """
@@ -118,10 +124,38 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's parameters, and a quantized weight as a tensor without memory."""
+    """Yield the module's parameters and stored buffers, and a quantized weight as a tensor without
+    memory."""
     if isinstance(module, Linear) and module.quantized is not None:
         yield "weight", module.weight_meta
     yield from module.named_parameters(recurse=False)
+    yield from module_buffers(module).items()
+
+
+def module_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Find the module's own buffers that checkpoints have: the persistent ones."""
+    if isinstance(module, QuantizedWeight):  # its buffers are a weight, which has another form
+        return {}
+    skipped = module._non_persistent_buffers_set
+    return {n: b for n, b in module.named_buffers(recurse=False) if n not in skipped}
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Find all parameters, and the buffers that checkpoints have, by name and in the order of
+    modules."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = {**dict(module.named_parameters(recurse=False)), **module_buffers(module)}
+        found |= {f"{path}.{name}": t for name, t in own.items() if id(t) not in seen}
+        seen |= {id(t) for t in own.values()}
+    return found
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Find all buffers that checkpoints have, by name; each is whole on every rank."""
+    tensors = stored_tensors(model).items()
+    return {name: t for name, t in tensors if not isinstance(t, nn.Parameter)}
 
 
 def _adapter_slices(
@@ -166,9 +200,9 @@ def is_adapter_parameter(name: str) -> bool:
     return ".lora." in name or ".copies." in name
 
 
-def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Find all parameters but those of adapters, by name."""
-    return {name: p for name, p in model.named_parameters() if not is_adapter_parameter(name)}
+def base_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Find all parameters and stored buffers but those of adapters, by name."""
+    return {n: t for n, t in stored_tensors(model).items() if not is_adapter_parameter(n)}
 
 
 def _tile(

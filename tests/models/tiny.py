@@ -241,6 +241,32 @@ CASES |= {
         "tied": {**WINDOW, "output_multiplier": 2.0, "tie_word_embeddings": True},
     }
 }
+CASES |= {
+    "ernie4_5": {
+        "grouped": {"pad_token_id": 3},
+        "biases": {"use_bias": True, "tie_word_embeddings": False, "pad_token_id": None},
+        "yarn": {"rope_parameters": YARN},
+    },
+    "exaone4": {
+        "three slide": {**WINDOW, "num_hidden_layers": 5},
+        "no window": {"sliding_window": None, "layer_types": [FULL] * 3, "pad_token_id": 3},
+        "listed": {
+            **WINDOW,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    },
+    "hunyuan_v1_dense": {
+        "plain": {"pad_token_id": 3},
+        "rope alpha": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 1.0}
+            | {"alpha": 9.0}
+        },
+        "rope dynamic": {"rope_parameters": ROPES["dynamic"]},
+        "attention_bias, tied": {"attention_bias": True, "tie_word_embeddings": True},
+    },
+}
 # No token chooses some of the experts where there are many
 EXPERTS: Overrides = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MANY: Overrides = {**EXPERTS, "num_experts": 90, "num_experts_per_tok": 1}
@@ -273,6 +299,16 @@ CASES |= {
         "window unused": {**EXPERTS, **WINDOW},
         "one of many": MANY,
     },
+}
+# transformers has no other size of heads
+OLMOE: Overrides = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3}
+CASES |= {
+    "olmoe": {
+        "plain": OLMOE,
+        "clipped, biases": {**OLMOE, "clip_qkv": 0.9, "attention_bias": True},
+        "normed, tied": {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True},
+        "one of many": {**OLMOE, "num_experts": 90, "num_experts_per_tok": 1},
+    }
 }
 CLAMPED: Overrides = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
 UNCUT = YARN | {"truncate": False, "beta_fast": 1.0, "beta_slow": 0.05}
@@ -377,7 +413,10 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
-    **{name: {"num_experts": 6, "num_experts_per_tok": 6} for name in ("qwen2_moe", "qwen3_moe")},
+    **{
+        name: {"num_experts": 6, "num_experts_per_tok": 6}
+        for name in ("olmoe", "qwen2_moe", "qwen3_moe")
+    },
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
         for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")

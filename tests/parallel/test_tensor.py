@@ -50,6 +50,10 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", WINDOW),
     "gemma3": ("gemma3_text", WINDOW),
     "muse_glimmer": ("muse_glimmer_text", WINDOW),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "exaone4": ("exaone4", {**WINDOW, "num_hidden_layers": 4}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"attention_bias": True}),
+    "olmoe": ("olmoe", {"num_experts": 5, **BALANCED, "clip_qkv": 0.9}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "phi3": ("phi3", {"head_dim": 6}),  # packed in its files
     "seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),

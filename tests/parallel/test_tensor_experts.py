@@ -24,6 +24,7 @@ EIGHT: dict[str, Any] = MOE | {"num_experts": 8}
 QWEN2 = ("qwen2_moe", EIGHT | {"shared_expert_intermediate_size": 28})
 MODELS = {
     "mixtral": ("mixtral", {"num_local_experts": 8, **BALANCED}),
+    "olmoe": ("olmoe", {"num_experts": 8, **BALANCED}),
     "qwen2_moe": QWEN2,
     "qwen3_moe": ("qwen3_moe", EIGHT | {"mlp_only_layers": [0]}),
 }

@@ -22,12 +22,14 @@ from tigon.layers.rope import Rotation
 class Attention(nn.Module):
     """Self-attention: x [B, T, C] -> [B, T, C].
 
-    With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
-    all heads of q at once, and all of k; these norms have no weights unless `qk_norm_weight`.
-    `interleaved` rotates pairs of neighbors. A query sees `window` tokens at most, itself included;
-    scores are multiplied by `scale`, D ** -0.5 if it is None, and then capped by `softcap`, if
-    there is one. With `sinks` each head has a learned score more in its softmax, whose value is 0.
-    With `gate`, sigmoids of a projection of x multiply the heads' outputs.
+    With `qk_norm_eps`, every head of q and k is normed before it is rotated, or after it if
+    attention `rotates_first`; with `flat_qk_norm`, all heads of q at once, and all of k, and then
+    q, k and v are bounded by `clip`, if there is a bound. Norms have no weights unless
+    `qk_norm_weight`. `interleaved` rotates pairs of neighbors. A query sees `window` tokens at
+    most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is None, and then
+    capped by `softcap`, if there is one. With `sinks` each head has a learned score more in its
+    softmax, whose value is 0. With `gate`, sigmoids of a projection of x multiply the heads'
+    outputs.
     """
 
     zero_init: Collection[str] = ()  # parameters that begin as zeros
@@ -44,6 +46,8 @@ class Attention(nn.Module):
         qk_norm_eps: float | None = None,
         flat_qk_norm: bool = False,
         qk_norm_weight: bool = True,
+        rotates_first: bool = False,
+        clip: float | None = None,
         interleaved: bool = False,
         offset: float = 0.0,
         cast: Cast = "before_weight",
@@ -58,6 +62,7 @@ class Attention(nn.Module):
             raise ValueError(f"sliding_window={window} must be at least 1: a query sees itself")
         self.window, self.scale, self.softcap = window, scale, softcap
         self.flat_qk_norm, self.interleaved = flat_qk_norm, interleaved
+        self.rotates_first, self.clip = rotates_first, clip
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = FusedLinear(dim, parts, bias=bias)
@@ -137,11 +142,11 @@ class Attention(nn.Module):
             q, k, v = self._heads(qkv)
             return *rope(q, k, cos, sin, interleaved=self.interleaved), v
         options: dict[str, Any] = {}
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self.rotates_first:
             n = self.q_norm
             options = {"q_weight": n.weight, "k_weight": self.k_norm.weight}
             options |= {"eps": n.eps, "offset": n.offset, "cast": n.cast}
-        return qk_norm_rope(
+        q, k, v = qk_norm_rope(
             qkv,
             cos,
             sin,
@@ -151,6 +156,9 @@ class Attention(nn.Module):
             overwrite=unobserved,
             **options,
         )
+        if self.rotates_first and self.q_norm is not None and self.k_norm is not None:
+            return self.q_norm(q), self.k_norm(k), v
+        return q, k, v
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [B, T, H, D], k and v [B, T, K, D]: views, or with `flat_qk_norm` normed."""
@@ -158,6 +166,8 @@ class Attention(nn.Module):
         q, k, v = qkv.split(sizes, -1)
         if self.flat_qk_norm and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.clip is not None:
+            q, k, v = (y.clamp(-self.clip, self.clip) for y in (q, k, v))
         return (*(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)),)
 
     def _rotates_last(self, rotation: Rotation) -> bool:

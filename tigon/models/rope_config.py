@@ -48,7 +48,7 @@ RANGES = _range_of_names(
     ((1, MOST_LAYERS), "num_hidden_layers"),
 )
 ROPE_RANGES = _range_of_names(  # of rope_parameters
-    (POSITIVE, "attention_factor factor high_freq_factor low_freq_factor"),
+    (POSITIVE, "alpha attention_factor factor high_freq_factor low_freq_factor"),
     (POSITIVE, "long_factor short_factor"),
     (WEIGHT, "beta_fast beta_slow mscale mscale_all_dim"),  # a beta of 0 means the default
     (FACTOR, "llama_4_scaling_beta"),

@@ -21,6 +21,10 @@ from tigon.kernels import (
     KVBuffers,
     append_attention,
     attention,
+    causal_conv,
+    causal_conv_qkv,
+    causal_conv_qkv_ref,
+    causal_conv_ref,
     cross_entropy,
     cross_entropy_ref,
     divergence,
@@ -376,6 +380,51 @@ def lora_experts_case(*constant: str) -> OpCase:
     )  # fmt: skip
 
 
+# Convolutions
+
+# Batch, tokens, channels, taps. 300 tokens are several chunks in the kernels
+ROWS_OF_TOKENS = [(2, 9, 12, 4), (1, 1, 7, 3), (3, 2, 5, 2), (1, 300, 3, 4), (2, 21, 140, 3)]
+# Batch, tokens, key heads, their dim, other channels, taps
+QKV_ROWS = [(2, 9, 2, 6, 10, 4), (1, 21, 1, 16, 48, 3), (1, 300, 1, 1, 2, 4)]
+
+
+def conv_rows(b: int, t: int, c: int, w: int) -> Inputs:
+    return {
+        "x": torch.randn(b, t, c),
+        "weight": torch.randn(c, w),
+        "state": torch.randn(b, w - 1, c),
+        "starts": torch.rand(b, t) < 0.2,
+    }
+
+
+def qkv_rows(b: int, t: int, k: int, d: int, c: int, w: int) -> Inputs:
+    made = conv_rows(b, t, 2 * k * d + c, w) | {"key_heads": k, "key_dim": d}
+    made["x"].narrow(-1, 0, d).mul_(1e-2)  # so short that eps counts
+    return made
+
+
+def conv_case(*without: str, **more: Any) -> OpCase:
+    def make(*size: int) -> Inputs:
+        return {n: x for n, x in conv_rows(*size).items() if n not in without}
+
+    return OpCase(
+        causal_conv, exact.causal_conv, make, causal_conv_ref, sizes=ROWS_OF_TOKENS,
+        real=[(2, 2047, 2048, 3), (1, 5000, 1000, 4)], empty=[(0, 3, 4, 3), (2, 0, 4, 3)],
+        second="causal_conv", factor=1.1, **more,
+    )  # fmt: skip
+
+
+def qkv_case(*without: str) -> OpCase:
+    def make(*size: int) -> Inputs:
+        return {n: x for n, x in qkv_rows(*size).items() if n not in without}
+
+    return OpCase(
+        causal_conv_qkv, exact.causal_conv_qkv, make, causal_conv_qkv_ref, sizes=QKV_ROWS,
+        real=[(2, 2047, 16, 128, 4096, 4), (1, 5000, 3, 96, 300, 4)],
+        empty=[(0, 3, 1, 2, 2, 3), (2, 0, 1, 2, 2, 3)], second="causal_conv", factor=1.1,
+    )  # fmt: skip
+
+
 def lora_transposed_case() -> OpCase:
     return replace(
         lora_experts_case(), inputs=transposed_low_rank, definition=with_factors(merged_transposed),
@@ -637,6 +686,7 @@ CASES: dict[str, OpCase] = {
     "rms_norm, gate, residual": norm_case("x", "weight", "residual", "gate", **FEW),
     "sandwich_norm": sandwich_case(),
     "sandwich_norm, before": sandwich_case(offset=0.0, cast="before_weight"),
+    "sandwich_norm, two eps": sandwich_case(post_eps=1.0),
     "rope": rope_case(),
     "rope, interleaved": rope_case(interleaved=True),
     "qk_norm_rope": packed_case(True),
@@ -645,6 +695,12 @@ CASES: dict[str, OpCase] = {
     "qk_norm_rope, no norm": packed_case(False),
     "qk_norm_rope, no norm, interleaved": packed_case(False, interleaved=True),
     **{f"gated_act, {act}": act_case(act) for act in ("silu", "gelu", "gelu_tanh")},
+    "causal_conv": conv_case("starts", "state"),
+    "causal_conv, packed": conv_case(),
+    "causal_conv, silu": conv_case("starts", options={"activation": "silu"}),
+    "causal_conv, five taps": replace(conv_case(), sizes=[(2, 9, 12, 5)], **ONLY),
+    "causal_conv_qkv": qkv_case("starts", "state"),
+    "causal_conv_qkv, packed": qkv_case(),
     "gated_act, overwrite": act_case("silu", overwrite=True),  # nothing is written over a leaf
     "grouped_mlp, silu": experts_case("silu", EXPERTS),
     **{f"grouped_mlp, {act}": experts_case(act) for act in ("gelu", "gelu_tanh")},
@@ -679,10 +735,12 @@ CASES: dict[str, OpCase] = {
 KINDS = (
     "rms_norm, gate, residual", "sandwich_norm", "rope", "qk_norm_rope", "gated_act, silu",
     "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base", "cross_entropy, sum",
+    "causal_conv, silu", "causal_conv_qkv, packed",
     "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "selected_logprobs",
     "divergence, 0.3, sum",
 )  # fmt: skip
 MORE_KINDS = (
+    "causal_conv, packed",
     "rms_norm", "rms_norm, residual", "qk_norm_rope, no norm", "lora_grouped_mlp",
     "grouped_mlp, gpt-oss",
     "cross_entropy, all", "linear_cross_entropy, all", "linear_cross_entropy, every row",

@@ -17,6 +17,7 @@ from tigon.kernels.mlp.grouped_mlp import ExpertActivation, ExpertBiases, unchec
 from tigon.layers.linear import Linear
 from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
+from tigon.layers.router import GroupRouter
 
 
 class MoEOutput(NamedTuple):  # a tuple, so that FSDP and checkpointing find the tensors in it
@@ -121,8 +122,10 @@ class SparseMoE(nn.Module):
 
     The weights are probabilities over all experts, made to sum to 1 with `normalize`, and rounded
     to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert takes
-    every token, weighted by a gate. `bias` is that of the router and of all experts, whose matrices
-    may be `transposed`. `dropout_args`: keys [B, T] of an adapter's dropout, if any.
+    every token, weighted by a gate; `shared_experts` is the size of those that take every token
+    without one. A `router` replaces the choice of experts and their weights. `bias` is that of the
+    router and of all experts, whose matrices may be `transposed`. `dropout_args`: keys [B, T] of an
+    adapter's dropout, if any.
     """
 
     def __init__(
@@ -136,17 +139,21 @@ class SparseMoE(nn.Module):
         normalize: bool,
         exact_weights: bool = False,
         shared: int = 0,
+        shared_experts: int = 0,
+        router: GroupRouter | None = None,
         bias: bool = False,
         transposed: bool = False,
     ):
         super().__init__()
         self.per_token, self.normalize, self.exact_weights = per_token, normalize, exact_weights
-        self.gate = Linear(dim, experts, bias=bias)
+        self.gate = Linear(dim, experts, bias=bias) if router is None else router
         self.gate.zero_init = ()  # a router's bias is drawn, too
         form = {"bias": bias, "transposed": transposed}
         self.experts = Experts(dim, intermediate, experts, act, **form)
-        self.shared_expert = GatedMLP(dim, shared, cast(Activation, act)) if shared else None
+        gated = cast(Activation, act)  # of shared experts
+        self.shared_expert = GatedMLP(dim, shared, gated) if shared else None
         self.shared_expert_gate = Linear(dim, 1, bias=False) if shared else None
+        self.shared_experts = GatedMLP(dim, shared_experts, gated) if shared_experts else None
 
     @property
     def divided(self) -> bool:
@@ -155,19 +162,24 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
         rows = x.flatten(0, -2)
-        logits = self.gate(rows)
-        probs = logits.softmax(-1, dtype=torch.float32)
-        weights, chosen = probs.topk(self.per_token)
-        route = self.experts.route(chosen)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        if not self.exact_weights:
-            weights = weights.to(logits.dtype)
-        shared = None
+        if isinstance(self.gate, GroupRouter):
+            probs, chosen, weights = self.gate.route(rows)
+            route = self.experts.route(chosen)
+        else:
+            logits = self.gate(rows)
+            probs = logits.softmax(-1, dtype=torch.float32)
+            weights, chosen = probs.topk(self.per_token)
+            route = self.experts.route(chosen)
+            if self.normalize:
+                weights = weights / weights.sum(-1, keepdim=True)
+            if not self.exact_weights:
+                weights = weights.to(logits.dtype)
+        shared, keys = None, [t.flatten() for t in dropout_args]
         if self.shared_expert is not None and self.shared_expert_gate is not None:
-            keys = [t.flatten() for t in dropout_args]
             share = F.sigmoid(self.shared_expert_gate(rows, *keys))
             shared = share * self.shared_expert(rows, *keys)
+        elif self.shared_experts is not None:
+            shared = self.shared_experts(rows, *keys)
         y = self.experts(rows, chosen, weights, route)
         y = y if shared is None else y + shared
         # No view: FSDP2 warns of views among what a block returns

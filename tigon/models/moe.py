@@ -15,15 +15,13 @@ ROUTING_METRICS = ("aux_loss", "expert_load")  # metrics made of router statisti
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(ModelConfig):
+class ExpertsConfig(ModelConfig):
     """The config of a family with experts in place of the MLP, in all layers or in some."""
 
     # Keys of the number of experts: the family's first, then others that transformers accepts
     experts_keys: ClassVar[tuple[str, ...]] = ("num_experts",)
 
     num_experts_per_tok: int = 2
-    output_router_logits: bool = False  # whether aux_loss is added to the loss
-    router_aux_loss_coef: float = 0.001
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,8 +54,16 @@ class MoEConfig(ModelConfig):
         return getattr(self, self.experts_keys[0])
 
 
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(ExpertsConfig):
+    """The config of a family whose loss may include aux_loss."""
+
+    output_router_logits: bool = False  # whether aux_loss is added to the loss
+    router_aux_loss_coef: float = 0.001
+
+
 def sparse_moe(
-    c: MoEConfig, intermediate: int, act: ExpertActivation | None = None, **options: Any
+    c: ExpertsConfig, intermediate: int, act: ExpertActivation | None = None, **options: Any
 ) -> SparseMoE:
     """Make a SparseMoE with the config's sizes, experts of size `intermediate`, and the config's
     activation unless `act` is given."""
@@ -68,7 +74,7 @@ def sparse_moe(
 def expert_balance(c: ModelConfig, router_stats: Sequence[Tensor]) -> Balance | None:
     """Compute each expert's share of assignments, and aux_loss, from the counts of each layer; None
     if the model has no experts."""
-    if not isinstance(c, MoEConfig) or not router_stats:
+    if not isinstance(c, ExpertsConfig) or not router_stats:
         return None
     return balance(router_stats, c.num_experts_per_tok)
 

@@ -151,7 +151,7 @@ class ColumnParallelGatedLinear(ColumnParallelLinear, GatedLinear):
 
 
 class RowParallelLinear(Linear):
-    """A product over this rank's part of the input, summed over ranks by `TensorPass.reduce`."""
+    """A product over this rank's shard of the input, summed over ranks by `TensorPass.reduce`."""
 
     tensor: TensorPass
 
@@ -166,7 +166,7 @@ class RowParallelLinear(Linear):
 
 
 class TensorParallelMoE(SparseMoE):
-    """Experts of which each rank has a part: the input is gathered, and the output summed."""
+    """Experts of which each rank has a shard: the input is gathered, and the output summed."""
 
     tensor: TensorPass
 

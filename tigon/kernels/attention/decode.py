@@ -409,6 +409,8 @@ def _select_launch(dtype: torch.dtype, stored: torch.dtype, width: int) -> Decod
     """Chooses the launch for queries and cached keys of these types."""
     if INTERPRETED:
         return DecodeLaunch(16, stages=1, resident=1)
+    if width > 512 and stored != torch.int8:  # as much as shared memory holds
+        return DecodeLaunch(16, stages=1 if dtype == torch.float32 else 3, resident=1)
     if dtype == torch.float32:  # products without tensor cores
         return DecodeLaunch(max(16, min(64, 4096 // width)), stages=3, resident=2)
     if stored == torch.int8:
@@ -462,7 +464,8 @@ def _forward(
     launch = _select_launch(q.dtype, keys.dtype, width)
     if key_scales is not None:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
-    most_queries = 16 if q.dtype == torch.float32 else 64 if width <= 128 else 32  # by registers
+    most_queries = 64 if width <= 128 else 32 if width <= 512 else 16  # by registers
+    most_queries = 16 if q.dtype == torch.float32 else most_queries
     queries = min(triton.next_power_of_2(max(16, t * h // kv_heads)), most_queries)
     query_blocks = triton.cdiv(t * h // kv_heads, queries)
     max_tokens = slots if window is None else min(slots, window)

@@ -1,4 +1,4 @@
-"""MXFP4 tensors with scales: the values by definition, and the ways in which scales can be wrong."""
+"""MXFP4 tensors with scales: the values by definition, and ways in which scales can be wrong."""
 
 from pathlib import Path
 from typing import Any

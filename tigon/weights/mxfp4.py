@@ -56,7 +56,8 @@ class Mxfp4Tensor(DecodedTensor):
                 if (exponents == 255).any():
                     raise ValueError(
                         f"{escape(self.scale.path)}: {escape(self.name)}{SCALES} of expert "
-                        f"{expert} has 255, which is no number: the file is damaged; download it again"
+                        f"{expert} has 255, which is no number: the file is damaged; download it "
+                        "again"
                     )
                 numbers = PAIRS.index_select(0, codes.flatten().int()).view(rows, groups, GROUP)
                 scales = torch.ldexp(torch.ones(()), exponents.int() - 127).bfloat16()

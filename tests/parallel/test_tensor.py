@@ -64,12 +64,14 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5, **BALANCED}),
     "qwen2_moe": ("qwen2_moe", {"shared_expert_intermediate_size": 28, **MOE}),
     "qwen3_moe": ("qwen3_moe", {**MOE, "mlp_only_layers": [0]}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 5, "swiglu_limit": 0.5, **BALANCED, **WINDOW}),
 }
 FOUR = {
     "kv heads on two ranks each": ("llama", {"attention_bias": True}),
     "one kv head": ("qwen3", {"num_key_value_heads": 1}),
     "one norm of keys that two ranks have": ("olmo2", {}),
     "experts": ("qwen2_moe", {"shared_expert_intermediate_size": 28, **MOE}),
+    "sinks and experts with biases": TWO["gpt_oss"],
 }
 
 

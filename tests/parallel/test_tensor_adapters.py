@@ -33,6 +33,7 @@ CASES: dict[int, dict[str, Case]] = {
         "packed in files": (TWO["phi3"], {}),
         "norms over all heads": (TWO["olmo2"], {}),
         "experts": (EXPERTS, {"targets": OF_EXPERTS}),
+        "transposed experts": (TWO["gpt_oss"], {"targets": (*OF_EXPERTS[:2], "q_proj")}),
         "shared expert": (EXPERTS, {}),
         "embedding and head": (LLAMA, {"targets": ENDS}),
         "dora of embedding and head": (LLAMA, {"targets": ENDS, "dora": True}),

@@ -265,6 +265,12 @@ def test_real_sizes_are_as_good_as_eager(case: OpCase, size: Any, dtype: torch.d
     assert_as_good_as_eager(case, size, dtype, case.factor)
 
 
+@pytest.mark.parametrize("name", ["linear_kl, 0.3, sum", "linear_kl, 0.3, none"])
+def test_float16_gradients_of_flat_distributions(name: str) -> None:
+    """Those of logits are about 1 / V, and may not be rounded as subnormal numbers."""
+    assert_as_good_as_eager(CASES[name], (40, 48, 32, 32003), torch.float16)
+
+
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_tanh"])
 def test_activations_of_large_values(act: str) -> None:
     far = torch.tensor([-1e4, -80.0, -20.0, 20.0, 80.0, 1e4])

@@ -2,6 +2,18 @@
 
 from tigon.kernels.attention.api import AttentionMask, attention, attention_ref
 from tigon.kernels.attention.decode import KVBuffers, append_attention, append_attention_ref
+from tigon.kernels.delta.causal_conv import (
+    causal_conv,
+    causal_conv_qkv,
+    causal_conv_qkv_ref,
+    causal_conv_ref,
+)
+from tigon.kernels.delta.gated_delta import (
+    gated_delta_rule,
+    gated_delta_rule_ref,
+    gated_delta_step,
+    gated_delta_step_ref,
+)
 from tigon.kernels.linear.fp8 import fp8_linear, fp8_linear_ref
 from tigon.kernels.linear.linear import gemv, gemv_ref
 from tigon.kernels.linear.lora import lora_linear, lora_linear_ref
@@ -42,6 +54,10 @@ __all__ = [
     "argmax_ref",
     "attention",
     "attention_ref",
+    "causal_conv",
+    "causal_conv_qkv",
+    "causal_conv_qkv_ref",
+    "causal_conv_ref",
     "checks",
     "cross_entropy",
     "cross_entropy_ref",
@@ -52,6 +68,10 @@ __all__ = [
     "fp8_linear_ref",
     "gated_act",
     "gated_act_ref",
+    "gated_delta_rule",
+    "gated_delta_rule_ref",
+    "gated_delta_step",
+    "gated_delta_step_ref",
     "gemv",
     "gemv_ref",
     "grouped_mlp",

@@ -24,7 +24,8 @@ class Attention(nn.Module):
     With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
     all heads of q at once, and all of k. `interleaved` rotates pairs of neighbors. A query sees
     `window` tokens at most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is
-    None, and then capped by `softcap`, if there is one.
+    None, and then capped by `softcap`, if there is one. With `sinks` each head has a learned score
+    more in its softmax, whose value is 0.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Attention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
     ):
         super().__init__()
         if window is not None and window < 1:
@@ -54,6 +56,7 @@ class Attention(nn.Module):
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = FusedLinear(dim, parts, bias=bias)
         self.o_proj = Linear(heads * head_dim, dim, bias=out_bias)
+        self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
         self.q_norm = self.k_norm = None
         if qk_norm_eps is not None:
             q_dim, k_dim = parts[:2] if flat_qk_norm else (head_dim, head_dim)
@@ -93,6 +96,7 @@ class Attention(nn.Module):
             "window": self.window,
             "scale": self.scale,
             "softcap": self.softcap,
+            "sinks": self.sinks,
         }
         if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
             q, k, v = self._heads(self.qkv_proj(x, *ctx.dropout_args))

@@ -86,7 +86,6 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
     torch.OutOfMemoryError."""
     device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before
     run.task.rehearse(run.model)
-    run.task.begin(run.model)
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -303,7 +302,7 @@ def uncounted_memory(config: Config) -> list[str]:
             config.sample_prompts
         ),
         "what an evaluation keeps of its logits": config.predictions or config.eval_return_logits,
-        "what hooks are given and keep": config.hooks,
+        "what callbacks are given and keep": config.hooks,
         "the activations of the first micro-batch of each further kind, which has no graph yet": (
             config.cuda_graphs
         ),

@@ -163,7 +163,6 @@ def simulate_step(
     frozen = task.meta_frozen_model(model, compute)
     if frozen is not None:
         track_frozen_model(frozen, tracker, config, sizes, compute)
-    task.begin(model)
     model.train()
     with use("triton"), tracker:
         for index in range(last + 1):

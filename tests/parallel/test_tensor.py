@@ -75,7 +75,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {"shared_expert_intermediate_size": 28, **MOE}),
     "qwen3_moe": ("qwen3_moe", {**MOE, "mlp_only_layers": [0]}),
     "deepseek_v3": ("deepseek_v3", LATENTS),
-    "no latent of queries": ("deepseek_v3", LATENTS | {"q_lora_rank": None, "n_group": 1}),
+    "no latent of queries": ("deepseek_v3", LATENTS | {"q_lora_rank": None, "topk_group": 3}),
     "glm4_moe_lite": ("glm4_moe_lite", LATENTS),
     "mistral4": ("mistral4", LATENTS | {"attention_bias": True}),
 }

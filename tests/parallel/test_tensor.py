@@ -17,6 +17,7 @@ from tests.parallel.ranks import run_on_ranks, selected_cases
 from tigon.distributed import collectives
 from tigon.kernels.recompute import recompute_above
 from tigon.models import MODELS, CausalLM, LoraConfig
+from tigon.models.pretrained.names import stored_tensors
 from tigon.parallel import TensorParallel, shard_model, share_context
 from tigon.parallel.tensor_parallel import check_tensor_ranks
 from tigon.train.optim.clip import clip_gradients
@@ -37,6 +38,20 @@ SIZES = {
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 3}
 MOE = {"num_experts": 5, "moe_intermediate_size": 22, **BALANCED}
 WINDOW = {"sliding_window": 7}
+LATENTS = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 22,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 22,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+}
 # By name, the model type and what differs
 TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -65,6 +80,10 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {"shared_expert_intermediate_size": 28, **MOE}),
     "qwen3_moe": ("qwen3_moe", {**MOE, "mlp_only_layers": [0]}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 5, "swiglu_limit": 0.5, **BALANCED, **WINDOW}),
+    "deepseek_v3": ("deepseek_v3", LATENTS),
+    "no latent of queries": ("deepseek_v3", LATENTS | {"q_lora_rank": None, "topk_group": 3}),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENTS),
+    "mistral4": ("mistral4", LATENTS | {"attention_bias": True}),
 }
 FOUR = {
     "kv heads on two ranks each": ("llama", {"attention_bias": True}),
@@ -87,7 +106,7 @@ def random_model(model_type: str, changes: dict[str, Any]) -> CausalLM:
     values = {n: v for n, v in (SIZES | changes).items() if n in known}
     model = kind.from_config({"model_type": model_type, **values})
     with torch.no_grad():
-        for p in model.parameters():
+        for p in stored_tensors(model).values():
             p.add_(torch.randn_like(p) * (0.3 if p.dim() == 1 else 0.08))
     return model.train()
 

@@ -28,6 +28,7 @@ from tigon.layers import (
     Embedding,
     Experts,
     GatedMLP,
+    LatentAttention,
     Linear,
     LMHead,
     LoRAPart,
@@ -51,6 +52,7 @@ from tigon.parallel.tensor_modules import (
     RowParallelLinear,
     TensorParallelDecoder,
     TensorParallelExperts,
+    TensorParallelLatentAttention,
     TensorParallelMoE,
     TensorParallelNorm,
     TensorPass,
@@ -357,6 +359,12 @@ def vocabulary_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 # For each kind of module, the parameters that are sharded, by name
 PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
+    LatentAttention: {  # before Attention, of which it is one
+        "q_proj.weight": ShardRule(0, query_rows),
+        "q_b_proj.weight": ShardRule(0, query_rows),
+        "kv_b_proj.weight": ShardRule(0, query_rows),  # keys and values of a head in a row
+        "o_proj.weight": ShardRule(1, query_rows),
+    },
     Attention: {
         "qkv_proj.weight": ShardRule(0, qkv_rows),
         "qkv_proj.bias": ShardRule(0, qkv_rows),
@@ -475,7 +483,10 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
             _install(moe.experts, experts, tensor=tensor)
         inside = {module for moe in moes for module in moe.modules()}
         for module in block.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, LatentAttention):
+                _install(module, TensorParallelLatentAttention, tensor=tensor)
+                _install(module.o_proj, RowParallelLinear, tensor=tensor)
+            elif isinstance(module, Attention):
                 for projection in filter(None, (module.qkv_proj, module.gate_proj)):
                     _install(projection, ColumnParallelLinear, tensor=tensor)
                 _install(module.o_proj, RowParallelLinear, tensor=tensor)

@@ -52,7 +52,8 @@ from tigon.kernels import (
 from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.loss.api import Options, scale_and_cap
-from tigon.kernels.mlp.grouped_mlp import LoRAFactors, unchecked_grouped_mlp
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
+from tigon.kernels.mlp.grouped_mlp import ExpertBiases, LoRAFactors, unchecked_grouped_mlp
 from tigon.kernels.norm.rms_norm import MAX_COLUMNS, MAX_SANDWICH_COLUMNS
 
 Inputs = dict[str, Any]
@@ -257,6 +258,36 @@ def experts_case(act: str, sizes: Sequence[Any] = EXPERTS[:1]) -> OpCase:
     )  # fmt: skip
 
 
+CLAMPED = ClampedSwiGLU(1.702, 0.6)
+
+
+def biased_experts(transposed: bool) -> Callable[..., Inputs]:
+    def make(n: int, c: int, i: int, e: int, k: int) -> Inputs:
+        made = experts(n, c, i, e, k)
+        if transposed:
+            made |= {name: made[name].mT.contiguous() for name in ("gate_up", "down")}
+        return made | {"gate_up_bias": torch.randn(e, 2 * i), "down_bias": torch.randn(e, c)}
+
+    return make
+
+
+def with_biases(function: Call) -> Call:
+    def call(gate_up_bias: Tensor, down_bias: Tensor, **given: Any) -> Any:
+        return function(**given, biases=ExpertBiases(gate_up_bias, down_bias))
+
+    return call
+
+
+def biased_case(act: Any, transposed: bool, sizes: Sequence[Any] = EXPERTS[:1]) -> OpCase:
+    names = "x", "gate_up", "down", "gate_up_bias", "down_bias"
+    return replace(
+        experts_case("silu", sizes), operator=with_biases(grouped_mlp),
+        definition=with_biases(exact.grouped_mlp), inputs=biased_experts(transposed),
+        eager=with_biases(grouped_mlp_ref), options={"act": act, "transposed": transposed},
+        autocast=names,
+    )  # fmt: skip
+
+
 # Low-rank additions
 
 # Of each part the first column of y, columns, rank and scale
@@ -331,6 +362,17 @@ def merged(
     return exact.grouped_mlp(x, *whole, experts, weights, act)
 
 
+def transposed_low_rank(r: int, q: int) -> Inputs:
+    made = low_rank_experts(r, q)
+    return made | {name: made[name].mT.contiguous() for name in ("gate_up", "down")}
+
+
+def merged_transposed(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str, **low: Any
+) -> Tensor:
+    return merged(x, gate_up.mT, down.mT, experts, weights, act, low["low"])
+
+
 def lora_experts_case(*constant: str) -> OpCase:
     return OpCase(
         with_factors(unchecked_grouped_mlp), with_factors(merged), low_rank_experts, None, {},
@@ -380,6 +422,13 @@ def qkv_case(*without: str) -> OpCase:
         causal_conv_qkv, exact.causal_conv_qkv, make, causal_conv_qkv_ref, sizes=QKV_ROWS,
         real=[(2, 2047, 16, 128, 4096, 4), (1, 5000, 3, 96, 300, 4)],
         empty=[(0, 3, 1, 2, 2, 3), (2, 0, 1, 2, 2, 3)], second="causal_conv", factor=1.1,
+    )  # fmt: skip
+
+
+def lora_transposed_case() -> OpCase:
+    return replace(
+        lora_experts_case(), inputs=transposed_low_rank, definition=with_factors(merged_transposed),
+        operator=with_factors(partial(unchecked_grouped_mlp, transposed=True)),
     )  # fmt: skip
 
 
@@ -637,6 +686,7 @@ CASES: dict[str, OpCase] = {
     "rms_norm, gate, residual": norm_case("x", "weight", "residual", "gate", **FEW),
     "sandwich_norm": sandwich_case(),
     "sandwich_norm, before": sandwich_case(offset=0.0, cast="before_weight"),
+    "sandwich_norm, two eps": sandwich_case(post_eps=1.0),
     "rope": rope_case(),
     "rope, interleaved": rope_case(interleaved=True),
     "qk_norm_rope": packed_case(True),
@@ -654,6 +704,8 @@ CASES: dict[str, OpCase] = {
     "gated_act, overwrite": act_case("silu", overwrite=True),  # nothing is written over a leaf
     "grouped_mlp, silu": experts_case("silu", EXPERTS),
     **{f"grouped_mlp, {act}": experts_case(act) for act in ("gelu", "gelu_tanh")},
+    "grouped_mlp, biases": biased_case("gelu", False),
+    "grouped_mlp, gpt-oss": biased_case(CLAMPED, True, EXPERTS),
     "lora_linear": lora_case("weight", "bias"),
     "lora_linear, base learns": lora_case("bias"),
     **{
@@ -661,6 +713,7 @@ CASES: dict[str, OpCase] = {
         for layout in ("one", "all", "inside")
     },
     "lora_grouped_mlp": lora_experts_case(),
+    "lora_grouped_mlp, transposed": lora_transposed_case(),
     "lora_grouped_mlp, frozen base": lora_experts_case("gate_up", "down"),
     **{f"cross_entropy, {name}": logits_case(name, "none") for name in LOSSES},
     "cross_entropy, sum": logits_case("all", "sum"),
@@ -689,6 +742,7 @@ KINDS = (
 MORE_KINDS = (
     "causal_conv, packed",
     "rms_norm", "rms_norm, residual", "qk_norm_rope, no norm", "lora_grouped_mlp",
+    "grouped_mlp, gpt-oss",
     "cross_entropy, all", "linear_cross_entropy, all", "linear_cross_entropy, every row",
     "linear_kl, 0.0, none",
 )  # fmt: skip

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from tigon.kernels import KL, LogProbs, kl_ref
 from tigon.kernels.loss.api import scale_and_cap
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 
 EPS = 1e-2  # large, so that it counts
 
 
-def norm(x: Tensor, weight: Tensor | None, offset: float = 0.0) -> Tensor:
+def norm(x: Tensor, weight: Tensor | None, offset: float = 0.0, eps: float = EPS) -> Tensor:
     x = x.double()
-    y = x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5
+    y = x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** 0.5
     return y if weight is None else y * (weight.double() + offset)
 
 
@@ -40,9 +41,10 @@ def rms_norm(
 
 
 def sandwich_norm(
-    x: Tensor, residual: Tensor, post_weight: Tensor, weight: Tensor, offset: float = 1.0, **_: Any
-) -> tuple[Tensor, Tensor]:
-    total = residual.double() + norm(x, post_weight, offset)
+    x: Tensor, residual: Tensor, post_weight: Tensor, weight: Tensor, offset: float = 1.0,
+    post_eps: float = EPS, **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    total = residual.double() + norm(x, post_weight, offset, post_eps)
     return norm(total, weight, offset), total
 
 
@@ -201,20 +203,42 @@ def rounded_qk_norm_rope(
     return [*(cut(rotate(x, cos, sin)) for x in normed), v]
 
 
+def clamped_swiglu(gate_up: Tensor, act: ClampedSwiGLU) -> Tensor:
+    """Of neighbors (gate, up); the gate has no lower bound."""
+    gate, up = gate_up.double().unflatten(-1, (-1, 2)).unbind(-1)
+    gate = torch.where(gate > act.limit, act.limit, gate)
+    up = torch.where(up > act.limit, act.limit, torch.where(up < -act.limit, -act.limit, up))
+    return gate / (1 + (-act.alpha * gate).exp()) * (up + 1)
+
+
 def grouped_mlp(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str, **_: Any
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: Any,
+    biases: Any = None,
+    transposed: bool = False,
+    **_: Any,
 ) -> Tensor:
     """Token by token; an expert past the last is absent."""
     x, gate_up, down, weights = (t.double() for t in (x, gate_up, down, weights))
+    if transposed:
+        gate_up, down = gate_up.mT, down.mT
+    of_up, of_down = (None, None) if biases is None else (t.double() for t in biases)
+    apply = clamped_swiglu if isinstance(act, ClampedSwiGLU) else gated_act
     rows = []
     for n in range(x.shape[0]):
         row = 0 * x[n]
         for j, e in enumerate(experts[n].tolist()):
             if e < len(gate_up):
-                gate, up = (gate_up[e] @ x[n]).chunk(2)
-                row = row + weights[n, j] * (down[e] @ (activation(gate, act) * up))
+                hidden = gate_up[e] @ x[n] + (0 if of_up is None else of_up[e])
+                y = down[e] @ apply(hidden, act) + (0 if of_down is None else of_down[e])
+                row = row + weights[n, j] * y
         rows.append(row)
     unused = 0 * (gate_up.sum() + down.sum() + weights.sum())  # has gradients where all are absent
+    unused = unused + (0 if of_up is None else 0 * (of_up.sum() + of_down.sum()))
     return torch.stack(rows) + unused if rows else x * 1
 
 

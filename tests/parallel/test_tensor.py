@@ -58,6 +58,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", WINDOW),
     "gemma3": ("gemma3_text", WINDOW),
+    "muse_glimmer": ("muse_glimmer_text", WINDOW),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "phi3": ("phi3", {"head_dim": 6}),  # packed in its files
     "seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),

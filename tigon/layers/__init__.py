@@ -6,6 +6,7 @@ from tigon.layers.context import BlockInputs
 from tigon.layers.embedding import Embedding, LowRankEmbedding
 from tigon.layers.gated_delta_net import GatedDeltaNet
 from tigon.layers.kv_cache import Cache, KVCache, LayerState, StaticCache
+from tigon.layers.latent_attention import LatentAttention, LatentSizes
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear, RowOrder
 from tigon.layers.lm_head import LMHead
 from tigon.layers.lora import (
@@ -18,9 +19,10 @@ from tigon.layers.lora import (
 )
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
-from tigon.layers.norm import AddRMSNorm, RMSNorm
+from tigon.layers.norm import AddRMSNorm, RMSNorm, UnitRMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
-from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
+from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, yarn_magnitude
+from tigon.layers.router import GroupRouter
 
 __all__ = [
     "Adapters",
@@ -37,8 +39,11 @@ __all__ = [
     "GatedDeltaNet",
     "GatedLinear",
     "GatedMLP",
+    "GroupRouter",
     "KVCache",
     "LMHead",
+    "LatentAttention",
+    "LatentSizes",
     "LayerAdapter",
     "LayerState",
     "Linear",
@@ -57,6 +62,8 @@ __all__ = [
     "SavedModules",
     "SparseMoE",
     "StaticCache",
+    "UnitRMSNorm",
     "balance",
     "count_routing",
+    "yarn_magnitude",
 ]

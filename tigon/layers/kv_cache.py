@@ -118,12 +118,34 @@ class KVState(LayerState):
         k: Tensor,  # [B, T, K, D]
         v: Tensor,  # [B, T, K, D]
         ctx: BlockInputs,
-        *,
         window: int | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
+        **kwargs: Any,  # of `attention`
     ) -> Tensor:
         """Stores k and v, and returns attention of q to them and to earlier ones: [B, T, H, D]."""
+        return self.read(q, *self.store(k, v, ctx, window), ctx, window, **kwargs)
+
+    def store(
+        self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Stores k and v [B, T, K, D]; returns the keys and values that `read` takes.
+
+        A static cache in decoding leaves it to `read` to store them.
+        """
+        raise NotImplementedError
+
+    def read(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        ctx: BlockInputs,
+        window: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Returns attention [B, T, H, D] of q to what `store` returned in this pass.
+
+        Several layers may do so, one after the other.
+        """
         raise NotImplementedError
 
 
@@ -135,21 +157,35 @@ class GrowingKV(KVState):
         self.keys: Tensor | None = None  # [B, K, capacity, D]
         self.values: Tensor | None = None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs, **kwargs: Any) -> Tensor:
-        """Stores k and v, and returns attention [B, T, H, D] of q to all tokens by `ctx.mask`."""
+    def store(
+        self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Stores k and v; returns those of all tokens [B, S, K, D]."""
         past = 0 if ctx.append is None else ctx.append.cached_tokens
         keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
-        k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        return attention(q, k, v, mask=ctx.mask, **kwargs)
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def read(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        ctx: BlockInputs,
+        window: int | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Returns attention [B, T, H, D] of q to all tokens by `ctx.mask`."""
+        return attention(q, keys, values, mask=ctx.mask, window=window, **kwargs)
 
     def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Stores k, v [B, K, T, D] after `past` tokens; returns all of them [B, K, S, D]."""
-        self.keys, self.values = _extend(self.keys, k, past), _extend(self.values, v, past)
+        self.keys = extend_buffer(self.keys, k, past)
+        self.values = extend_buffer(self.values, v, past)
         total = past + k.shape[2]
         return self.keys.narrow(2, 0, total), self.values.narrow(2, 0, total)
 
 
-def _extend(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
+def extend_buffer(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
     """Returns the buffer, or a larger one, with `new` after its first `past` tokens.
 
     Returns `new` itself if `past` is 0, and a new tensor if a gradient is needed.
@@ -199,46 +235,71 @@ class StaticKV(KVState):
         fused = ctx.append.slots is None and autocast_dtype(x.device) is None
         return fused and fuses_rope(x.shape[1], self.buffers)
 
-    def attend(
+    def store(
+        self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns k and v after those earlier ones that their tokens see; in a step k and v alone.
+
+        Raises ValueError if a gradient is required.
+        """
+        _refuse_gradients(k, v)
+        cache_append = ctx.append
+        assert cache_append is not None
+        k, v = (self._cast(x) for x in (k, v))
+        if cache_append.slots is None:
+            return k, v
+        keys, values, cached = k, v, cache_append.cached_tokens
+        visible = cached if window is None else min(cached, window - 1)
+        if visible:
+            earlier = _read(self.buffers, cached - visible, cached, k.dtype)
+            keys, values = (torch.cat(x, 1) for x in zip(earlier, (k, v), strict=True))
+        append_tokens(k.flatten(0, 1), v.flatten(0, 1), self.buffers, *cache_append.slots[:3])
+        return keys, values
+
+    def read(
         self,
         q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
         ctx: BlockInputs,
         window: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """As in the base, and rotates q and k by `angles` where `rotates` is True.
-
-        Raises ValueError if a gradient is required.
-        """
-        if q.requires_grad or k.requires_grad or v.requires_grad:
-            raise ValueError(
-                "a StaticCache keeps no gradients: call the model inside torch.no_grad() or "
-                "torch.inference_mode(), or give it a KVCache"
-            )
-        cache_append, mask, buffers = ctx.append, ctx.mask, self.buffers
+        """As in the base; a step stores k and v, each time the same, and rotates q and k by
+        `angles` where `rotates` is True."""
+        _refuse_gradients(q)
+        cache_append, mask = ctx.append, ctx.mask
         assert cache_append is not None
-        dtype = autocast_dtype(q.device)
-        if dtype is not None:
-            # A scale may have made q wider than that; a cache from outside of autocast stays so
-            dtype = buffers.keys.dtype if buffers.key_scales is None else dtype
-            q, k, v = (x.to(dtype) for x in (q, k, v))
+        q = self._cast(q)
         if cache_append.slots is None:
             assert cache_append.lengths is not None
-            return append_attention(q, k, v, buffers, cache_append.lengths, window=window, **kwargs)
-        keys, values = k, v
-        cached = cache_append.cached_tokens
-        visible = cached if window is None else min(cached, window - 1)
-        if visible:
-            earlier = _read(buffers, cached - visible, cached, k.dtype)
-            keys, values = (torch.cat(x, 1) for x in zip(earlier, (k, v), strict=True))
-        if visible < cached:
+            return append_attention(
+                q, keys, values, self.buffers, cache_append.lengths, window=window, **kwargs
+            )
+        visible = keys.shape[1] - mask.tokens
+        if visible < cache_append.cached_tokens:
             visible_mask = AttentionMask(mask.tokens, past=visible, backend=mask.backend)
             mask = cache_append.masks.setdefault(visible, visible_mask)
-        out = attention(q, keys, values, mask=mask, window=window, **kwargs)
-        append_tokens(k.flatten(0, 1), v.flatten(0, 1), buffers, *cache_append.slots[:3])
-        return out
+        return attention(q, keys, values, mask=mask, window=window, **kwargs)
+
+    def _cast(self, x: Tensor) -> Tensor:
+        """Returns x in the dtype that attention under autocast takes; else x itself.
+
+        A scale may have made it wider; a cache from outside of autocast keeps its dtype.
+        """
+        dtype = autocast_dtype(x.device)
+        if dtype is None:
+            return x
+        return x.to(self.buffers.keys.dtype if self.buffers.key_scales is None else dtype)
+
+
+def _refuse_gradients(*tensors: Tensor) -> None:
+    """Raises ValueError if one of the tensors requires a gradient."""
+    if any(x.requires_grad for x in tensors):
+        raise ValueError(
+            "a StaticCache keeps no gradients: call the model inside torch.no_grad() or "
+            "torch.inference_mode(), or give it a KVCache"
+        )
 
 
 def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -310,6 +310,43 @@ CASES |= {
         "one of many": {**OLMOE, "num_experts": 90, "num_experts_per_tok": 1},
     }
 }
+LINEAR = "linear_attention"
+# Three value heads to a key head; a quarter of 24 head dims is rotated
+DELTA: Overrides = {
+    "head_dim": 24,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 10,
+}
+CASES |= {
+    "qwen3_5_text": {
+        "plain": DELTA,
+        "biases, tied": {
+            **DELTA,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 12,
+        },
+        "half, by interval": {
+            **DELTA,
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
+        },
+    },
+    "qwen3_5_moe_text": {
+        "plain": {**DELTA, **SHARED},
+        "tied": {**DELTA, **SHARED, "tie_word_embeddings": True, "attention_bias": True},
+    },
+    "qwen3_next": {
+        "plain": {**DELTA, **SHARED},
+        "not normed": {**DELTA, **SHARED, "norm_topk_prob": False, "linear_num_key_heads": 12},
+        "some dense": {**DELTA, **SHARED, "mlp_only_layers": [1], "attention_bias": True},
+    },
+}
 CLAMPED: Overrides = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
 UNCUT = YARN | {"truncate": False, "beta_fast": 1.0, "beta_slow": 0.05}
 CASES |= {
@@ -415,7 +452,7 @@ IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
     **{
         name: {"num_experts": 6, "num_experts_per_tok": 6}
-        for name in ("olmoe", "qwen2_moe", "qwen3_moe")
+        for name in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
     },
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
@@ -485,8 +522,10 @@ def reference(
     config = their_config(model_type, **SIZES | overrides, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
     with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 1:
+        for name, p in model.named_parameters():
+            if name.endswith("A_log"):
+                p.uniform_(-5, 1)  # some heads remember
+            elif p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.3)
             else:
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
@@ -515,8 +554,8 @@ def on_meta(config: ModelConfig) -> CausalLM:
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """Of the attention of each layer."""
-    return [layer.self_attn.window for layer in on_meta(config).model.layers]
+    """Of the attention of each layer; None where it has none."""
+    return [getattr(layer.mixer, "window", None) for layer in on_meta(config).model.layers]
 
 
 def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto") -> Any:

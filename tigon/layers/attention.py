@@ -14,7 +14,7 @@ from tigon.kernels.norm.rms_norm import Cast
 from tigon.kernels.rope.rope import qk_norm_rope, rope
 from tigon.layers.context import BlockInputs
 from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV
-from tigon.layers.linear import FusedLinear, Linear, is_unpatched
+from tigon.layers.linear import FusedLinear, Linear, RowOrder, is_unpatched
 from tigon.layers.norm import RMSNorm, UnitRMSNorm
 from tigon.layers.rope import Rotation
 
@@ -29,7 +29,7 @@ class Attention(nn.Module):
     most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is None, and then
     capped by `softcap`, if there is one. With `sinks` each head has a learned score more in its
     softmax, whose value is 0. With `gate`, sigmoids of a projection of x multiply the heads'
-    outputs.
+    outputs; with `output_gate`, this projection is a part of q_proj.
     """
 
     zero_init: Collection[str] = ()  # parameters that begin as zeros
@@ -54,6 +54,7 @@ class Attention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        output_gate: bool = False,
         sinks: bool = False,
         gate: bool = False,
     ):
@@ -65,7 +66,13 @@ class Attention(nn.Module):
         self.rotates_first, self.clip = rotates_first, clip
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        self.qkv_proj = FusedLinear(dim, parts, bias=bias)
+        self.output_gate = output_gate
+        if output_gate:  # checkpoints have [q | gate] in each head, and here gates precede q, k, v
+            order = RowOrder(heads, (head_dim, head_dim), (1, 0))
+            gated = (2 * parts[0], *parts[1:])
+            self.qkv_proj = FusedLinear(dim, gated, bias=bias, orders=(order, None, None))
+        else:
+            self.qkv_proj = FusedLinear(dim, parts, bias=bias)
         self.o_proj = Linear(heads * head_dim, dim, bias=out_bias)
         self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
         self.gate_proj = FusedLinear(dim, parts[:1]) if gate else None
@@ -114,10 +121,11 @@ class Attention(nn.Module):
             "sinks": self.sinks,
         }
         if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
-            q, k, v = self._heads(self.qkv_proj(x, *ctx.dropout_args))
+            gate, qkv = self._qkv(x, *ctx.dropout_args)
+            q, k, v = self._heads(qkv)
             kwargs["angles"] = rotation.cos, rotation.sin
         else:
-            q, k, v = self._project(x, rotation, *ctx.dropout_args)
+            gate, q, k, v = self._project(x, rotation, *ctx.dropout_args)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         if ctx.shard is not None:
@@ -127,20 +135,32 @@ class Attention(nn.Module):
         else:
             out = state.attend(q, k, v, ctx, **kwargs)
         out = out.flatten(2)
-        if self.gate_proj is not None:
+        if gate is not None:
+            out = out * gate.sigmoid()
+        elif self.gate_proj is not None:
             out = out * self.gate_proj(x, *ctx.dropout_args).sigmoid()
         return self.o_proj(out, *ctx.dropout_args)
 
+    def _qkv(self, x: Tensor, *keys: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Returns the output gates [B, T, H D], or None, and packed q, k, v."""
+        y = self.qkv_proj(x, *keys)
+        if not self.output_gate:
+            return None, y
+        size = self.heads * self.head_dim
+        gate, qkv = y.split((size, y.shape[-1] - size), -1)
+        return gate, qkv
+
     def _project(
         self, x: Tensor, rotation: Rotation, *keys: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """Returns the output gates, or None; q [B, T, H, D], k and v [B, T, K, D], normed and
+        rotated."""
         # Asked before the call, since a hook may keep what it sees and take itself away
         unobserved = self.q_norm is None and self._is_unobserved()
-        qkv, (cos, sin, _) = self.qkv_proj(x, *keys), rotation
+        (gate, qkv), (cos, sin, _) = self._qkv(x, *keys), rotation
         if self.flat_qk_norm:
             q, k, v = self._heads(qkv)
-            return *rope(q, k, cos, sin, interleaved=self.interleaved), v
+            return gate, *rope(q, k, cos, sin, interleaved=self.interleaved), v
         options: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None and not self.rotates_first:
             n = self.q_norm
@@ -157,8 +177,8 @@ class Attention(nn.Module):
             **options,
         )
         if self.rotates_first and self.q_norm is not None and self.k_norm is not None:
-            return self.q_norm(q), self.k_norm(k), v
-        return q, k, v
+            q, k = self.q_norm(q), self.k_norm(k)
+        return gate, q, k, v
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [B, T, H, D], k and v [B, T, K, D]: views, or with `flat_qk_norm` normed."""

@@ -25,6 +25,9 @@ from tigon.models.phi3 import Phi3 as Phi3
 from tigon.models.qwen2 import Qwen2 as Qwen2
 from tigon.models.qwen2_moe import Qwen2Moe as Qwen2Moe
 from tigon.models.qwen3 import Qwen3 as Qwen3
+from tigon.models.qwen3_5 import Qwen3_5 as Qwen3_5
+from tigon.models.qwen3_5_moe import Qwen3_5Moe as Qwen3_5Moe
 from tigon.models.qwen3_moe import Qwen3Moe as Qwen3Moe
+from tigon.models.qwen3_next import Qwen3Next as Qwen3Next
 from tigon.models.seed_oss import SeedOss as SeedOss
 from tigon.models.smollm3 import SmolLM3 as SmolLM3

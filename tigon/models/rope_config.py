@@ -36,6 +36,8 @@ RANGES = _range_of_names(
     (SIZE, "hidden_size intermediate_size moe_intermediate_size vocab_size num_attention_heads"),
     (SIZE, "max_position_embeddings original_max_position_embeddings"),
     (SIZE, "decoder_sparse_step no_rope_layer_interval sliding_window_pattern"),
+    (SIZE, "full_attention_interval linear_num_key_heads linear_num_value_heads"),
+    ((1, 2**16), "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim"),
     (SIZE, "kv_lora_rank n_group n_shared_experts q_lora_rank topk_group v_head_dim"),
     (SIZE, "qk_nope_head_dim qk_rope_head_dim"),
     (COUNT, "max_window_layers mlp_only_layers no_rope_layers num_experts_per_tok"),

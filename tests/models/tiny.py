@@ -220,6 +220,48 @@ CASES |= {
         "default rope, tied": {"tie_word_embeddings": True},
     },
 }
+# Three kinds of layer: keys and values of layers 1 and 2 are read by 4 and 3, and by 5
+GEMMA4: Overrides = {
+    **WINDOW,
+    "num_hidden_layers": 6,
+    "head_dim": 20,
+    "global_head_dim": 32,
+    "layer_types": [FULL, SLIDING, FULL, FULL, SLIDING, FULL],
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+        FULL: {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
+    },
+}
+PER_LAYER: Overrides = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 211}
+CASES |= {
+    "gemma4_text": {
+        "shared": {**GEMMA4, **PER_LAYER, "num_kv_shared_layers": 3, "pad_token_id": 3},
+        "double wide, softcap": {
+            **GEMMA4,
+            **PER_LAYER,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+        },
+        "keys are values": {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+        },
+    },
+    "gemma4_unified_text": {
+        "keys are values": {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "final_logit_softcapping": 3.0,
+        },
+        "listed": {**GEMMA4, "layer_types": [FULL, *5 * [SLIDING]], "num_kv_shared_layers": 2},
+        "both sides": {**GEMMA4, "use_bidirectional_attention": "all", "num_kv_shared_layers": 2},
+    },
+}
 # No token chooses some of the experts where there are many
 EXPERTS: Overrides = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MANY: Overrides = {**EXPERTS, "num_experts": 90, "num_experts_per_tok": 1}
@@ -258,6 +300,9 @@ IN_BF16: dict[str, Overrides] = {
     "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 6},
     **{name: {"num_experts": 6, "num_experts_per_tok": 6} for name in ("qwen2_moe", "qwen3_moe")},
 }
+# Families with scores that are not scaled: with queries of norm 1 attention would see one token
+UNSCALED = ("gemma4_text", "gemma4_unified_text")
+SAVED_BUFFERS = ("layer_scalar",)
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]
 
@@ -272,17 +317,23 @@ def reference(
 ) -> Any:
     """transformers' model in evaluation mode, saved to the directory.
 
-    Its norms and biases are random, and its matrices large enough that no error hides.
+    Its norms and biases are random, as are the buffers that it saves, and its matrices large enough
+    that no error hides.
     """
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SIZES | overrides, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
     with torch.no_grad():
-        for p in model.parameters():
+        for name, p in model.named_parameters():
             if p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.3)
             else:
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
+            if model_type in UNSCALED and name.endswith("q_norm.weight"):
+                p.mul_(0.2)
+        for name, saved in model.state_dict().items():
+            if name.endswith(SAVED_BUFFERS):
+                saved.add_(torch.randn_like(saved) * 0.3)
     model.to(dtype).eval().save_pretrained(directory, **save)
     return model
 

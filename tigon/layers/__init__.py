@@ -19,7 +19,7 @@ from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
 from tigon.layers.norm import AddRMSNorm, RMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
-from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation
+from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, rotated_dims
 
 __all__ = [
     "Adapters",
@@ -56,4 +56,5 @@ __all__ = [
     "StaticCache",
     "balance",
     "count_routing",
+    "rotated_dims",
 ]

@@ -68,6 +68,8 @@ class LanguageModel(CheckedCasts):
             self.lm_head = self.make_head(config)
         if self.ties_head:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+        # Names of parameters that are never trained: buffers of transformers that are saved
+        self.constants = frozenset(n for n, p in self.named_parameters() if not p.requires_grad)
 
     @property
     def ties_head(self) -> bool:
@@ -231,7 +233,8 @@ class LanguageModel(CheckedCasts):
         router's statistics."""
         embeds = batch.inputs_embeds
         if embeds is None:
-            embeds = self.model.embed_tokens(batch.input_ids)
+            assert batch.input_ids is not None
+            embeds = self.model.embed(batch.input_ids)
         embeds, position_ids, mask, real_token_indices = batch.drop_padding(embeds)
         options: dict[str, Any] = {} if batch.shard is None else {"shard": batch.shard}
         if self.drops_elements and batch.cache is None:

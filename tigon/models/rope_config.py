@@ -36,6 +36,8 @@ RANGES = _range_of_names(
     (SIZE, "hidden_size intermediate_size moe_intermediate_size vocab_size num_attention_heads"),
     (SIZE, "max_position_embeddings original_max_position_embeddings"),
     (SIZE, "decoder_sparse_step no_rope_layer_interval sliding_window_pattern"),
+    (COUNT, "hidden_size_per_layer_input num_kv_shared_layers"),
+    (SIZE, "global_head_dim num_global_key_value_heads vocab_size_per_layer_input"),
     (COUNT, "max_window_layers mlp_only_layers no_rope_layers num_experts_per_tok"),
     (COUNT, "num_key_value_heads shared_expert_intermediate_size"),
     (COUNT, "sliding_window"),  # 0 where no layer slides
@@ -76,6 +78,7 @@ ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor", "factor"),
+    "proportional": (),
 }
 ROPE_HINTS: dict[str, Any] = {
     "attention_factor": float | None,
@@ -123,6 +126,7 @@ def read_rope(
     if rope_type in ("llama3", "yarn", "longrope"):
         key = "original_max_position_embeddings"
         rope[key] = source.get(key) or rope.get(key) or longest
+    partial = partial or rope_type == "proportional"
     hints = ROPE_HINTS | dict(extras or {})
     known = {name: value for name, value in rope.items() if name in hints}
     for name, value in known.items():

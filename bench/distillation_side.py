@@ -226,7 +226,6 @@ def our_steps(request: Request) -> Iterator[tuple[str, Record]]:
             fill(parts_of(student))
             optimizer = build_optimizer(student, config)
             run = build_run(config, world, inputs, student, optimizer, None)
-            run.task.begin(student)
             count = iter(range(config.steps))
 
             def step(run: Any = run, count: Iterator[int] = count) -> tuple[float, float]:

@@ -193,7 +193,6 @@ def ours(request: Request, directory: Path, device: str) -> Record:
         optimizer = build_optimizer(model, config)
         run = build_run(config, world, inputs, model, optimizer, None)
         open_task(run)
-        run.task.begin(run.model)
         free()
         weights, clock, first = allocated() / GIB, Clock(device), {}
         with run.prefetcher:

@@ -69,7 +69,6 @@ def tigon(config: Config, world: World, count: int) -> Record:
     run = build_run(
         config, world, inputs, model, build_optimizer(model, config), build_ema(model, config)
     )
-    run.task.begin(model)
     done, losses = iter(range(run.steps)), []
 
     def step() -> None:

@@ -30,6 +30,19 @@ def flash(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     return torch.einsum("hts,shd->thd", scores(q, k, *options).softmax(-1), v)
 
 
+def flash_gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    """As the kernels compute them, from the output and the lse [H, T] that they are given."""
+    groups, scale = q.shape[1] // k.shape[1], options[1] or q.shape[-1] ** -0.5
+    p = (scores(q, k, *options) - lse[..., None]).exp()
+    dp = torch.einsum("thd,shd->hts", dout, v.repeat_interleave(groups, 1))
+    ds = p * (dp - (out * dout).sum(-1).T[..., None]) * scale
+    dq = torch.einsum("hts,shd->thd", ds, k.repeat_interleave(groups, 1))
+    pairs = (torch.einsum("hts,thd->shd", *pair) for pair in ((ds, q), (p, dout)))
+    return dq, *(x.unflatten(1, (-1, groups)).sum(2) for x in pairs)
+
+
 def in_rows(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> Tensor:
     return torch.stack([flash(*row, *options) for row in zip(q, k, v, strict=True)])
 
@@ -83,14 +96,9 @@ class Interface:
         cu, of = bounds[0], (*bounds, bounds[0], bounds[0], *bounds)
         parts = list(map(sequences_of, (q, k, v, out, dout, dq, dk, dv), of))
         parts.append(sequences_of(lse, cu, 1))
-        for a, b, c, o, do, da, db, dc, s in zip(*parts, strict=True):
-            groups, scale = a.shape[1] // b.shape[1], reach[1] or a.shape[-1] ** -0.5
-            p = (scores(a, b, *reach) - s[..., None]).exp()
-            dp = torch.einsum("thd,shd->hts", do, c.repeat_interleave(groups, 1))
-            ds = p * (dp - (o * do).sum(-1).T[..., None]) * scale
-            da.copy_(torch.einsum("hts,shd->thd", ds, b.repeat_interleave(groups, 1)))
-            for x, found in ((db, (ds, a)), (dc, (p, do))):
-                x.copy_(torch.einsum("hts,thd->shd", *found).unflatten(1, (-1, groups)).sum(2))
+        for a, b, c, o, do, *grads, s in zip(*parts, strict=True):
+            for x, found in zip(grads, flash_gradients(a, b, c, o, do, s, *reach), strict=True):
+                x.copy_(found)
         return dq, dk, dv
 
 
@@ -119,9 +127,29 @@ def aten_flash(q, k, v, cu, cu_k, t, s, dropout, causal, debug, *, scale, **wind
     if cu is None:
         assert cu_k is None
         assert (t, s) == (q.shape[1], k.shape[1])
-        return (in_rows(q, k, v, *options),)
-    assert cu.diff().max() <= t and cu_k.diff().max() <= s
-    return (in_sequences(q, k, v, cu, cu_k, *options),)
+    else:
+        assert cu.diff().max() <= t and cu_k.diff().max() <= s
+    pairs = zip(sequences_of(q, cu), sequences_of(k, cu_k), strict=True)
+    lse = [scores(*pair, *options).logsumexp(-1) for pair in pairs]
+    state = None, None, None  # of dropout
+    if cu is None:
+        return in_rows(q, k, v, *options), torch.stack(lse), *state
+    return in_sequences(q, k, v, cu, cu_k, *options), torch.cat(lse, 1), *state
+
+
+def aten_flash_backward(
+    dout, q, k, v, out, lse, cu, cu_k, t, s, dropout, causal, rng, unused, *, scale, **window
+):
+    options = causal, scale, window.pop("window_size_left"), window.pop("window_size_right")
+    assert dropout == 0.0 and rng is None and unused is None and not window
+    assert cu is not None or (t, s) == (q.shape[1], k.shape[1])
+    parts = [sequences_of(x, cu) for x in (q, out, dout)] + [sequences_of(lse, cu, 1)]
+    parts += [sequences_of(x, cu_k) for x in (k, v)]
+    found = [
+        flash_gradients(a, b, c, o, do, e, *options)
+        for a, o, do, e, b, c in zip(*parts, strict=True)
+    ]
+    return tuple(map(torch.stack if cu is None else torch.cat, zip(*found, strict=True)))
 
 
 def aten_cudnn(q, k, v, bias, lse, dropout, causal, debug, *, scale):
@@ -155,4 +183,5 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend serves a call on the CPU if it could serve it on a Hopper GPU in bf16."""
     _play(monkeypatch)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", aten_flash)
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", aten_flash_backward)
     monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", aten_cudnn)

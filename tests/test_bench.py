@@ -539,6 +539,17 @@ def test_sides_that_end_badly_are_recorded(monkeypatch: Patch, tmp_path: Path) -
     assert time.monotonic() - began < 20
 
 
+def test_ranks_import_this_checkout(monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    side = tmp_path / "side.py"
+    side.write_text(
+        "import json, pathlib, sys\n"
+        "import tigon\n"
+        "pathlib.Path(sys.argv[1]).write_text(json.dumps({'from': tigon.__file__}))\n"
+    )
+    assert estimates.run_ranks(side, 1, tmp_path, [], 50) == {"from": tigon.__file__}
+
+
 # What is published
 
 

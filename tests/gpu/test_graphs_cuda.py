@@ -107,7 +107,6 @@ def test_a_step_of_replays_waits_once(workspace):
     settings = arguments(workspace, "waits", HALF, cuda_graphs="true", steps=40)
     with start("cuda") as world:
         run = prepare(load(None, settings), world)
-        run.task.begin(run.model)
         graphs = run.model.graphs
         assert isinstance(graphs, Graphs)
         with run.prefetcher:

@@ -79,7 +79,6 @@ def test_padding_behind_packed_rows_costs_no_wait(workspace, tmp_path, monkeypat
         for packing in (True, False):
             settings = workspace.settings("x", **changes, device="cuda", packing=packing)
             run = prepare(load(None, settings), world)
-            run.task.begin(run.model)
             (rows,) = run.data.micro_batches(0)
             assert rows.attention_mask is not None
             rows = rows.to(world.device)

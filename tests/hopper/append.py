@@ -32,6 +32,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "rotated in part, fp32, several tokens": {"turned": 24, "dtype": FP32, "T": 4},
     "packed, whole, odd": PACKED | {"B": 16, "D": 80},
     "with room for the next kernels": {"H": 4, "K": 1, "window": 32},
+    "sinks": {"sinks": True, "D": 64},
+    "packed, several tokens, window, sinks": PACKED | {"T": 4, "window": 300, "sinks": True},
+    "latents of 320 numbers": {"H": 32, "K": 1, "D": 320},
+    "latents of 576 numbers": {"H": 128, "K": 1, "D": 576, "T": 4},
+    "latents, fp32": {"H": 128, "K": 1, "D": 576, "dtype": FP32},
+    "packed, latents": PACKED | {"H": 128, "K": 1, "D": 576},
     "large, one kv head": {"B": 16384, "H": 1, "K": 1, "D": 64},
 }
 
@@ -47,6 +53,7 @@ def _append(
     window: int | None = None,
     softcap: float | None = None,
     turned: int | None = None,  # dims that are yet to be rotated
+    sinks: bool = False,
 ) -> None:
     q = zeros(B, T, H, D, dtype=dtype)
     k, v = (zeros(B, T, K, D, dtype=dtype) for _ in range(2))
@@ -55,4 +62,5 @@ def _append(
     scales = [None if kept is None else zeros(B, K, 1024, dtype=FP32) for _ in "kv"]
     lengths = zeros(B, dtype=torch.int32)
     angles = [None if turned is None else zeros(1, T, turned // 2, dtype=FP32) for _ in range(2)]
-    _forward(q, k, v, keys, values, *scales, lengths, window, softcap, D**-0.5, *angles)
+    options = window, softcap, D**-0.5, *angles, zeros(H, dtype=dtype) if sinks else None
+    _forward(q, k, v, keys, values, *scales, lengths, *options)

@@ -127,6 +127,7 @@ def plain(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     t, s = len(q), len(k)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -135,7 +136,10 @@ def plain(
         scores = softcap * (scores / softcap).tanh()
     behind = torch.arange(s - t, s)[:, None] - torch.arange(s)
     seen = (behind >= 0) & (behind < (window or s))
-    return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, t, 1)), -1)
+    return torch.einsum("hts,shd->thd", scores.softmax(-1)[..., :s], v)
 
 
 @pytest.mark.parametrize(
@@ -158,6 +162,18 @@ def test_tokens_are_appended_and_seen(
     for t in (1, 16, 3):
         rows.check(t, window=window, softcap=softcap)
     rows.check_buffers()
+
+
+@int8
+@pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (3, 20)])
+def test_sinks(
+    splits: int, window: int | None, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted once, however many programs share the tokens, and where a row has none yet."""
+    monkeypatch.setattr(OWN, "_num_splits", lambda *_: splits)
+    rows, sinks = Rows([0, 37, 15], 90, int8=int8), torch.linspace(-2, 6, H)
+    for t in (1, 16, 3, 18):
+        rows.check(t, window=window, sinks=sinks, scale=0.1)
 
 
 @int8
@@ -422,6 +438,6 @@ def test_registered_op(path: str, int8: bool) -> None:
             if x is not None and x.is_floating_point():
                 x.nan_to_num_()
         angles = (None, None) if int8 else torch.randn(2, 1, 2, D // 2).unbind()
-        args = (*rows.new(2), *rows.buffers, rows.lengths, 5, 2.0, 0.3, *angles)
+        args = (*rows.new(2), *rows.buffers, rows.lengths, 5, 2.0, 0.3, *angles, torch.randn(H))
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(OWN._forward.op, args, test_utils=tests)

@@ -44,6 +44,7 @@ def loop(
     sees: Callable[[int, int, int], bool],  # batch, query, key (positions among all keys)
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     q, k, v = q.double(), k.double(), v.double()
     past, groups = k.shape[1] - q.shape[1], q.shape[2] // k.shape[2]
@@ -55,7 +56,9 @@ def loop(
                 scores = k[b, keys, h // groups] @ q[b, t, h] * (scale or 1 / math.sqrt(D))
                 if softcap is not None:
                     scores = softcap * torch.tanh(scores / softcap)
-                out[b, t, h] = scores.softmax(0) @ v[b, keys, h // groups]
+                weights = scores.exp()
+                sink = 0.0 if sinks is None else sinks[h].double().exp()
+                out[b, t, h] = weights @ v[b, keys, h // groups] / (weights.sum() + sink)
     return out
 
 
@@ -100,6 +103,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prefixes": (SHARED, {}),
     "prefixes with a window": (SHARED, {"window": 3}),
     "padded": ({"key_mask": PADDING}, {}),
+    "sinks": ({}, {"sinks": True}),
+    "sinks and a window": ({}, {"sinks": True, "window": 3, "scale": 0.7}),
+    "sinks, packed with a window": ({"segment_ids": SEGMENTS}, {"sinks": True, "window": 2}),
+    "sinks, packed evenly": ({"segment_ids": EVEN}, {"sinks": True}),
+    "sinks, prefixes": (SHARED, {"sinks": True}),
+    "sinks, padded": ({"key_mask": PADDING}, {"sinks": True}),
+    "sinks and softcap": ({}, {"sinks": True, "softcap": 0.5}),
     "both sides": ({"causal": False}, {}),
     "both sides in a window": ({"causal": False}, {"window": 4, "softcap": 0.5}),
     "both sides, packed with a window": ({"causal": False, "segment_ids": SEGMENTS}, {"window": 2}),
@@ -138,7 +148,10 @@ def visible(given: dict[str, Any], window: int | None) -> Callable[[int, int, in
 
 def assert_right(function: Any, case: str, kv_heads: int, backend: str = "auto") -> None:
     given, options = CASES[case]
-    q, k, v = tensors(9, kv_heads=kv_heads)
+    leaves = q, k, v = tensors(9, kv_heads=kv_heads)
+    if "sinks" in options:
+        sinks = (torch.randn(H) + 1).requires_grad_()
+        options, leaves = options | {"sinks": sinks}, (*leaves, sinks)
     real = torch.ones(B, 9, dtype=torch.bool)
     if backend != "auto" and "key_mask" in given:
         real = given["key_mask"]  # what padding sees is nobody's business
@@ -148,8 +161,8 @@ def assert_right(function: Any, case: str, kv_heads: int, backend: str = "auto")
     assert out.isfinite().all() and out.shape == q.shape
     torch.testing.assert_close(out[real].double(), expected[real], rtol=1e-5, atol=1e-6)
     upstream = torch.randn_like(out) * real[:, :, None, None]
-    actual = torch.autograd.grad((out * upstream).sum(), (q, k, v))
-    reference = torch.autograd.grad((expected * upstream).sum(), (q, k, v))
+    actual = torch.autograd.grad((out * upstream).sum(), leaves)
+    reference = torch.autograd.grad((expected * upstream).sum(), leaves)
     for a, b in zip(actual, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert q._version == k._version == v._version == 0
@@ -212,11 +225,14 @@ def flex_heads(tokens: int) -> list[Tensor]:
         "both sides",
         "both sides, packed",
         "both sides, padded",
+        "sinks, packed with a window",
     ],
 )
 def test_flex_pads_its_rows(case: str) -> None:
     given, options = CASES[case]
     q, k, v = flex_heads(9)
+    if "sinks" in options:
+        options = options | {"sinks": torch.randn(4)}
     out = attention(q, k, v, mask=AttentionMask(9, **given), **options)
     expected = attention_ref(q, k, v, mask=AttentionMask(9, **given), **options)
     assert out.shape == q.shape

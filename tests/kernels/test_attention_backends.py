@@ -52,6 +52,15 @@ def path() -> None:
         ({**TRAINED, "layout": "sequences"}, NO_FA4, "flash", "it has no packed sequences"),
         ({**TRAINED, "softcap": True}, {}, "fa4", ""),
         ({**TRAINED, "softcap": True}, NO_FA4, "flex", "not flash: it has no softcap"),
+        ({**TRAINED, "sinks": True}, {}, "fa4", ""),
+        ({**TRAINED, "sinks": True}, NO_FA4, "flash", "not cudnn: it has no sinks"),
+        ({**TRAINED, "sinks": True, "compiling": True}, {}, "flex", "does not trace its sinks"),
+        (
+            {"longest": 100, "sinks": True, "device": "cpu"},
+            {},
+            "reference",
+            "sdpa: it has no sinks",
+        ),
         (GEMMA, {}, "cudnn", "the first choice on cuda"),
         ({**GEMMA, "window": True}, {}, "fa4", "not cudnn: it has no sliding window"),
         ({**GEMMA, "layout": "sequences"}, {}, "fa4", "not cudnn: it has no packed sequences"),
@@ -121,6 +130,7 @@ def test_what_auto_takes(request_: Any, missing: Any, name: str, why: str) -> No
         ("flash", {"device": "cpu"}, "'flash' cannot do this: it runs on CUDA GPUs, not on cpu"),
         ("flex", {"head_dim": 8}, "'flex' cannot do this: head_dim 8 is below 16"),
         ("sdpa", {"softcap": True}, "'sdpa' cannot do this: it has no softcap"),
+        ("sdpa", {"sinks": True}, "'sdpa' cannot do this: it has no sinks"),
         ("eager", {}, "'eager' is not one of auto, fa4, cudnn, flash, flex, sdpa, reference"),
     ],
 )

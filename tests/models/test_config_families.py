@@ -11,8 +11,9 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaMLP
 
 from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, on_meta, windows
+from tigon.layers import RotaryEmbedding
 from tigon.models import MODELS
-from tigon.models.config import ModelConfig
+from tigon.models.config import ConfigError, ModelConfig
 
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
 YARN |= {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -213,6 +214,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "ministral": {},
     "olmo3": {},
     "mixtral: everywhere": {"sliding_window": 7},
+    "muse_glimmer_text": {},
     "qwen2_moe: by rule": {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3},
     "qwen2_moe: nowhere": {"sliding_window": 7, "max_window_layers": 3},
     "qwen3_moe: everywhere": {"sliding_window": 7, "use_sliding_window": True},
@@ -226,6 +228,17 @@ def test_layers_slide_where_those_of_transformers_do(name: str) -> None:
     config, expected = ours(raw), theirs(raw)
     types = getattr(expected, "layer_types", None) or [SLIDING] * 13
     assert windows(config) == [expected.sliding_window if t == SLIDING else None for t in types]
+
+
+def test_layers_of_muse_rotate_where_those_of_transformers_do() -> None:
+    for thetas in (None, [0, 1.0, 5e5, 0, 0.0, 2, 1, 0, 1, 1, 0, 1, 1]):
+        raw = {"model_type": "muse_glimmer_text", "num_hidden_layers": 13}
+        raw |= {} if thetas is None else {"layer_rope_theta": thetas}
+        decoder = on_meta(ours(raw)).model
+        found = [isinstance(decoder.rotary_embs[i], RotaryEmbedding) for i in decoder.rope_indices]
+        assert found == [theta != 0 for theta in theirs(raw).layer_rope_theta]
+    with pytest.raises(ConfigError, match=r"layer_rope_theta=\[0\] is not a number for each of 13"):
+        ours(raw | {"layer_rope_theta": [0]})
 
 
 def test_gemma_says_gelu_and_means_its_approximation() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tigon
-from tests.models.tiny import reference
+from tests.models.tiny import CASES, reference
 from tigon.models import MODELS
 
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
@@ -16,7 +16,8 @@ MESSAGE = "exceed the range of float16"
 
 @pytest.mark.parametrize("model_type", sorted(MODELS))
 def test_who_says_it(model_type: str, tmp_path: Path) -> None:
-    reference(model_type, {"pad_token_id": None}, tmp_path)
+    sizes = next(iter(CASES[model_type].values()))
+    reference(model_type, sizes | {"pad_token_id": None}, tmp_path)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         model = tigon.from_pretrained(tmp_path, dtype="bfloat16")

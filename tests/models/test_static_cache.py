@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.models.contract import tiny_llama, tokens
-from tests.models.tiny import CASES, EVERY, FIRST, load_case
+from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, load_case, reference
 from tigon.layers import KVCache, StaticCache
-from tigon.models import CausalLM
+from tigon.models import CausalLM, from_pretrained
 
 CHUNK, TOTAL = 4, 41  # far past the window of 7, and past max_position_embeddings of 24
 CAUSAL = [row for row in EVERY if "use_bidirectional_attention" not in CASES[row[0]][row[1]]]
@@ -155,7 +155,8 @@ def test_autocast_is_as_exact_as_with_a_growing_cache(
 
 @pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
 def test_int8_is_close(model_type: str, case: str, tmp_path: Path) -> None:
-    model = load_case(model_type, case, tmp_path)
+    reference(model_type, CASES[model_type][case] | IN_BF16.get(model_type, {}), tmp_path)
+    model = from_pretrained(tmp_path)
     cache = model.static_cache(3, TOTAL, chunk=CHUNK, quantize="int8")
     assert cache.nbytes < 0.32 * model.static_cache(3, TOTAL, chunk=CHUNK).nbytes  # of fp32
     reader, differences = Reader(model, text(3), cache), []

@@ -5,7 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+from transformers.models.muse_glimmer.modeling_muse_glimmer import (
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
+)
 
 from tests.numbers import float64
 from tigon.models import MODELS, CausalLM, from_pretrained
@@ -262,6 +266,23 @@ CASES |= {
         "both sides": {**GEMMA4, "use_bidirectional_attention": "all", "num_kv_shared_layers": 2},
     },
 }
+# A softcap that logits reach, and an eps behind branches that counts
+MUSE: Overrides = {**WINDOW, "output_multiplier": 1.7, "qk_scale_factor": 2.3}
+CAPPED: Overrides = {**MUSE, "post_norm_eps": 0.05, "final_logit_softcapping": 3.0}
+CASES |= {
+    "muse_glimmer_text": {
+        "plain": {**MUSE, "num_hidden_layers": 5, "pad_token_id": 3},
+        "small cap": {**CAPPED, "num_hidden_layers": 5},
+        "listed": {
+            **CAPPED,
+            "layer_types": [FULL, SLIDING, FULL],
+            "layer_rope_theta": [0, 700.0, 0.5],
+            "rope_parameters": YARN,
+            "attention_bias": True,
+        },
+        "tied": {**WINDOW, "output_multiplier": 2.0, "tie_word_embeddings": True},
+    }
+}
 # No token chooses some of the experts where there are many
 EXPERTS: Overrides = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MANY: Overrides = {**EXPERTS, "num_experts": 90, "num_experts_per_tok": 1}
@@ -295,16 +316,161 @@ CASES |= {
         "one of many": MANY,
     },
 }
+CLAMPED: Overrides = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
+UNCUT = YARN | {"truncate": False, "beta_fast": 1.0, "beta_slow": 0.05}
+CASES |= {
+    "gpt_oss": {
+        "plain": {**CLAMPED, **WINDOW, "rope_parameters": UNCUT},
+        "aux loss": {**CLAMPED, **WINDOW, "output_router_logits": True, "swiglu_alpha": 1.1},
+        "listed, no bias": {
+            **CLAMPED,
+            **WINDOW,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "attention_bias": False,
+            "rope_parameters": DEFAULT,
+        },
+        "own limit, tied": {**WINDOW, "num_local_experts": 4, "tie_word_embeddings": True},
+        "pad row": {**CLAMPED, **WINDOW, "pad_token_id": 3},
+    }
+}
+# Latents: a head has 12 dims without a position, 8 that are rotated and 10 of values. Experts are
+# 4 groups of 3, of which two are taken; the first layer has none
+LATENTS: Overrides = {
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+    "q_lora_rank": 36,
+    "kv_lora_rank": 28,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+GROUPS: Overrides = {
+    "n_routed_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1,
+}
+SCALED_YARN: Overrides = YARN | {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3}
+GROWING: Overrides = SCALED_YARN | {"llama_4_scaling_beta": 0.5}
+CASES |= {
+    "deepseek_v3": {
+        "plain": {**LATENTS, **GROUPS, "rope_parameters": SCALED_YARN},
+        "one group, no query latent": {
+            **LATENTS,
+            **GROUPS,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "first_k_dense_replace": 2,
+        },
+        "by halves, wide values": {
+            **LATENTS,
+            **GROUPS,
+            "rope_interleave": False,
+            "v_head_dim": 24,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "n_routed_experts": 90,
+            "n_group": 5,
+            "first_k_dense_replace": 0,
+            "rope_parameters": SCALED_YARN | {"mscale": None},
+        },
+    },
+    "glm4_moe_lite": {
+        "plain": {**LATENTS, **GROUPS, "v_head_dim": 20},
+        "listed": {
+            **LATENTS,
+            **GROUPS,
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "first_k_dense_replace": 3,
+            "rope_parameters": SCALED_YARN,
+        },
+    },
+    "mistral4": {
+        "queries grow": {
+            **LATENTS,
+            **GROUPS,
+            "head_dim": 20,  # with those that are not rotated
+            "pad_token_id": 3,
+            "rope_parameters": GROWING | {"original_max_position_embeddings": 8},
+        },
+        "one group, not normed": {
+            **LATENTS,
+            **GROUPS,
+            "head_dim": 20,  # with those that are not rotated
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "q_lora_rank": None,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "rope_interleave": False,
+            "rope_parameters": GROWING | {"original_max_position_embeddings": 12},
+        },
+    },
+}
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
-    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 6},
+    **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
     **{name: {"num_experts": 6, "num_experts_per_tok": 6} for name in ("qwen2_moe", "qwen3_moe")},
+    **{
+        name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
+        for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")
+    },
 }
 # Families with scores that are not scaled: with queries of norm 1 attention would see one token
 UNSCALED = ("gemma4_text", "gemma4_unified_text")
-SAVED_BUFFERS = ("layer_scalar",)
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]
+
+
+# Families of which transformers has no text class: the multimodal type, and a small rest of it
+WRAPPED: dict[str, tuple[str, Overrides]] = {
+    "muse_glimmer_text": (
+        "muse_glimmer",
+        {
+            "projector_hidden_size": 24,
+            "out_hidden_size": 64,
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+            },
+        },
+    )
+}
+
+
+class MuseGlimmerText(MuseGlimmerForConditionalGeneration):
+    """transformers' class without its vision tower, which texts do not use."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        for name in ("vision_tower", "vision_adapter", "vision_projection"):
+            delattr(self.model, name)
+
+
+MuseGlimmerText.__name__ = MuseGlimmerForConditionalGeneration.__name__  # what it saves
+
+AutoModelForCausalLM.register(MuseGlimmerConfig, MuseGlimmerText, exist_ok=True)
+
+
+def their_config(model_type: str, **values: Any) -> Any:
+    """transformers' config of these values, or the multimodal one around it."""
+    if model_type not in WRAPPED:
+        return AutoConfig.for_model(model_type, **values)
+    outer, rest = WRAPPED[model_type]
+    shared = {key: values[key] for key in ("dtype", "tie_word_embeddings") if key in values}
+    text = {"model_type": model_type, **values}
+    return AutoConfig.for_model(outer, text_config=text, **rest, **shared)
 
 
 def reference(
@@ -317,11 +483,11 @@ def reference(
 ) -> Any:
     """transformers' model in evaluation mode, saved to the directory.
 
-    Its norms and biases are random, as are the buffers that it saves, and its matrices large enough
-    that no error hides.
+    Its norms, biases and saved buffers are random, and its matrices large enough that no error
+    hides.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SIZES | overrides, dtype=dtype)
+    config = their_config(model_type, **SIZES | overrides, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -331,9 +497,9 @@ def reference(
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
             if model_type in UNSCALED and name.endswith("q_norm.weight"):
                 p.mul_(0.2)
-        for name, saved in model.state_dict().items():
-            if name.endswith(SAVED_BUFFERS):
-                saved.add_(torch.randn_like(saved) * 0.3)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():
+                buffer.add_(torch.randn_like(buffer) * 0.3)
     model.to(dtype).eval().save_pretrained(directory, **save)
     return model
 
@@ -375,7 +541,7 @@ def exact(model: Any) -> Any:
             attn_implementation="eager",
             experts_implementation="eager",  # the grouped product takes no float64
             dtype=torch.float64,
-        )
+        ).double()  # what transformers keeps in fp32, too
     twin.load_state_dict(weights)
     state = (*twin.parameters(), *twin.buffers())
     assert all(t.dtype == torch.float64 for t in state if t.is_floating_point())

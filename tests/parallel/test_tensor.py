@@ -65,6 +65,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma4_unified": ("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": True}),
+    "muse_glimmer": ("muse_glimmer_text", WINDOW),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "phi3": ("phi3", {"head_dim": 6}),  # packed in its files
     "seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),

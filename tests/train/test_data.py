@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from tests.small import chats, write_chats
+from tests.small import chats, write_chats, write_model
 from tests.train.adapters import assert_same_curve
+from tests.train.focal import Focal
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.data import Format
@@ -19,6 +20,7 @@ from tigon.data.selection import is_held_out
 from tigon.tokenizer import Tokenizer
 from tigon.train import load, main
 from tigon.train.logging import read_metrics
+from tigon.train.tasks import TASKS
 
 KEYS = ("loss", "grad_norm", "tokens", "supervised_tokens")
 
@@ -246,12 +248,28 @@ def last(workspace, run):
 
 
 @pytest.mark.slow(first=1)
-@pytest.mark.parametrize(("reduction", "packing"), [("token", "true"), ("sequence", "false")])
-def test_each_is_as_if_it_were_alone(workspace, files, reduction, packing):
+@pytest.mark.parametrize(
+    ("task", "reduction", "packing"),
+    [
+        ("sft", "token", "true"),
+        ("sft", "sequence", "false"),
+        ("focal", "token", "true"),
+        ("focal", "sequence", "false"),
+        ("distill", "token", "true"),
+    ],
+)
+def test_each_is_as_if_it_were_alone(workspace, files, monkeypatch, task, reduction, packing):
     a, b = files
-    same = {"loss_reduction": reduction, "packing": packing, "eval_label_smoothing": 0.1}
-    same |= {"eval_z_loss": 1e-3, "micro_batch_size": 2, "metrics": "[nll]"}
-    name = f"sets-{reduction}-{packing}"
+    same = {"loss_reduction": reduction, "packing": packing, "task": task}
+    same |= {"micro_batch_size": 2, "metrics": "[nll]"}
+    name = f"sets-{task}-{reduction}-{packing}"
+    if task == "focal":
+        monkeypatch.setitem(TASKS, "focal", Focal)
+    else:
+        same |= {"eval_label_smoothing": 0.1, "eval_z_loss": 1e-3}
+    if task == "distill":
+        teacher = write_model(workspace.root / "sets-teacher", initializer_range=0.2)
+        same |= {"teacher": teacher, "temperature": 2, "cross_entropy_weight": 0.3}
     whole = evaluated(workspace, f"{name}-0", f"[{a}, {b}]", **same)
     found = evaluated(workspace, f"{name}-1", f"{{x: {a}, 'y.2': {b}}}", **same)
     apart = {key: value for key, value in found.items() if "/" in key}

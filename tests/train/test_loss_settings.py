@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 import tigon
+from tests.train.focal import Focal
 from tests.train.weights import token_weights, write_weighted
 from tigon.train import load, main, prepare, start, train
+from tigon.train.tasks import TASKS
 
 NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
 
@@ -108,31 +110,33 @@ def test_metrics_in_training_and_evaluation_apart(workspace):
         assert evaluated[f"eval_{key}"] == pytest.approx(value, rel=1e-5), key
 
 
-@pytest.mark.slow
-def test_model_defaults_apply_without_a_setting(workspace):
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_loss_of_log_probabilities(workspace, monkeypatch, reduction):
+    monkeypatch.setitem(TASKS, "focal", Focal)
+    model, means, losses = tigon.from_pretrained(workspace.model), [], []
+    for ids, mask, _ in chats_of(workspace, workspace.data):
+        with torch.no_grad():
+            logp = model(ids[None]).logits[0, :-1].double().log_softmax(-1)
+        nll = -logp[torch.arange(len(logp)), ids[1:]][mask]
+        losses += ((1 - (-nll).exp()) ** 2 * nll).tolist()
+        means.append(sum(losses[-len(nll) :]) / len(nll))
+    changes = {"task": "focal", "steps": 1, "batch_size": 64, "micro_batch_size": 4, "lr": 0}
+    changes |= {"eval_data": workspace.data, "loss_reduction": reduction}
+    main(workspace.settings(f"focal-{reduction}", **changes))
+    wanted = losses if reduction == "token" else means
+    for key in ("loss", "eval_loss"):
+        (found, *_) = workspace.metrics(f"focal-{reduction}", key)
+        assert found == pytest.approx(sum(wanted) / len(wanted), rel=1e-5), key
+
+
+def test_training_does_not_read_model_defaults(workspace):
     changes = {"steps": 1, "batch_size": 64, "packing": "false", "eval_data": workspace.held_out}
-    model = tigon.from_pretrained(workspace.model)
-    losses = {}
-    both = {"logits_to_keep": 7, "metrics": "z"}
-    for name, more in (("hand", {}), ("both", both), ("silent", {"eval_metrics": "[]"})):
+    defaults = {"logits_to_keep": 5, "loss_reduction": "sum", "metrics": ("nll",)}
+    for name, values in (("no-defaults", {}), ("defaults", defaults)):
         with start("cpu") as world:
-            run = prepare(load(None, workspace.settings(name, **changes, **more)), world)
-            run.model.defaults.logits_to_keep = 5
-            run.model.defaults.metrics = ("nll",)
+            run = prepare(load(None, workspace.settings(name, **changes)), world)
+            vars(run.model.defaults).update(values)
             train(run)
-        losses[name] = workspace.metrics(name, "loss")[0]
-    chats = chats_of(workspace, workspace.data)
-    for name, keep, metric in (("hand", 5, "nll"), ("both", 7, "z")):
-        wanted = expected(model, chats, logits_to_keep=keep, weighted=False)["loss"]
-        assert losses[name] == pytest.approx(wanted, rel=1e-5)
-        assert workspace.metrics(name, metric) and workspace.metrics(name, f"eval_{metric}")
-    assert not workspace.metrics("both", "nll")
-    assert workspace.metrics("silent", "nll") and not workspace.metrics("silent", "eval_nll")
-
-
-def test_packing_and_defaults_set_by_hand(workspace):
-    with start("cpu") as world:
-        run = prepare(load(None, workspace.settings("by-hand", steps=1)), world)
-        run.model.defaults.logits_to_keep = 4
-        with pytest.raises(ValueError, match=r"model.defaults.logits_to_keep=4 with packing=true"):
-            train(run)
+    for key in ("loss", "eval_loss", "accuracy"):
+        assert workspace.metrics("defaults", key) == workspace.metrics("no-defaults", key), key
+    assert not workspace.metrics("defaults", "nll")

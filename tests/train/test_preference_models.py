@@ -88,7 +88,6 @@ def test_no_logits_of_all_tokens_exist(workspace, data, tmp_path, task):
     with start("cpu") as world:
         run = prepare(load(None, workspace.settings(f"memory-{task}", **own)), world)
         open_task(run)
-        run.task.begin(run.model)
         with run.prefetcher, Largest() as largest:
             forward_backward(run, 0)
     assert 0 < largest.rows <= 64  # the weight itself, [V, C], has C columns

@@ -77,7 +77,6 @@ def one_step(settings: list[str]) -> tuple[dict[str, float], dict[str, torch.Ten
     with start("cpu") as world:
         run = prepare(load(None, settings), world)
         open_task(run)
-        run.task.begin(run.model)
         draw = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for p in run.model.parameters():

@@ -23,6 +23,7 @@ from tigon.kernels.attention.api import survey
 from tigon.models import MODELS, CausalLM, build
 from tigon.models.pretrained.load import parse_gguf_path
 from tigon.models.pretrained.match import find_misfits
+from tigon.models.pretrained.names import stored_tensors
 from tigon.train.export import find_checkpoint, meta_model_from_checkpoint
 from tigon.utils.safetensors_header import StoredTensor
 from tigon.version import __version__
@@ -103,9 +104,10 @@ def _describe_run(checkpoint: Path) -> Facts:
 def describe_model(model: CausalLM) -> Facts:
     """Returns the facts in a model's config, and the numbers of its parameters."""
     parameters = {
-        name: StoredTensor("F32", tuple(p.shape), Path(), 0) for name, p in model.named_parameters()
+        name: StoredTensor("F32", tuple(t.shape), Path(), 0)
+        for name, t in stored_tensors(model).items()
     }
-    return describe_config(model.config.to_dict(), parameters)
+    return describe_config(model.config.to_file(), parameters)
 
 
 def _format_loads(model: CausalLM, stored: Checkpoint | None = None) -> str:

@@ -206,6 +206,9 @@ def _size_facts(values: Mapping[str, Any]) -> Facts:
         return next((values[key] for key in keys if values.get(key) is not None), None)
 
     heads, width, size = get("num_attention_heads"), get("head_dim"), get("hidden_size")
+    plain, rotated = values.get("qk_nope_head_dim"), values.get("qk_rope_head_dim")
+    if type(plain) is type(rotated) is int:  # a head has both
+        width = plain + rotated
     if width is None and type(heads) is int and heads > 0 and type(size) is int:
         width = size // heads
     kv_heads, act = get("num_key_value_heads", "num_attention_heads"), get(*ACTIVATIONS)

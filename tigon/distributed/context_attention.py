@@ -224,12 +224,20 @@ class ContextParallelAttention:
         return [range(start, stop) for start, stop in ends if start < stop]
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: AttentionMask,
+        sinks: Tensor | None = None,  # [H]
+        **options: Any,
     ) -> Tensor:
         """Returns [B, S, H, D] for q [B, S, H, D], k and v [B, S, K, D] of this rank's tokens.
 
-        `mask` is that of full rows.
+        `mask` is that of full rows. The gradient of `sinks` is this rank's part of it.
         """
+        if sinks is not None:  # of the heads that this rank computes
+            options["sinks"] = sinks.unflatten(0, (self.size, -1))[self.ranks.rank % self.size]
         k, v = self._repeat_kv_heads(k), self._repeat_kv_heads(v)
         if self.groups == 1:
             return self._to_tokens(attention(*self._to_heads(q, k, v), mask=mask, **options))

@@ -2,6 +2,18 @@
 
 from tigon.kernels.attention.api import AttentionMask, attention, attention_ref
 from tigon.kernels.attention.decode import KVBuffers, append_attention, append_attention_ref
+from tigon.kernels.delta.causal_conv import (
+    causal_conv,
+    causal_conv_qkv,
+    causal_conv_qkv_ref,
+    causal_conv_ref,
+)
+from tigon.kernels.delta.gated_delta import (
+    gated_delta_rule,
+    gated_delta_rule_ref,
+    gated_delta_step,
+    gated_delta_step_ref,
+)
 from tigon.kernels.linear.fp8 import fp8_linear, fp8_linear_ref
 from tigon.kernels.linear.linear import gemv, gemv_ref
 from tigon.kernels.linear.lora import lora_linear, lora_linear_ref
@@ -21,8 +33,9 @@ from tigon.kernels.loss.argmax import argmax, argmax_ref
 from tigon.kernels.loss.fused_linear import HeadValue, run_loss_terms
 from tigon.kernels.loss.terms import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows, embedding_rows_ref
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
-from tigon.kernels.mlp.grouped_mlp import grouped_mlp, grouped_mlp_ref
+from tigon.kernels.mlp.grouped_mlp import ExpertBiases, grouped_mlp, grouped_mlp_ref
 from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref, sandwich_norm, sandwich_norm_ref
 from tigon.kernels.rope.rope import qk_norm_rope, qk_norm_rope_ref, rope, rope_ref
 from tigon.kernels.runtime import checks, use
@@ -30,7 +43,9 @@ from tigon.kernels.runtime import checks, use
 __all__ = [
     "KL",
     "AttentionMask",
+    "ClampedSwiGLU",
     "CrossEntropy",
+    "ExpertBiases",
     "Head",
     "HeadValue",
     "KVBuffers",
@@ -42,6 +57,10 @@ __all__ = [
     "argmax_ref",
     "attention",
     "attention_ref",
+    "causal_conv",
+    "causal_conv_qkv",
+    "causal_conv_qkv_ref",
+    "causal_conv_ref",
     "checks",
     "cross_entropy",
     "cross_entropy_ref",
@@ -52,6 +71,10 @@ __all__ = [
     "fp8_linear_ref",
     "gated_act",
     "gated_act_ref",
+    "gated_delta_rule",
+    "gated_delta_rule_ref",
+    "gated_delta_step",
+    "gated_delta_step_ref",
     "gemv",
     "gemv_ref",
     "grouped_mlp",

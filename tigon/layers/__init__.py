@@ -5,6 +5,7 @@ from tigon.layers.attention import Attention
 from tigon.layers.context import BlockInputs
 from tigon.layers.embedding import Embedding, LowRankEmbedding
 from tigon.layers.kv_cache import Cache, KVCache, LayerState, StaticCache
+from tigon.layers.latent_attention import LatentAttention, LatentSizes
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear
 from tigon.layers.lm_head import LMHead
 from tigon.layers.lora import (
@@ -17,9 +18,10 @@ from tigon.layers.lora import (
 )
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
-from tigon.layers.norm import AddRMSNorm, RMSNorm
+from tigon.layers.norm import AddRMSNorm, RMSNorm, UnitRMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
-from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, rotated_dims
+from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, rotated_dims, yarn_magnitude
+from tigon.layers.router import GroupRouter
 
 __all__ = [
     "Adapters",
@@ -35,8 +37,11 @@ __all__ = [
     "FusedLinear",
     "GatedLinear",
     "GatedMLP",
+    "GroupRouter",
     "KVCache",
     "LMHead",
+    "LatentAttention",
+    "LatentSizes",
     "LayerAdapter",
     "LayerState",
     "Linear",
@@ -54,7 +59,9 @@ __all__ = [
     "SavedModules",
     "SparseMoE",
     "StaticCache",
+    "UnitRMSNorm",
     "balance",
     "count_routing",
     "rotated_dims",
+    "yarn_magnitude",
 ]

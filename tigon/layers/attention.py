@@ -3,6 +3,7 @@
 # B batch, T tokens, H query heads, K kv heads, D head dim, C model dim
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tigon.kernels.rope.rope import qk_norm_rope, rope
 from tigon.layers.context import BlockInputs
 from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV
 from tigon.layers.linear import FusedLinear, Linear, is_unpatched
-from tigon.layers.norm import RMSNorm
+from tigon.layers.norm import RMSNorm, UnitRMSNorm
 from tigon.layers.rope import Rotation
 
 
@@ -22,10 +23,14 @@ class Attention(nn.Module):
     """Self-attention: x [B, T, C] -> [B, T, C].
 
     With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
-    all heads of q at once, and all of k. `interleaved` rotates pairs of neighbors. A query sees
-    `window` tokens at most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is
-    None, and then capped by `softcap`, if there is one.
+    all heads of q at once, and all of k; these norms have no weights unless `qk_norm_weight`.
+    `interleaved` rotates pairs of neighbors. A query sees `window` tokens at most, itself included;
+    scores are multiplied by `scale`, D ** -0.5 if it is None, and then capped by `softcap`, if
+    there is one. With `sinks` each head has a learned score more in its softmax, whose value is 0.
+    With `gate`, sigmoids of a projection of x multiply the heads' outputs.
     """
+
+    zero_init: Collection[str] = ()  # parameters that begin as zeros
 
     def __init__(
         self,
@@ -38,12 +43,15 @@ class Attention(nn.Module):
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
         flat_qk_norm: bool = False,
+        qk_norm_weight: bool = True,
         interleaved: bool = False,
         offset: float = 0.0,
         cast: Cast = "before_weight",
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
+        gate: bool = False,
     ):
         super().__init__()
         if window is not None and window < 1:
@@ -54,8 +62,13 @@ class Attention(nn.Module):
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.qkv_proj = FusedLinear(dim, parts, bias=bias)
         self.o_proj = Linear(heads * head_dim, dim, bias=out_bias)
-        self.q_norm = self.k_norm = None
-        if qk_norm_eps is not None:
+        self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
+        self.gate_proj = FusedLinear(dim, parts[:1]) if gate else None
+        self.q_norm: RMSNorm | UnitRMSNorm | None = None
+        self.k_norm: RMSNorm | UnitRMSNorm | None = None
+        if qk_norm_eps is not None and not qk_norm_weight:
+            self.q_norm = self.k_norm = UnitRMSNorm(head_dim, qk_norm_eps)
+        elif qk_norm_eps is not None:
             q_dim, k_dim = parts[:2] if flat_qk_norm else (head_dim, head_dim)
             self.q_norm = RMSNorm(q_dim, qk_norm_eps, offset=offset, cast=cast)
             self.k_norm = RMSNorm(k_dim, qk_norm_eps, offset=offset, cast=cast)
@@ -93,6 +106,7 @@ class Attention(nn.Module):
             "window": self.window,
             "scale": self.scale,
             "softcap": self.softcap,
+            "sinks": self.sinks,
         }
         if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
             q, k, v = self._heads(self.qkv_proj(x, *ctx.dropout_args))
@@ -107,7 +121,10 @@ class Attention(nn.Module):
             out = attention(q, k, v, mask=ctx.mask, **kwargs)
         else:
             out = state.attend(q, k, v, ctx, **kwargs)
-        return self.o_proj(out.flatten(2), *ctx.dropout_args)
+        out = out.flatten(2)
+        if self.gate_proj is not None:
+            out = out * self.gate_proj(x, *ctx.dropout_args).sigmoid()
+        return self.o_proj(out, *ctx.dropout_args)
 
     def _project(
         self, x: Tensor, rotation: Rotation, *keys: Tensor

@@ -174,12 +174,13 @@ class GrowingKV(KVState):
 
     def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Stores k, v [B, K, T, D] after `past` tokens; returns all of them [B, K, S, D]."""
-        self.keys, self.values = _extend(self.keys, k, past), _extend(self.values, v, past)
+        self.keys = extend_buffer(self.keys, k, past)
+        self.values = extend_buffer(self.values, v, past)
         total = past + k.shape[2]
         return self.keys.narrow(2, 0, total), self.values.narrow(2, 0, total)
 
 
-def _extend(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
+def extend_buffer(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
     """Returns the buffer, or a larger one, with `new` after its first `past` tokens.
 
     Returns `new` itself if `past` is 0, and a new tensor if a gradient is needed.

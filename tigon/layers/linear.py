@@ -1,5 +1,6 @@
 """Linear layers, and those that Hugging Face stores separately and one product computes."""
 
+from collections.abc import Collection
 from types import NoneType
 
 import torch
@@ -25,6 +26,7 @@ class Linear(nn.Linear):
     """
 
     fp8 = False
+    zero_init: Collection[str] = ("bias",)  # parameters that begin as zeros
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool = True):
         super().__init__(in_features, out_features, bias=bias)

@@ -64,15 +64,17 @@ def _yarn(dim: int, p: Mapping[str, Any]) -> Tensor:
     return 1 / (p["factor"] * powers) * (1 - ramp_inverse) + 1 / powers * ramp_inverse
 
 
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """Returns what YaRN multiplies attention's inputs by for texts `factor` times as long."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 def _yarn_scaling(p: Mapping[str, Any]) -> float:
     """Returns the factor by which YaRN multiplies cos and sin."""
-
-    def magnitude(factor: float, mscale: float = 1.0) -> float:
-        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-    if p.get("mscale") and p.get("mscale_all_dim"):
-        return magnitude(p["factor"], p["mscale"]) / magnitude(p["factor"], p["mscale_all_dim"])
-    return magnitude(p["factor"])
+    factor, mscale, mscale_all = p["factor"], p.get("mscale"), p.get("mscale_all_dim")
+    if mscale and mscale_all:
+        return yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all)
+    return yarn_magnitude(factor)
 
 
 def _longrope_scaling(p: Mapping[str, Any]) -> float:

@@ -68,8 +68,6 @@ class LanguageModel(CheckedCasts):
             self.lm_head = self.make_head(config)
         if self.ties_head:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
-        # Names of parameters that are never trained: buffers of transformers that are saved
-        self.constants = frozenset(n for n, p in self.named_parameters() if not p.requires_grad)
 
     @property
     def ties_head(self) -> bool:

@@ -180,13 +180,14 @@ class Gemma4Block(SandwichBlock):
     """A `SandwichBlock` with an optional input of its own and a factor of its output, whose
     attention may read the keys and values of an earlier layer."""
 
+    layer_scalar: Tensor  # [1]
     norm_cast = "after_weight"
 
     def __init__(self, c: Any, layer: int):
         super().__init__(c, layer)
         self.kv_source = c.kv_source(layer)
         self.kv_is_read = c.kv_is_read(layer)
-        self.layer_scalar = nn.Parameter(torch.empty(1), requires_grad=False)
+        self.register_buffer("layer_scalar", torch.empty(1))
         if dim := getattr(c, "hidden_size_per_layer_input", 0):
             self.act = activation(c.hidden_activation)
             self.per_layer_input_gate = Linear(c.hidden_size, dim, bias=False)

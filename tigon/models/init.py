@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from tigon.layers import NF4Weight
 from tigon.models.base import LanguageModel
+from tigon.models.pretrained.names import module_buffers, stored_buffers
 from tigon.models.pretrained.quantization import quantized_layers, store_nf4
 from tigon.weights import ShardSpec, local_rows
 
@@ -14,8 +15,8 @@ from tigon.weights import ShardSpec, local_rows
 @torch.no_grad()
 def init_weights(model: LanguageModel) -> None:
     """Initialize all weights in place: a module's own `init_weights` is called if it has one; else
-    its matrices are drawn from normal(0, initializer_range), and biases and the padding row are
-    zeros."""
+    its matrices are drawn from normal(0, initializer_range), and biases (or what its `zero_init`
+    names), stored buffers and the padding row are zeros."""
     for module in model.modules():
         _init(module, model)
 
@@ -29,9 +30,10 @@ def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> Non
     `model` are quantised from them.
     """
     parameters, shard_specs = dict(model.named_parameters()), model.shard_specs
+    buffers = stored_buffers(model)
     quantized = {name: weight for name, _, weight in quantized_layers(model)}
     for path, module in full_model.named_modules():
-        if not any(True for _ in module.parameters(recurse=False)):
+        if not any(True for _ in module.parameters(recurse=False)) and not module_buffers(module):
             continue
         module.to_empty(device="cpu", recurse=False)
         _init(module, full_model)
@@ -42,6 +44,8 @@ def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> Non
                 store_nf4(weight, name, values.detach())
             elif name in parameters:  # a tied head is not
                 _copy_local(name, parameters[name], shard_specs.get(name), values.detach())
+        for kind, values in module_buffers(module).items():
+            buffers[f"{path}.{kind}"].copy_(values)
         del values  # before the next module is allocated
         module.to_empty(device="meta", recurse=False)
 
@@ -60,10 +64,13 @@ def _init(module: nn.Module, model: LanguageModel) -> None:
     if init is not None:
         init()
         return
+    zeros = getattr(module, "zero_init", ("bias",))
     for name, p in module.named_parameters(recurse=False):
-        if name == "bias":
+        if name in zeros:
             nn.init.zeros_(p)
         elif not (module is model.lm_head and model.ties_head):
             nn.init.normal_(p, std=model.config.initializer_range)
+    for buffer in module_buffers(module).values():
+        buffer.zero_()
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
         module.weight[module.padding_idx].zero_()

@@ -6,7 +6,7 @@ whose text_config names it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
@@ -29,13 +29,33 @@ YARN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ministral3Config(ModelConfig):
-    """The config of Ministral 3: `ModelConfig` with Llama 4's scaling of queries in
-    `rope_parameters` and an optional sliding window."""
+class ScaledQueriesConfig(ModelConfig):
+    """The config of a family with Llama 4's scaling of queries in `rope_parameters`."""
+
+    rope_extras = {"llama_4_scaling_beta": float, "max_position_embeddings": int}
+    default_rope: ClassVar[Mapping[str, Any]] = YARN
+
+    @classmethod
+    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        """As ModelConfig's, but `default_rope` if the source has no RoPE; raises ConfigError
+        without llama_4_scaling_beta and original_max_position_embeddings."""
+        if not source.get("rope_scaling") and source.get("rope_parameters") is None:
+            source = {**source, "rope_parameters": cls.default_rope}
+        rope = super()._read_rope(source, longest)
+        for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
+            if rope.get(key) is None:
+                raise ConfigError(
+                    f"{cls.model_type} needs {key} in rope_parameters={quote(rope, 500)}"
+                )
+        return rope
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ministral3Config(ScaledQueriesConfig):
+    """The config of Ministral 3: `ScaledQueriesConfig` with an optional sliding window."""
 
     model_type = "ministral3"
     architecture = "Ministral3ForCausalLM"
-    rope_extras = {"llama_4_scaling_beta": float, "max_position_embeddings": int}
 
     vocab_size: int = 131072
     hidden_size: int = 4096
@@ -50,20 +70,6 @@ class Ministral3Config(ModelConfig):
     bos_token_id: int | None = 1
     eos_token_id: int | list[int] | None = 2
     sliding_window: int | None = None  # of every layer
-
-    @classmethod
-    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """As ModelConfig's, but YARN if the source has no RoPE; raises ConfigError without
-        llama_4_scaling_beta and original_max_position_embeddings."""
-        if not source.get("rope_scaling") and source.get("rope_parameters") is None:
-            source = {**source, "rope_parameters": YARN}
-        rope = super()._read_rope(source, longest)
-        for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
-            if rope.get(key) is None:
-                raise ConfigError(
-                    f"{cls.model_type} needs {key} in rope_parameters={quote(rope, 500)}"
-                )
-        return rope
 
 
 class Ministral3Block(PreNormBlock):

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from tigon.kernels.mlp.grouped_mlp import ExpertActivation
 from tigon.layers import Balance, SparseMoE, balance
 from tigon.models.config import ConfigError, ModelConfig, activation
 from tigon.utils.json import quote
@@ -14,15 +15,13 @@ ROUTING_METRICS = ("aux_loss", "expert_load")  # metrics made of router statisti
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(ModelConfig):
+class ExpertsConfig(ModelConfig):
     """The config of a family with experts in place of the MLP, in all layers or in some."""
 
     # Keys of the number of experts: the family's first, then others that transformers accepts
     experts_keys: ClassVar[tuple[str, ...]] = ("num_experts",)
 
     num_experts_per_tok: int = 2
-    output_router_logits: bool = False  # whether aux_loss is added to the loss
-    router_aux_loss_coef: float = 0.001
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -55,16 +54,27 @@ class MoEConfig(ModelConfig):
         return getattr(self, self.experts_keys[0])
 
 
-def sparse_moe(c: MoEConfig, intermediate: int, **options: Any) -> SparseMoE:
-    """Make a SparseMoE with the config's sizes and experts of size `intermediate`."""
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(ExpertsConfig):
+    """The config of a family whose loss may include aux_loss."""
+
+    output_router_logits: bool = False  # whether aux_loss is added to the loss
+    router_aux_loss_coef: float = 0.001
+
+
+def sparse_moe(
+    c: ExpertsConfig, intermediate: int, act: ExpertActivation | None = None, **options: Any
+) -> SparseMoE:
+    """Make a SparseMoE with the config's sizes, experts of size `intermediate`, and the config's
+    activation unless `act` is given."""
     sizes = c.hidden_size, intermediate, c.experts, c.num_experts_per_tok
-    return SparseMoE(*sizes, activation(c.hidden_act), **options)
+    return SparseMoE(*sizes, activation(c.hidden_act) if act is None else act, **options)
 
 
 def expert_balance(c: ModelConfig, router_stats: Sequence[Tensor]) -> Balance | None:
     """Compute each expert's share of assignments, and aux_loss, from the counts of each layer; None
     if the model has no experts."""
-    if not isinstance(c, MoEConfig) or not router_stats:
+    if not isinstance(c, ExpertsConfig) or not router_stats:
         return None
     return balance(router_stats, c.num_experts_per_tok)
 

@@ -28,22 +28,25 @@ def _range_of_names(*groups: tuple[Range, str]) -> dict[str, Range]:
 
 
 RANGES = _range_of_names(
-    (FACTOR, "attention_multiplier embedding_multiplier residual_multiplier"),
+    (FACTOR, "attention_multiplier embedding_multiplier residual_multiplier swiglu_alpha"),
     (POSITIVE, "attn_logit_softcapping final_logit_softcapping logits_scaling"),
-    (POSITIVE, "query_pre_attn_scalar"),
-    (WEIGHT, "initializer_range rms_norm_eps router_aux_loss_coef"),
+    (POSITIVE, "query_pre_attn_scalar swiglu_limit"),
+    (WEIGHT, "initializer_range rms_norm_eps routed_scaling_factor router_aux_loss_coef"),
     (TOKEN, "bos_token_id eos_token_id pad_token_id"),
     (SIZE, "hidden_size intermediate_size moe_intermediate_size vocab_size num_attention_heads"),
     (SIZE, "max_position_embeddings original_max_position_embeddings"),
     (SIZE, "decoder_sparse_step no_rope_layer_interval sliding_window_pattern"),
     (COUNT, "hidden_size_per_layer_input num_kv_shared_layers"),
     (SIZE, "global_head_dim num_global_key_value_heads vocab_size_per_layer_input"),
+    (SIZE, "kv_lora_rank n_group n_shared_experts q_lora_rank topk_group v_head_dim"),
+    (SIZE, "qk_nope_head_dim qk_rope_head_dim"),
     (COUNT, "max_window_layers mlp_only_layers no_rope_layers num_experts_per_tok"),
-    (COUNT, "num_key_value_heads shared_expert_intermediate_size"),
+    (COUNT, "first_k_dense_replace num_key_value_heads shared_expert_intermediate_size"),
     (COUNT, "sliding_window"),  # 0 where no layer slides
     ((0, 2**16), "head_dim"),
     ((0, MOST_ITEMS), "labels"),  # num_labels
     ((0, MOST_EXPERTS), "num_experts num_local_experts"),
+    ((1, MOST_EXPERTS), "n_routed_experts"),
     ((1, MOST_LAYERS), "num_hidden_layers"),
 )
 ROPE_RANGES = _range_of_names(  # of rope_parameters

@@ -1,4 +1,4 @@
-"""What watches the passes of a step or an evaluation: hooks, the predictions file, named data sets.
+"""Callbacks, which see each pass of a step or an evaluation: the user's, and two of our own.
 
 # B lines, T tokens of a line, n chosen positions or sequences, S named data sets, V vocab
 """
@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Entry, Loader, MicroBatch, Mixture
-from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.api import IGNORE_INDEX, METRICS
 from tigon.models import Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
@@ -28,18 +28,22 @@ from tigon.utils.config import suggest
 from tigon.utils.paths import new_file
 from tigon.weights.files import explain_full_disk
 
+# Metrics with a value for each position that callbacks may ask for; all get the predictions
+POSITION_METRICS = tuple(name for name in METRICS if name not in ("accuracy", "predicted_tokens"))
+
 
 @dataclass(frozen=True)
-class HookRequest:
-    """Names what a pass returns for its watchers besides predictions and metrics."""
+class OutputRequest:
+    """Names what a pass returns for its callbacks besides predictions."""
 
-    # For each hook int64 [n], the positions in the flattened batch whose logits it gets
+    # For each callback int64 [n], the positions in the flattened batch whose logits it gets
     at: tuple[Tensor | None, ...] = ()
+    metrics: tuple[str, ...] = ()  # besides those of the settings
     losses: bool = False  # the loss of each position
 
     @property
     def positions(self) -> Tensor | None:
-        """Returns the positions of all hooks, one hook's after the other's; None without any."""
+        """Returns the positions of all callbacks, one after the other; None without any."""
         positions = [at for at in self.at if at is not None]
         return torch.cat(positions) if positions else None
 
@@ -53,28 +57,63 @@ class PassOutput:
     predictions: Tensor  # int64 [B, T]: the likeliest token, -100 where none counts
     metrics: dict[str, Tensor]  # [B, T] each, 0 where no token counts
     logits: Tensor | None  # with return_logits: [B, T, V], or fewer with logits_to_keep
-    logits_at: Tensor | None  # [n, V], of the positions that hooks chose
+    logits_at: Tensor | None  # [n, V], of the positions that callbacks chose
     losses: Tensor | None = None  # [B, T] where wanted, weighted and not divided; they add up
 
 
 @dataclass(frozen=True, kw_only=True)
-class HookContext(PassOutput):
-    """Holds what a hook is called with; `logits_at` has the positions that this hook chose."""
+class CallbackContext:
+    """Holds what every call of a callback is told of the run."""
 
-    at: Tensor | None  # int64 [n]: these positions, in the flattened batch
     step: int  # as in metrics.jsonl
     training: bool  # or evaluation
-    index: int  # of the micro-batch, among those of this rank
-    micro_batch: MicroBatch  # tokens, columns; `spans` and `origins` of its sequences
+    run_dir: Path
     tokenizer: Tokenizer
     world: World  # rank, size, device; `world.all_reduce_sum` adds over those with other rows
 
 
-class Hook:
-    """Wraps a callable of the user, with its optional method `positions`."""
+@dataclass(frozen=True, kw_only=True)
+class PassContext(PassOutput, CallbackContext):
+    """Holds what a callback is called with after a pass; `logits_at` has the positions that this
+    callback chose."""
+
+    at: Tensor | None  # int64 [n]: these positions, in the flattened batch
+    index: int  # of the micro-batch, among those of this rank
+    micro_batch: MicroBatch  # tokens, columns; `spans` and `origins` of its sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationContext(CallbackContext):
+    """Holds what `on_evaluate` is called with after an evaluation."""
+
+    metrics: dict[str, Any]  # the evaluation's row of metrics.jsonl, on every rank
+
+
+class Callback:
+    """Sees the passes of a step or an evaluation; a subclass overrides what it has a use for."""
+
+    metrics: Sequence[str] = ()  # to compute for it, besides those of the settings
+    needs_losses = False  # whether it reads the loss of each position
+
+    def positions(self, micro_batch: MicroBatch, labels: Tensor) -> Tensor | None:
+        """Returns positions whose logits it gets, int64 [n] in the flattened batch; None for none.
+        `labels` [B, T] are the tokens to predict."""
+        return None
+
+    def on_pass(self, context: PassContext) -> None:
+        """Called after the pass, and in training the backward, of each micro-batch."""
+
+    def on_evaluate(self, context: EvaluationContext) -> None:
+        """Called at the end of an evaluation."""
+
+
+class UserCallback(Callback):
+    """Wraps a callable that `hooks` names, with its optional `positions`, `metrics` and
+    `on_evaluate`. All are called without gradients; an error in one becomes a RuntimeError."""
 
     def __init__(self, name: str):
-        """Imports `name`, module:function or file.py:function; ValueError if it cannot be found."""
+        """Imports `name`, module:function or file.py:function; raises ValueError if it cannot be
+        found, or asks for metrics that there are not."""
         self.name = name
         call = _import_function(name)
         if isinstance(call, type):
@@ -82,64 +121,90 @@ class Hook:
         if not callable(call):
             kind = type(call).__name__
             raise ValueError(f"hooks={name}: {kind} is not callable: name a function")
-        self._call, self._positions = call, getattr(call, "positions", None)
+        self._call = call
+        self.metrics = tuple(getattr(call, "metrics", ()))
+        for metric in self.metrics:
+            if metric not in POSITION_METRICS:
+                known = ", ".join(POSITION_METRICS)
+                raise ValueError(f"hooks={name}: its metric {metric!r} is not one of {known}")
 
     def positions(self, micro_batch: MicroBatch, labels: Tensor) -> Tensor | None:
-        """Returns the positions that the hook chooses, int64 [n] in the flattened batch; None if it
-        chooses none. Raises TypeError or ValueError unless it returns None or bool [B, T]."""
-        if self._positions is None:
-            return None
-        chosen = self._run(self._positions, micro_batch, labels)
+        """Returns the positions that the user's method chooses; raises TypeError or ValueError
+        unless it returns None or bool [B, T]."""
+        choose = getattr(self._call, "positions", None)
+        chosen = None if choose is None else self._run(choose, micro_batch, labels)
         if chosen is None:
             return None
         if not isinstance(chosen, Tensor) or chosen.dtype != torch.bool:
             kind = chosen.dtype if isinstance(chosen, Tensor) else type(chosen).__name__
-            raise TypeError(f"hook {self.name}: positions gave {kind}, not bool [B, T] or None")
+            raise TypeError(f"callback {self.name}: positions gave {kind}, not bool [B, T] or None")
         if chosen.shape != labels.shape:
             shapes = f"{tuple(chosen.shape)}, not [B, T] = {tuple(labels.shape)}"
-            raise ValueError(f"hook {self.name}: positions gave a mask {shapes}")
+            raise ValueError(f"callback {self.name}: positions gave a mask {shapes}")
         return chosen.to(labels.device).flatten().nonzero().squeeze(1)
 
-    def __call__(self, context: HookContext) -> None:
-        """Calls the hook with a pass, without gradients; an error in it is a RuntimeError."""
+    def on_pass(self, context: PassContext) -> None:
+        """Calls the user's callable."""
         self._run(self._call, context)
+
+    def on_evaluate(self, context: EvaluationContext) -> None:
+        """Calls the user's method, if there is one."""
+        on_evaluate = getattr(self._call, "on_evaluate", None)
+        if on_evaluate is not None:
+            self._run(on_evaluate, context)
 
     def _run(self, call: Callable[..., Any], *args: Any) -> Any:
         """Returns what the user's callable returns, without gradients; an error in it becomes a
-        RuntimeError that names the hook."""
+        RuntimeError that names the callback."""
         try:
             with torch.no_grad():
                 return call(*args)
         except Exception as error:
-            raise RuntimeError(f"hook {self.name}: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"callback {self.name}: {type(error).__name__}: {error}") from error
 
 
-class Hooks:
-    """Calls the hooks of a run in the order of the config, equally often on every rank."""
+class CallbackHandler:
+    """Calls the callbacks of one step or evaluation, in order, equally often on every rank."""
 
-    def __init__(self, names: Sequence[str], every: int):
-        self.hooks, self.every = [Hook(name) for name in names], every
+    def __init__(self, callbacks: Sequence[Callback], **context: Any):
+        """`context`: the fields of `CallbackContext`."""
+        self.callbacks, self.context = callbacks, context
 
-    def is_due(self, step: int, *, training: bool) -> bool:
-        """Returns whether there are hooks that this step, counted from 1, or this evaluation calls:
-        every evaluation does, and each `every`-th step."""
-        in_training = self.every > 0 and step % self.every == 0
-        return bool(self.hooks) and (in_training or not training)
+    def request(self, micro_batch: MicroBatch, targets: Targets) -> OutputRequest | None:
+        """Returns what the callbacks need of a pass; None without any callback."""
+        if not self.callbacks:
+            return None
+        assert targets.labels is not None
+        labels = targets.scatter_to_positions(targets.labels, IGNORE_INDEX)
+        return OutputRequest(
+            tuple(callback.positions(micro_batch, labels) for callback in self.callbacks),
+            tuple(name for callback in self.callbacks for name in callback.metrics),
+            any(callback.needs_losses for callback in self.callbacks),
+        )
 
-    def request(self, micro_batch: MicroBatch, labels: Tensor) -> HookRequest:
-        """Returns a request with each hook's positions, for `labels` [B, T], the tokens to
-        predict."""
-        return HookRequest(tuple(hook.positions(micro_batch, labels) for hook in self.hooks))
-
-    def call(self, output: PassOutput, request: HookRequest, **context: Any) -> None:
-        """Calls each hook with the logits that it chose; `context`: the rest of `HookContext`."""
-        logits_at: list[Tensor | None] = [None] * len(self.hooks)
+    def on_pass(
+        self,
+        output: PassOutput | None,
+        request: OutputRequest | None,
+        index: int,
+        micro_batch: MicroBatch,
+    ) -> None:
+        """Shows the output of a pass, if it was requested, each callback the logits it chose."""
+        if output is None or request is None:
+            return
+        logits_at: list[Tensor | None] = [None] * len(self.callbacks)
         if output.logits_at is not None:
             chunks = output.logits_at.split([0 if at is None else len(at) for at in request.at])
             pairs = zip(request.at, chunks, strict=True)
             logits_at = [None if at is None else chunk for at, chunk in pairs]
-        for hook, at, logits in zip(self.hooks, request.at, logits_at, strict=True):
-            hook(HookContext(**vars(output) | context | {"at": at, "logits_at": logits}))
+        fields = vars(output) | self.context | {"index": index, "micro_batch": micro_batch}
+        for callback, at, logits in zip(self.callbacks, request.at, logits_at, strict=True):
+            callback.on_pass(PassContext(**fields | {"at": at, "logits_at": logits}))
+
+    def on_evaluate(self, metrics: dict[str, Any]) -> None:
+        """Shows the evaluation's row of metrics.jsonl, each callback a copy."""
+        for callback in self.callbacks:
+            callback.on_evaluate(EvaluationContext(metrics=dict(metrics), **self.context))
 
 
 def _import_function(name: str) -> Any:
@@ -168,10 +233,10 @@ def _import(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Imports the file as a module, once for all hooks in it."""
+    """Imports the file as a module, once for all callbacks in it."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
-    name = f"hooks of {path.resolve()}"
+    name = f"callbacks of {path.resolve()}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -188,7 +253,7 @@ def _load_file(path: Path) -> ModuleType:
 # The predictions of an evaluation as a file, token by token.
 
 
-class PredictionsWriter:
+class PredictionsWriter(Callback):
     """Writes run_dir/predictions-step-N.jsonl: a line for each sequence, batch after batch.
 
     Ranks send their lines to rank 0, whose file is the same on any number of ranks and appears when
@@ -210,10 +275,10 @@ class PredictionsWriter:
         with explain_full_disk(self.target):
             self._opened.__exit__(*error)
 
-    def write(self, output: PassOutput, micro_batch: MicroBatch) -> None:
+    def on_pass(self, context: PassContext) -> None:
         """Writes the next micro-batch of every rank, once for ranks with the same rows; all ranks
         call it."""
-        rows = prediction_rows(output, micro_batch) if self.world.is_data_leader else []
+        rows = prediction_rows(context) if self.world.is_data_leader else []
         for row in rows:
             for name in ("target", "predicted"):
                 row[name] = self.tokenizer.decode(row[f"{name}_ids"])
@@ -223,10 +288,11 @@ class PredictionsWriter:
             self.file.writelines(texts)
 
 
-def prediction_rows(output: PassOutput, micro_batch: MicroBatch) -> list[dict[str, Any]]:
+def prediction_rows(context: PassContext) -> list[dict[str, Any]]:
     """Returns for each sequence with targets its source, targets, predictions and metrics."""
-    labels, predictions = output.labels.flatten(), output.predictions.flatten()
-    metrics = {n: x.flatten().tolist() for n, x in output.metrics.items()}
+    labels, predictions = context.labels.flatten(), context.predictions.flatten()
+    metrics = {n: x.flatten().tolist() for n, x in context.metrics.items()}
+    micro_batch = context.micro_batch
     target_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1).tolist()
     targets, predicted = labels.tolist(), predictions.tolist()
     rows = []
@@ -251,11 +317,13 @@ def prediction_rows(output: PassOutput, micro_batch: MicroBatch) -> list[dict[st
 # Losses of named data sets.
 
 
-class NamedSets:
+class NamedSets(Callback):
     """Measures loss and accuracy of each named data set in the evaluation's one pass over all.
 
     A packed row may hold sequences of several sets; each position counts for its own.
     """
+
+    needs_losses = True
 
     def __init__(self, names: Sequence[str], set_of_part: Tensor, *, by_sequence: bool):
         """`set_of_part` int64: the index in `names` of each part of the corpus, -1 for none.
@@ -265,7 +333,7 @@ class NamedSets:
         self.sums = torch.zeros(len(names), 4, dtype=torch.double, device=set_of_part.device)
 
     @classmethod
-    def build(cls, config: Config, loader: Loader, device: torch.device) -> Self | None:
+    def of(cls, config: Config, loader: Loader, device: torch.device) -> Self | None:
         """Returns the named sets of the held-out data; None if no entry has a name."""
         entries = [e.name if isinstance(e, Entry) else None for e in config.eval_data]
         names = [name for name in entries if name is not None]
@@ -277,21 +345,22 @@ class NamedSets:
         by_sequence = config.loss_reduction == "sequence"
         return cls(names, set_of_part.to(device), by_sequence=by_sequence)
 
-    def add(self, output: PassOutput, micro_batch: MicroBatch) -> None:
+    def on_pass(self, context: PassContext) -> None:
         """Adds this rank's next micro-batch."""
+        micro_batch = context.micro_batch
         if not len(micro_batch.spans):
             return  # nothing but padding
-        assert output.losses is not None
-        labels, starts = output.labels.flatten(), micro_batch.spans[:, 0].contiguous()
+        assert context.losses is not None
+        labels, starts = context.labels.flatten(), micro_batch.spans[:, 0].contiguous()
         positions = torch.arange(len(labels), device=labels.device)
         sequence = torch.searchsorted(starts, positions, right=True) - 1  # [B T]
         targets = labels != IGNORE_INDEX
-        right = targets & (output.predictions.flatten() == labels)
+        right = targets & (context.predictions.flatten() == labels)
         sets = self.set_of_part[micro_batch.parts]  # [n]
         counts = torch.zeros_like(sets).index_add(0, sequence, targets.long())
         indices = torch.arange(len(self.names), device=labels.device)[:, None]
         in_set = sets[sequence] == indices  # [S, B T]
-        losses = torch.where(in_set, output.losses.flatten(), 0).sum(1, dtype=torch.double)
+        losses = torch.where(in_set, context.losses.flatten(), 0).sum(1, dtype=torch.double)
         items = num_targets = (in_set & targets).sum(1)
         if self.by_sequence:
             items = ((sets == indices) & (counts > 0)).sum(1)
@@ -307,52 +376,3 @@ class NamedSets:
             for i, name in enumerate(self.names)
             for key, values in metrics.items()
         }
-
-
-class PassWatcher:
-    """Shows each pass of a step or evaluation to the hooks that are due, the predictions file and
-    the named data sets."""
-
-    def __init__(
-        self,
-        hooks: Hooks,
-        step: int,  # as in metrics.jsonl
-        *,
-        training: bool,
-        tokenizer: Tokenizer,
-        world: World,
-        file: PredictionsWriter | None = None,
-        sets: NamedSets | None = None,
-    ):
-        self.hooks = hooks if hooks.is_due(step, training=training) else None
-        self.file, self.sets = file, sets
-        context = {"step": step, "training": training}
-        self.context = context | {"tokenizer": tokenizer, "world": world}
-
-    def request(self, micro_batch: MicroBatch, targets: Targets) -> HookRequest | None:
-        """Returns what the watchers need of a pass; None without any."""
-        if not (self.hooks or self.file or self.sets):
-            return None
-        request = HookRequest()
-        if self.hooks is not None:
-            assert targets.labels is not None
-            labels = targets.scatter_to_positions(targets.labels, IGNORE_INDEX)
-            request = self.hooks.request(micro_batch, labels)
-        return replace(request, losses=self.sets is not None)
-
-    def notify(
-        self,
-        output: PassOutput | None,
-        request: HookRequest | None,
-        index: int,
-        micro_batch: MicroBatch,
-    ) -> None:
-        """Shows the output of a pass, if it was requested, to the watchers."""
-        if output is None or request is None:
-            return
-        if self.file is not None:  # first: a hook may change what it is shown
-            self.file.write(output, micro_batch)
-        if self.sets is not None:
-            self.sets.add(output, micro_batch)
-        if self.hooks is not None:
-            self.hooks.call(output, request, index=index, micro_batch=micro_batch, **self.context)

@@ -230,7 +230,7 @@ class LossSettings:
     )
     eval_every: int = setting(0, "steps between evaluations; 0: only at the end", ge=0)
     metrics: tuple[str, ...] = setting((), "means to log: nll, entropy, max_logit, z")
-    return_logits: bool = setting(False, "give hooks all logits of a pass [B, T, V]")
+    return_logits: bool = setting(False, "give callbacks all logits of a pass [B, T, V]")
     logits_to_keep: int = setting(0, "count only the last N positions of a sequence; 0: all", ge=0)
     logits_bytes: int | None = setting(
         None, "memory of logits in the loss; null: at most 1 GiB", ge=1
@@ -244,7 +244,7 @@ class LossSettings:
     eval_label_smoothing: float | None = setting(None, "in evaluation; null: the same", ge=0)
     eval_z_loss: float | None = setting(None, "in evaluation; null: the same", ge=0)
     hooks: tuple[str, ...] = setting(
-        (), "module:function or file.py:function to call: docs/loss.md"
+        (), "callbacks, module:function or file.py:function: docs/loss.md"
     )
     hook_every: int = setting(1, "training steps between calls; 0: evaluations only", ge=0)
     predictions: bool = setting(False, "write run_dir/predictions-step-N.jsonl in evaluations")
@@ -402,7 +402,7 @@ CONFLICTS = (
     ("lora.quantize=keep", "init", "init has no quantized checkpoint: give lora.quantize=nf4"),
     ("parallel.replicate>1", "sharding=gradients", "each rank has all weights then: drop one"),
     ("cuda_graphs", "parallel.tensor>1", "a graph captures no communication between ranks"),
-    ("lora.quantize", "parallel.tensor>1", "quantised weights are not split over ranks"),
+    ("lora.quantize", "parallel.tensor>1", "quantised weights are not sharded over ranks"),
     ("sharding=gradients", "parallel.expert>1", "experts are on fewer ranks than other weights"),
     ("cuda_graphs", "parallel.expert>1", "a graph captures no communication between ranks"),
     ("optimizer_offload", "optimizer=muon", "its updates take whole matrices: drop one"),

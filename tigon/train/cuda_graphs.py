@@ -2,8 +2,8 @@
 
 The blocks and the last norm are captured, forward and backward, for each kind of micro-batch. The
 embedding before them and the head behind them, a few of a pass's kernels, are launched as ever: so
-the head computes only the rows that are learned, hooks see what they always see, and every bit is
-that of the pass without graphs.
+the head computes only the rows that are learned, callbacks see what they always see, and every bit
+is that of the pass without graphs.
 
 Gradients of blocks stay at fixed addresses. For each kind one graph writes them, for the first
 micro-batch of a step, and another adds to them; nothing is set to zero. What backward needs is in

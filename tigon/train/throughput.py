@@ -39,14 +39,14 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts operations of training on sequences: `Cost.from_model(model)(lengths)`."""
+    """Counts operations of training on sequences: `Cost.of(model)(lengths)`."""
 
     per_token: float = 0.0  # of the matrix products with parameters
     # Of attention, for each position that a token sees: by window, None where it sees all before
     per_position: dict[int | None, float] = field(default_factory=dict)
 
     @classmethod
-    def from_model(cls, model: nn.Module) -> Self:
+    def of(cls, model: nn.Module) -> Self:
         """Returns the cost of a model: the sum of its modules' operations."""
         per_token, per_position = 0.0, dict[int | None, float]()
         trained = False  # anything so far, so that gradients go on to it
@@ -85,7 +85,7 @@ class Cost:
 
 def model_flops(model: nn.Module, sequences: Iterable[int]) -> float:
     """Returns the operations of forward and backward for sequences of these lengths."""
-    return Cost.from_model(model)(sequences)
+    return Cost.of(model)(sequences)
 
 
 def positions_seen(lengths: np.ndarray | int, window: int | None) -> Any:
@@ -128,7 +128,7 @@ class Meter:
 
     def __init__(self, model: CausalLM, world: World, dtype: torch.dtype):
         # Ranks of tensor parallelism have a share of each product
-        self.cost, self.ranks = Cost.from_model(model), world.size // world.sizes.tensor
+        self.cost, self.ranks = Cost.of(model), world.size // world.sizes.tensor
         self.world = world
         self.peak = peak_flops(world.device, dtype)  # of one GPU, in FLOPs a second
         self.dtype = str(dtype).removeprefix("torch.")

@@ -18,7 +18,7 @@ from tigon import report
 from tigon.data.examples import format_count
 from tigon.train import checkpoint, guard, publish, resume
 from tigon.train.build import TrainingRun
-from tigon.train.callbacks import NamedSets, PassWatcher, PredictionsWriter
+from tigon.train.callbacks import Callback, CallbackHandler, NamedSets, PredictionsWriter
 from tigon.train.distributed import InputError, World, reshard, sync_gradients
 from tigon.train.export import export, export_best, export_name, export_step, step_export_path
 from tigon.train.logging import (
@@ -57,7 +57,6 @@ def train(run: TrainingRun) -> int:
             world.log_rank0(report.write_or_explain(Path(config.run_dir)))
         return 0
     open_task(run)
-    run.task.begin(run.model)
     log = RunLog(config, world, run.start, run.steps)
     if run.meter.convention:
         world.log_rank0(run.meter.convention)
@@ -151,12 +150,12 @@ def forward_backward(run: TrainingRun, data_step: int) -> tuple[dict[str, float]
     all_inputs = [task.resolve(model, rows) for rows in run.prefetcher(data_step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs])
-    hooks, tokenizer = task.hooks, run.tokenizer
-    watcher = PassWatcher(hooks, step + 1, training=True, tokenizer=tokenizer, world=world)
+    due = run.config.hook_every > 0 and (step + 1) % run.config.hook_every == 0
+    callbacks = callback_handler(run, task.callbacks if due else [], step + 1, training=True)
     results, norm, scale = [], None, None
     for i, inputs in enumerate(all_inputs):
         sync_gradients(model, i == len(all_inputs) - 1)
-        inputs = replace(inputs, request=watcher.request(inputs.micro_batch, inputs.targets))
+        inputs = replace(inputs, request=callbacks.request(inputs.micro_batch, inputs.targets))
         result = task.loss(model, inputs, sums)
         loss = result.loss.detach()
         if run.in_backward is None:
@@ -165,7 +164,7 @@ def forward_backward(run: TrainingRun, data_step: int) -> tuple[dict[str, float]
             set_learning_rates(run, step)
             total = world.all_reduce_sum(loss.to(torch.double, copy=True))
             norm = run.in_backward.backward(result.loss, world.same_loss(total))
-        watcher.notify(result.output, inputs.request, i, inputs.micro_batch)
+        callbacks.on_pass(result.output, inputs.request, i, inputs.micro_batch)
         # Detached, as a CUDA graph capture must not see nodes of an eager pass
         results.append(replace(result, loss=loss, output=None))
     if norm is None:
@@ -177,6 +176,15 @@ def forward_backward(run: TrainingRun, data_step: int) -> tuple[dict[str, float]
     if run.in_backward is not None and not math.isfinite(values["loss"]):
         run.in_backward.undo_step()
     return values, scale
+
+
+def callback_handler(
+    run: TrainingRun, callbacks: Sequence[Callback], step: int, *, training: bool
+) -> CallbackHandler:
+    """Returns the handler of the callbacks that a step or an evaluation calls."""
+    run_dir = Path(run.config.run_dir)
+    facts = {"run_dir": run_dir, "tokenizer": run.tokenizer, "world": run.world}
+    return CallbackHandler(callbacks, step=step, training=training, **facts)
 
 
 def update_weights(run: TrainingRun, step: int, scale: Tensor | None) -> None:
@@ -266,7 +274,8 @@ def should_stop(run: TrainingRun) -> bool:
 
 @torch.no_grad()
 def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
-    """Returns the evaluation's row of metrics.jsonl, or None without held-out data.
+    """Returns the evaluation's row of metrics.jsonl, which callbacks have seen, or None without
+    held-out data.
 
     Every rank runs as many forward passes as the others. Raises Interrupted on all ranks once one
     of them has received a signal.
@@ -286,23 +295,17 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
 
     model.eval()
     sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs()])
-    sets = NamedSets.build(config, data, world.device)
+    sets = NamedSets.of(config, data, world.device)
     results = []
     writer = PredictionsWriter(Path(config.run_dir), step, run.tokenizer, world)
     with writer if config.predictions else nullcontext() as file:
-        watcher = PassWatcher(
-            task.hooks,
-            step,
-            training=False,
-            tokenizer=run.tokenizer,
-            world=world,
-            file=file,
-            sets=sets,
-        )
+        recorders = [recorder for recorder in (file, sets) if recorder is not None]
+        # The user's last: they may change what they are shown
+        callbacks = callback_handler(run, [*recorders, *task.callbacks], step, training=False)
         for i, inputs in enumerate(all_inputs()):
-            inputs = replace(inputs, request=watcher.request(inputs.micro_batch, inputs.targets))
+            inputs = replace(inputs, request=callbacks.request(inputs.micro_batch, inputs.targets))
             result = task.evaluate(model, inputs, sums)
-            watcher.notify(result.output, inputs.request, i, inputs.micro_batch)
+            callbacks.on_pass(result.output, inputs.request, i, inputs.micro_batch)
             results.append(replace(result, output=None))
     model.train()
     reshard(model)
@@ -310,7 +313,9 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
     del metrics["own_loss"]
     values = {f"eval_{name}": value for name, value in to_host(metrics).items()}
     tokens, seconds = data.targets, time.perf_counter() - start_time
-    return {"step": step, **values, "eval_tokens": tokens, "seconds": seconds}
+    row = {"step": step, **values, "eval_tokens": tokens, "seconds": seconds}
+    callbacks.on_evaluate(row)
+    return row
 
 
 def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:

@@ -45,9 +45,10 @@ def convert_entries(
     dtype: torch.dtype,
     stored: Mapping[str, Sequence[StoredRows]],
     stored_layout: Layout,
+    kept: Mapping[str, torch.dtype],
 ) -> list[TensorEntry]:
-    """Make entries that write the tensors of `layout` in `dtype`, read from `stored` rows of
-    `stored_layout`.
+    """Make entries that write the tensors of `layout` in `dtype`, or in that which `kept` has for
+    their name, read from `stored` rows of `stored_layout`.
 
     Both layouts are of the same parameters. The writer raises for rows that are not stored.
     """
@@ -74,9 +75,12 @@ def convert_entries(
                         count,
                         stored.get(source.name, ()),
                         shapes[target.name],
-                        dtype,
+                        kept.get(target.name, dtype),
                     )
-    return [TensorEntry(name, shape, dtype, blocks[name]) for name, shape in shapes.items()]
+    return [
+        TensorEntry(name, shape, kept.get(name, dtype), blocks[name])
+        for name, shape in shapes.items()
+    ]
 
 
 def _spans(parts: Sequence[TensorSlice]) -> list[_Span]:

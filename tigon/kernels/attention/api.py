@@ -1,4 +1,4 @@
-"""Causal attention with grouped heads, packed sequences, padding, windows and softcap.
+"""Causal attention with grouped heads, packed sequences, padding, windows, softcap and sinks.
 
 Backends, by the names that `attention=` takes: "fa4" flash-attn-4 (Hopper, Blackwell; an extra),
 "cudnn" and "flash" (FlashAttention-2, also packed) as torch has them, "flex" FlexAttention,
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
 from tigon.kernels import runtime
 from tigon.kernels.attention import fa4
@@ -31,6 +31,7 @@ from tigon.kernels.attention.backends import (
     survey,
 )
 from tigon.kernels.attention.mask import AttentionMask, Sequences
+from tigon.kernels.attention.sinks import FusedPasses, attention_with_sinks, scale_by_sinks
 
 __all__ = [
     "AttentionMask",
@@ -55,8 +56,12 @@ def attention_ref(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """`softmax(cap(q k^T * scale)) v`, fp32 inside, over the keys that `mask` allows."""
+    """`softmax(cap(q k^T * scale)) v`, fp32 inside, over the keys that `mask` allows.
+
+    With `sinks` [H] the softmax is over one more score, the head's sink, whose value is 0.
+    """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     groups = q.shape[1] // k.shape[1]
@@ -65,7 +70,12 @@ def attention_ref(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask.dense(window, q.device), float("-inf"))
-    return (scores.softmax(-1) @ v.float()).to(q.dtype).transpose(1, 2)
+    if sinks is None:
+        probabilities = scores.softmax(-1)
+    else:
+        column = sinks.float()[:, None, None].expand(*scores.shape[:3], 1)
+        probabilities = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    return (probabilities @ v.float()).to(q.dtype).transpose(1, 2)
 
 
 class AttentionPlan(NamedTuple):
@@ -85,8 +95,12 @@ class AttentionPlan(NamedTuple):
         return self.window - 1, 0 if causal else self.window - 1
 
 
-def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+def _fa4(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
+) -> Tensor:
     """Returns flash-attn-4's attention [B, T, H, D] in the sequences of the plan, or in rows."""
+    if sinks is not None:
+        return _with_sinks(_fa4_passes, q, k, v, mask, plan, sinks)
     package = fa4 if torch.compiler.is_compiling() else flash_attn_4()
     sequences = plan.sequences
     options: dict[str, Any] = {
@@ -110,6 +124,68 @@ def _fa4(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPl
     return out.view(q.shape)
 
 
+def _with_sinks(
+    make_passes: Callable[..., FusedPasses],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    plan: AttentionPlan,
+    sinks: Tensor,
+) -> Tensor:
+    """Returns attention with sinks [B, T, H, D] by the passes that `make_passes` makes of bounds
+    and longest lengths, mask and plan."""
+    if plan.sequences is None:
+        passes = make_passes((None, None), (q.shape[1], k.shape[1]), mask, plan)
+        return attention_with_sinks(q, k, v, sinks, passes)
+    (x, y, z), bounds, longest = _flatten_sequences(q, k, v, plan.sequences)
+    passes = make_passes(bounds, longest, mask, plan)
+    return attention_with_sinks(x, y, z, sinks, passes).view(q.shape)
+
+
+def _fa4_passes(
+    bounds: tuple[Tensor | None, Tensor | None],
+    longest: tuple[int, int],
+    mask: AttentionMask,
+    plan: AttentionPlan,
+) -> FusedPasses:
+    """Returns flash-attn-4's passes over sequences with these bounds, or over rows without."""
+    lengths = (None, None) if bounds[0] is None else [max(n, FA4_MIN_SEQLEN) for n in longest]
+    options = *bounds, *lengths, plan.scale, mask.causal, *plan.reach(mask.causal)
+    options = *options, plan.softcap or 0.0, torch.are_deterministic_algorithms_enabled()
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        return *fa4._forward(q, k, v, *options), ()
+
+    def backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Any:
+        return fa4._backward(q, k, v, out, dout, lse, *options)
+
+    return FusedPasses(forward, backward)
+
+
+def _flash_passes(
+    bounds: tuple[Tensor | None, Tensor | None],
+    longest: tuple[int, int],
+    mask: AttentionMask,
+    plan: AttentionPlan,
+) -> FusedPasses:
+    """As `_fa4_passes`, of torch's FlashAttention-2."""
+    causal, (left, right) = mask.causal and plan.window is None, plan.reach(mask.causal)
+    options = {"scale": plan.scale, "window_size_left": left, "window_size_right": right}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        run = torch.ops.aten._flash_attention_forward
+        out, lse, *rest, _ = run(q, k, v, *bounds, *longest, 0.0, causal, False, **options)
+        return out, lse, (*rest,)
+
+    def backward(dout: Tensor, *saved: Tensor) -> Any:
+        (*given, rng, unused), run = saved, torch.ops.aten._flash_attention_backward
+        middle = *bounds, *longest, 0.0, causal, rng, unused
+        return run(dout, *given, *middle, **options)
+
+    return FusedPasses(forward, backward)
+
+
 def _flatten_sequences(
     q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[int, int]]:
@@ -124,7 +200,9 @@ def _flatten_sequences(
     return (q, keys.take(k), keys.take(v)), (cu, keys.cu), (longest, keys.longest)
 
 
-def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+def _cudnn(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
+) -> Tensor:
     """Returns cuDNN's attention [B, T, H, D] over whole rows, causal or not."""
     heads = (x.transpose(1, 2) for x in (q, k, v))
     run, grad = torch.ops.aten._scaled_dot_product_cudnn_attention, _needs_grad(q, k, v)
@@ -132,8 +210,12 @@ def _cudnn(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Attention
     return out.transpose(1, 2)
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
+) -> Tensor:
     """Returns the attention [B, T, H, D] of torch's FlashAttention-2, as `_fa4` does."""
+    if sinks is not None:
+        return _with_sinks(_flash_passes, q, k, v, mask, plan, sinks)
     # The operator that varlen_attn and SDPA call: cheaper on the host, and with windows for rows
     run = torch.ops.aten._flash_attention_forward
     causal, (left, right) = mask.causal and plan.window is None, plan.reach(mask.causal)
@@ -145,7 +227,9 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: Attention
     return run(*flat, *bounds, *longest, 0.0, causal, False, **options)[0].view(q.shape)
 
 
-def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+def _flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
+) -> Tensor:
     """Returns FlexAttention's [B, T, H, D] with the mask's blocks, and the softcap as a score_mod.
 
     Outside of torch.compile, rows are padded to a multiple of FLEX_MULTIPLE, and it is compiled for
@@ -162,7 +246,7 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionP
             q, k, v = (F.pad(x, (0, 0, 0, 0, 0, size - x.shape[1])) for size, x in sizes)
             mask = mask.pad(tokens, keys, b, q.device)
         form = mask.causal, mask.segment_ids is None, mask.key_mask is None, mask.past > 0
-        kind = q.shape, k.shape, q.dtype, q.device, _needs_grad(q, k, v), form
+        kind = q.shape, k.shape, q.dtype, q.device, _needs_grad(q, k, v), form, sinks is None
         run = _compiled_flex(*kind, plan.window, plan.softcap, plan.scale)
     out = run(
         *(x.transpose(1, 2) for x in (q, k, v)),
@@ -170,8 +254,11 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionP
         block_mask=mask.blocks(plan.window, q.device),
         scale=plan.scale,
         enable_gqa=q.shape[2] != k.shape[2],
-    ).transpose(1, 2)
-    return out[:, :t]
+        return_aux=None if sinks is None else AuxRequest(lse=True),
+    )
+    if sinks is not None:
+        out = scale_by_sinks(out[0], out[1].lse, sinks)
+    return out.transpose(1, 2)[:, :t]
 
 
 def _softcap_mod(softcap: float) -> Callable[..., Tensor]:
@@ -192,7 +279,9 @@ def _compiled_flex(*kind: Any) -> Callable[..., Any]:
     return torch.compile(run, dynamic=False, fullgraph=True)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
+) -> Tensor:
     """Returns F.scaled_dot_product_attention's [B, T, H, D], with a dense mask where `is_causal` is
     not enough."""
     window, scale = plan.window, plan.scale
@@ -222,9 +311,11 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionP
     ).transpose(1, 2)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan) -> Tensor:
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
+) -> Tensor:
     """Returns `attention_ref` by the plan."""
-    options = {"softcap": plan.softcap, "scale": plan.scale}
+    options: dict[str, Any] = {"softcap": plan.softcap, "scale": plan.scale, "sinks": sinks}
     return attention_ref(q, k, v, mask=mask, window=plan.window, **options)
 
 
@@ -248,44 +339,54 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,  # [H]
 ) -> Tensor:
     """Returns the attention output [B, T, H, D]; head h reads kv head `h // (H / K)`.
 
-    A window of W covers W tokens, including the query's own. `scale` defaults to D ** -0.5.
+    A window of W covers W tokens, including the query's own. `scale` defaults to D ** -0.5. A sink
+    is one more score of its head in every softmax, neither scaled nor masked, whose value is 0.
     `mask.backend` names the backend; docs/attention.md says what "auto" takes. Raises ValueError,
     with the reason, if the named backend cannot serve the call, and for shapes that do not match.
     """
-    _check_inputs(q, k, v, mask, window, softcap)
+    _check_inputs(q, k, v, mask, window, softcap, sinks)
     if q.is_meta and runtime.runs_triton(q):
-        return _attention_meta(q, k, v, mask)
-    grad = _needs_grad(q, k, v)
+        return _attention_meta(q, k, v, mask, sinks)
+    kind = (window, softcap, scale, sinks is not None, _needs_grad(q, k, v, sinks))
     if torch.compiler.is_compiling():
-        plan = _plan(q, mask, window, softcap, scale, grad)
+        plan = _plan(q, mask, *kind)
     else:
-        kind = (q.dtype, q.shape[-1], window, softcap, scale, grad)
-        if kind not in mask.plans:
-            mask.plans[kind] = _plan(q, mask, window, softcap, scale, grad)
-        plan = mask.plans[kind]
+        key = (q.dtype, q.shape[-1], *kind)
+        if key not in mask.plans:
+            mask.plans[key] = _plan(q, mask, *kind)
+        plan = mask.plans[key]
     run = BACKENDS[plan.choice.name]
     if plan.even is None:
-        return run(q, k, v, mask, plan)
+        return run(q, k, v, mask, plan, sinks)
     rows = (x.reshape(-1, plan.even.tokens, *x.shape[2:]) for x in (q, k, v))
-    return run(*rows, plan.even, plan).reshape(q.shape)
+    return run(*rows, plan.even, plan, sinks).reshape(q.shape)
 
 
-def _attention_meta(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def _attention_meta(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, sinks: Tensor | None
+) -> Tensor:
     """Allocates what a backend with cu_seqlens does, for tensors on meta."""
     sequences = None
     if mask.prefixes is not None and mask.backend in ("auto", *VARLEN_BACKENDS):
         sequences = mask.sequences()
     if not isinstance(sequences, Sequences):
-        return fused_shapes(q, k, v)
-    flat, *_ = _flatten_sequences(q, k, v, sequences)
-    return fused_shapes(*(x[None] for x in flat)).view(q.shape)
+        return fused_shapes(q, k, v, sinks)
+    (x, y, z), *_ = _flatten_sequences(q, k, v, sequences)
+    return fused_shapes(x[None], y[None], z[None], sinks).view(q.shape)
 
 
 def _check_inputs(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> None:
     """Raises ValueError for shapes, a window or a softcap that no backend takes."""
     b, t, h, d = q.shape if q.dim() == 4 else (0, 0, 0, 0)
@@ -301,14 +402,17 @@ def _check_inputs(
         )
     if h % k.shape[2]:
         raise ValueError(f"{h} query heads cannot share {k.shape[2]} key/value heads")
+    if sinks is not None and sinks.shape != (h,):
+        raise ValueError(f"sinks {tuple(sinks.shape)} are not one for each of {h} query heads")
     for name, value in (("window", window), ("softcap", softcap)):
         if value is not None and value <= 0:
             raise ValueError(f"{name}={value} is not above 0; None disables it")
 
 
-def _needs_grad(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _needs_grad(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> bool:
     """Whether autograd records a call on these tensors."""
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    learned = q.requires_grad or k.requires_grad or v.requires_grad
+    return torch.is_grad_enabled() and (learned or (sinks is not None and sinks.requires_grad))
 
 
 def _plan(
@@ -317,6 +421,7 @@ def _plan(
     window: int | None,
     softcap: float | None,
     scale: float | None,
+    sinks: bool,
     grad: bool,
 ) -> AttentionPlan:
     """Chooses backend and layout; may wait for the device to learn the lengths of the sequences."""
@@ -336,6 +441,7 @@ def _plan(
         single=mask.tokens == 1,
         window=window is not None,
         softcap=softcap is not None,
+        sinks=sinks,
         grad=grad,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         compiling=compiling,

@@ -13,6 +13,7 @@ from torch import Tensor
 Backend = Literal["auto", "fa4", "cudnn", "flash", "flex", "sdpa", "reference"]
 HALF = (torch.bfloat16, torch.float16)
 MIN_KERNEL_TOKENS = 256  # fewer tokens are not worth compiling a kernel for
+UNTRACED_SINKS = "torch.compile does not trace its sinks"
 CUDNN_MAX_TOKENS = 512  # tokens up to which cuDNN is the fastest on Hopper
 log = logging.getLogger("tigon.attention")
 _logged: set[tuple[str, ...]] = set()  # what was logged
@@ -34,6 +35,7 @@ class AttentionRequest(NamedTuple):
     single: bool = False  # each row has one
     window: bool = False
     softcap: bool = False
+    sinks: bool = False
     grad: bool = False
     deterministic: bool = False
     compiling: bool = False
@@ -76,6 +78,7 @@ def _fa4_problem(r: AttentionRequest) -> str | None:
         (blackwell and 128 < r.head_dim < 256, f"head_dim {r.head_dim} on Blackwell"),
         (torn, wrong),
         (uncapped, "its backward pass on Blackwell has no softcap for head_dim 256"),
+        (r.sinks and r.compiling, UNTRACED_SINKS),
     )
 
 
@@ -87,6 +90,7 @@ def _cudnn_problem(r: AttentionRequest) -> str | None:
         (r.deterministic and r.grad, "its backward pass is not deterministic"),
         (r.window, "it has no sliding window"),
         (r.softcap, "it has no softcap"),
+        (r.sinks, "it has no sinks"),
         (r.layout == "sequences", "it has no packed sequences"),
         (r.cached, "it does not continue a cache"),
         (r.part, "it has no queries of parts of rows"),
@@ -100,6 +104,7 @@ def _flash_problem(r: AttentionRequest) -> str | None:
     return _fused_problem(r) or _first_problem(
         (r.softcap, "it has no softcap"),
         (small, f"head_dim {r.head_dim} has no backward pass on sm_{r.sm}"),
+        (r.sinks and r.compiling, UNTRACED_SINKS),
     )
 
 
@@ -114,7 +119,7 @@ def _flex_problem(r: AttentionRequest) -> str | None:
 
 def _sdpa_problem(r: AttentionRequest) -> str | None:
     """Returns why SDPA cannot serve the request, or None."""
-    return "it has no softcap" if r.softcap else None
+    return _first_problem((r.softcap, "it has no softcap"), (r.sinks, "it has no sinks"))
 
 
 # Each says why it cannot serve a request, or None
@@ -290,7 +295,11 @@ def _select_backend(r: AttentionRequest, backend: str, device: int, plain: bool)
     """`select_backend` outside of torch.compile."""
     choice = choose_backend(r, backend, missing(device) if r.device == "cuda" else {}, plain=plain)
     facts = [str(r.dtype)[6:], f"head_dim {r.head_dim}", r.layout]
-    facts += [name for name in ("cached", "part", "window", "softcap", "grad") if getattr(r, name)]
+    facts += [
+        name
+        for name in ("cached", "part", "window", "softcap", "sinks", "grad")
+        if getattr(r, name)
+    ]
     line = (choice.name, ", ".join(facts), choice.why)
     if line not in _logged:
         _logged.add(line)
@@ -305,14 +314,14 @@ class _FusedShapes(torch.autograd.Function):
     """Has the output and saves the tensors of fused attention, on meta."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         b, t, heads, _ = q.shape
-        out = q.new_empty(q.shape)
+        out, ctx.sinks = q.new_empty(q.shape), sinks
         ctx.save_for_backward(q, k, v, out, q.new_empty(b, heads, t, dtype=torch.float32))
         return out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, _, lse = ctx.saved_tensors
         gradients = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
         # The sum of dq, and the row sums of dout * out, in fp32
@@ -320,9 +329,9 @@ class _FusedShapes(torch.autograd.Function):
         if k.shape[2] != q.shape[2]:  # gradients of each query head's keys and values
             b, s, _, d = k.shape
             temporary += [q.new_empty(b, s, q.shape[2], d) for _ in "kv"]
-        return gradients
+        return *gradients, None if ctx.sinks is None else torch.empty_like(ctx.sinks)
 
 
-def fused_shapes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def fused_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Allocates the output [B, T, H, D] of q [B, T, H, D], k and v [B, S, K, D], all on meta."""
-    return _FusedShapes.apply(q, k, v)
+    return _FusedShapes.apply(q, k, v, sinks)

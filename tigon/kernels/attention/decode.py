@@ -221,9 +221,10 @@ def append_attention_ref(
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Writes k and v after each row's tokens; returns `softmax(cap(q k^T * scale)) v`, fp32
-    inside."""
+    inside, over one more score, the head's sink, whose value is 0, if there are sinks."""
     b, t, h, d = q.shape
     kv_heads, slots = buffers.keys.shape[1:3]
     scale = d**-0.5 if scale is None else scale
@@ -251,7 +252,11 @@ def append_attention_ref(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    out = (scores.softmax(-1).flatten(2, 3) @ values).view(queries.shape)
+    if sinks is not None:
+        column = sinks.float().view(kv_heads, groups, 1, 1).expand(*scores.shape[:4], 1)
+        scores = torch.cat((scores, column), -1)
+    probabilities = scores.softmax(-1)[..., :slots].flatten(2, 3)
+    out = (probabilities @ values).view(queries.shape)
     return out.permute(0, 3, 1, 2, 4).reshape(b, t, h, d).to(q.dtype)
 
 
@@ -262,6 +267,7 @@ def _append_attention_kernel(
     keys,  # these four: pointer, strides per row, head and slot; the scales may be None
     values, key_scales, value_scales, lengths,
     angles,  # that q and k are yet to be rotated by, as `rope` takes them, or None
+    sinks,  # [H], or None
     y,  # [B, T, H, D]; of several splits [B, T, H, splits, D] in fp32
     logsums,  # [B, T, H, splits], base 2
     R, window, scale, softcap,
@@ -309,6 +315,10 @@ def _append_attention_kernel(
     pair = queries, queries_high
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
+    if sinks is not None:  # one more score, of the first program's: exp2(best - best) is 1
+        sink = tl.load(sinks + h, mask=m < T * G, other=0.0).to(tl.float32) * 1.4426950408889634
+        best = tl.where(split == 0, sink, best)
+        total = tl.where(split == 0, 1.0, total)
     out = tl.zeros((QUERIES, WIDTH // EACH), tl.float32)
     out_high = out
 
@@ -399,6 +409,8 @@ def _select_launch(dtype: torch.dtype, stored: torch.dtype, width: int) -> Decod
     """Chooses the launch for queries and cached keys of these types."""
     if INTERPRETED:
         return DecodeLaunch(16, stages=1, resident=1)
+    if width > 512 and stored != torch.int8:  # as much as shared memory holds
+        return DecodeLaunch(16, stages=1 if dtype == torch.float32 else 3, resident=1)
     if dtype == torch.float32:  # products without tensor cores
         return DecodeLaunch(max(16, min(64, 4096 // width)), stages=3, resident=2)
     if stored == torch.int8:
@@ -441,6 +453,7 @@ def _forward(
     scale: float,
     cos: Tensor | None,
     sin: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Appends k and v to the buffers and returns attention of q to all cached tokens."""
     b, t, h, d = q.shape
@@ -451,7 +464,8 @@ def _forward(
     launch = _select_launch(q.dtype, keys.dtype, width)
     if key_scales is not None:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
-    most_queries = 16 if q.dtype == torch.float32 else 64 if width <= 128 else 32  # by registers
+    most_queries = 64 if width <= 128 else 32 if width <= 512 else 16  # by registers
+    most_queries = 16 if q.dtype == torch.float32 else most_queries
     queries = min(triton.next_power_of_2(max(16, t * h // kv_heads)), most_queries)
     query_blocks = triton.cdiv(t * h // kv_heads, queries)
     max_tokens = slots if window is None else min(slots, window)
@@ -466,7 +480,8 @@ def _forward(
     _append_attention_kernel[(b * kv_heads, splits, query_blocks)](
         *(_with_strides(with_contiguous_dim(x)) for x in (q, k, v)),
         *(_with_strides(x) for x in (keys, values, key_scales, value_scales)), lengths.contiguous(),
-        None if cos is None or sin is None else strided_angles(cos, sin), parts, logsums, slots,
+        None if cos is None or sin is None else strided_angles(cos, sin),
+        None if sinks is None else sinks.contiguous(), parts, logsums, slots,
         window, scale * LOG2E if softcap is None else scale / softcap,
         None if softcap is None else softcap * LOG2E,
         T=t, H=h, K=kv_heads, D=d, WIDTH=width, QUERIES=queries, TOKENS=MAX_QUERY_TOKENS,
@@ -494,15 +509,16 @@ def append_attention(
     softcap: float | None = None,
     scale: float | None = None,
     angles: tuple[Tensor, Tensor] | None = None,  # cos and sin [B or 1, T, R/2]
+    sinks: Tensor | None = None,  # [H]
 ) -> Tensor:
     """Appends T tokens to every row of the cache and attends causally; returns [B, T, H, D].
 
     Row r has lengths[r] tokens, so its new token j has position lengths[r] + j; `lengths` is not
     changed. A window of W sees W tokens, including the query's own. `scale` defaults to D ** -0.5.
-    With `angles`, q and k are rotated first, as by `rope`. Full buffers are a ring of the last R
-    tokens, which loses nothing if R is at least lengths[r] + T or, with a window, W + T - 1. Slots
-    without a token are never read. int8 buffers store the new tokens rounded, and this call sees
-    them so.
+    With `angles`, q and k are rotated first, as by `rope`. `sinks` are as in `attention`. Full
+    buffers are a ring of the last R tokens, which loses nothing if R is at least lengths[r] + T or,
+    with a window, W + T - 1. Slots without a token are never read. int8 buffers store the new
+    tokens rounded, and this call sees them so.
 
     The host never waits for the device and launches depend on shapes alone, so a CUDA graph can
     capture the call. The tokens of a row are shared among programs, whose sums a second kernel adds
@@ -511,7 +527,7 @@ def append_attention(
     Raises ValueError for shapes or dtypes that do not match, RuntimeError if a gradient is
     required: the buffers are overwritten.
     """
-    _check_inputs(q, k, v, buffers, lengths)
+    _check_inputs(q, k, v, buffers, lengths, sinks)
     if not q.numel():
         return torch.empty_like(q)
     served = _triton_supports(q, buffers)
@@ -519,16 +535,16 @@ def append_attention(
         (q, k), angles = rope(q, k, *angles), None
     if not served:
         return append_attention_ref(
-            q, k, v, buffers, lengths, window=window, softcap=softcap, scale=scale
+            q, k, v, buffers, lengths, window=window, softcap=softcap, scale=scale, sinks=sinks
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.shape[1] <= MAX_QUERY_TOKENS:
         cos, sin = (None, None) if angles is None else angles
         if cos is not None and sin is not None:
             check_angles(cos, sin, q.shape[0], q.shape[1], q.shape[3])
-        return _forward(q, k, v, *buffers, lengths, window, softcap, scale, cos, sin)
+        return _forward(q, k, v, *buffers, lengths, window, softcap, scale, cos, sin, sinks)
     parts = zip(*(x.split(MAX_QUERY_TOKENS, 1) for x in (q, k, v)), strict=True)
-    options = window, softcap, scale, None, None
+    options = window, softcap, scale, None, None, sinks
     calls = ((*p, *buffers, lengths + i * MAX_QUERY_TOKENS) for i, p in enumerate(parts))
     return torch.cat([_forward(*call, *options) for call in calls], 1)
 
@@ -544,8 +560,10 @@ def _triton_supports(q: Tensor, buffers: KVBuffers) -> bool:
     return runs_triton(q) and pairs and (q.dtype != torch.bfloat16 or q.device.type == "cuda")
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor) -> None:
-    """Raises ValueError unless q, k, v, the buffers and the lengths fit each other, and
+def _check_inputs(
+    q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: Tensor, sinks: Tensor | None
+) -> None:
+    """Raises ValueError unless q, k, v, the buffers, the lengths and sinks fit each other, and
     RuntimeError if a gradient is required."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         raise RuntimeError(
@@ -565,6 +583,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, buffers: KVBuffers, lengths: 
         raise ValueError(f"lengths {tuple(lengths.shape)} {lengths.dtype} are not {b} integers")
     if h % kv_heads:
         raise ValueError(f"{h} query heads cannot share {kv_heads} key/value heads")
+    if sinks is not None and sinks.shape != (h,):
+        raise ValueError(f"sinks {tuple(sinks.shape)} are not one for each of {h} query heads")
     if t > slots:
         raise ValueError(f"{t} new tokens do not fit into {slots} slots")
-    check_devices(q=q, k=k, v=v, lengths=lengths, **buffers._asdict())
+    check_devices(q=q, k=k, v=v, lengths=lengths, sinks=sinks, **buffers._asdict())

@@ -62,6 +62,9 @@ from tigon.kernels.runtime import (
 
 SHARED = len(LossArgs._fields)
 LEARNED = 5  # of them that may have gradients: hidden, weight, bias, low and up
+# The largest row scale in fp16: gradients of flat distributions over V tokens, about 1 / V, are
+# subnormal below it, and products with a weight below 128 are finite
+HEADROOM = 256
 INPUTS = 6  # of a term: four tensors of its pass, weights of the rows, scale of the sum
 Grads = tuple[Tensor | None, ...]
 
@@ -84,7 +87,7 @@ def _run(
         slots += [*flat[INPUTS * i : INPUTS * i + 4], *lse_parts[2 * i : 2 * i + 2]]
     top = None
     if p.late and any(needs):
-        top = torch.cat(row_scales).abs().amax()
+        top = torch.cat(row_scales).abs().amax() / HEADROOM
         top = torch.where(top > 0, top, 1)
         row_scales = [r / top for r in row_scales]
 

@@ -22,8 +22,21 @@ from tigon.models.base import LanguageModel
 from tigon.models.config import ConfigError, ModelConfig, parse_dtype, torch_dtype
 from tigon.models.init import init_weights
 from tigon.models.pretrained.gguf import GGUFModel
-from tigon.models.pretrained.match import check_counts, check_fit, check_sizes, match_arguments
-from tigon.models.pretrained.names import MULTIMODAL, SCORE, base_parameters, embedding_and_head
+from tigon.models.pretrained.match import (
+    check_counts,
+    check_fit,
+    check_sizes,
+    match_arguments,
+    warn_of_extra_tensors,
+)
+from tigon.models.pretrained.names import (
+    MULTIMODAL,
+    SCORE,
+    UNTIED,
+    base_tensors,
+    embedding_and_head,
+    module_buffers,
+)
 from tigon.models.pretrained.quantization import (
     Quantize,
     check_quantize,
@@ -74,12 +87,19 @@ def open_model(
     # Configs of other families have infinities; ours are checked key by key
     content = read_json(config_file(repository), nan=True)
     with prefix_errors(file):
-        source = _text_config(content)
-        cls = _find_class(source, models)
+        cls = _find_class(_text_config(content), models)
         scales = read_quantization(content)
-        source = {key: value for key, value in source.items() if key != QUANTISATION}
-        config = cls.config_class.from_dict(source)
+        config = parse_config(cls, content)
         return file, cls, config, lambda: Checkpoint.open(repository, scales)
+
+
+def parse_config(cls: type[M], content: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of this class from config.json's content, which may be a multimodal one."""
+    source = {k: v for k, v in _text_config(content).items() if k != QUANTISATION}
+    config = cls.config_class.from_dict(source)
+    if content.get("model_type") not in MULTIMODAL:
+        return config
+    return replace(config, source=replace(config.source, wrapper=content))
 
 
 def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
@@ -90,13 +110,15 @@ def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> typ
     return models[kind]
 
 
-def _text_config(source: dict[str, Any]) -> dict[str, Any]:
+def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
     """Extract the language model's config from a multimodal one; others are returned unchanged."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
         return source
     text = dict(config.check_type("text_config", source.get("text_config") or {}, dict))
     text.setdefault("model_type", MULTIMODAL[kind])
+    if kind in UNTIED:
+        text["tie_word_embeddings"] = source.get("tie_word_embeddings", False)
     text.setdefault("tie_word_embeddings", source.get("tie_word_embeddings", True))
     dtype = source.get("dtype") or source.get("torch_dtype")
     if dtype is not None and not (text.get("dtype") or text.get("torch_dtype")):
@@ -220,6 +242,7 @@ def build(
         check_counts(model, checkpoint)
     if fit:
         check_fit(model, checkpoint)
+        warn_of_extra_tensors(model, checkpoint)
     if quantize is not None:
         quantize_model(model, quantize, checkpoint)
     generation = repository.optional_file("generation_config.json")
@@ -306,7 +329,8 @@ class _NoInit(TorchFunctionMode):
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate every meta parameter, without values; call it before or after fully_shard.
+    """Allocate every meta parameter and stored buffer, without values; call it before or after
+    fully_shard.
 
     Raises ConfigError, before anything is allocated, if the weights exceed the device's memory.
     """
@@ -327,6 +351,9 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedWeight) and any(b.is_meta for b in module.buffers()):
             module.allocate(device)
+        for name, buffer in module_buffers(module).items():
+            if buffer.is_meta:
+                setattr(module, name, torch.empty_like(buffer, device=device))
     model.to(device)  # buffers; and FSDP2 takes note of its new shards
 
 
@@ -350,13 +377,14 @@ def load_weights(
     mapped: Collection[str] = (),
     staging_bytes: int = STAGING_BYTES,
 ) -> None:
-    """Fill the base's parameters, except those `mapped`; raises unless the checkpoint fits exactly.
+    """Fill the base's parameters and stored buffers, except those `mapped`; raises unless the
+    checkpoint fits exactly.
 
     Buffers take at most `staging_bytes` of host memory.
     """
-    parameters = {n: p for n, p in base_parameters(model).items() if n not in mapped}
+    tensors = {n: t for n, t in base_tensors(model).items() if n not in mapped}
     load_into(
-        parameters,
+        tensors,
         **match_arguments(model, checkpoint),
         into=type(model).__name__,
         staging_bytes=staging_bytes,
@@ -422,7 +450,7 @@ def from_config(
     """Build a model with random weights: matrices are drawn from Normal(0, initializer_range),
     biases and the padding row are zeros, norms are ones."""
     if not isinstance(config, ModelConfig):
-        config = cls.config_class.from_dict(config)
+        config = parse_config(cls, config)
     if not isinstance(config, cls.config_class):
         raise ConfigError(f"{cls.__name__} is not for model_type {config.model_type!r}")
     model = build_on_meta(cls, config, dtype or torch.get_default_dtype())

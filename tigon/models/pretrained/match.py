@@ -1,11 +1,14 @@
 """Compares a checkpoint's headers with a model, before anything is allocated."""
 
 import math
+import re
+import warnings
+from collections.abc import Collection
 from typing import Any
 
 from tigon.models.base import LanguageModel
 from tigon.models.config import ConfigError, ModelConfig
-from tigon.models.pretrained.names import embedding_and_head, find_sources, layout
+from tigon.models.pretrained.names import embedding_and_head, find_sources, layout, stored_tensors
 from tigon.utils.json import quote
 from tigon.weights import Checkpoint, Misfits, compare_tensors, match_tensors
 
@@ -17,7 +20,8 @@ def check_sizes(config: ModelConfig, checkpoint: Checkpoint) -> None:
     widest = max((size for shape in shapes.values() for size in shape), default=0)
     # Each expert is a tensor, or the rows of one tensor
     maxima = {"num_hidden_layers": len(shapes)}
-    maxima |= dict.fromkeys(("num_experts", "num_local_experts"), max(len(shapes), widest))
+    counts = "num_experts", "num_local_experts", "n_routed_experts"
+    maxima |= dict.fromkeys(counts, max(len(shapes), widest))
     for key, maximum in maxima.items():
         if (value := getattr(config, key, 0)) > maximum:
             raise ConfigError(
@@ -57,19 +61,41 @@ def check_counts(model: LanguageModel, checkpoint: Checkpoint) -> None:
 def check_fit(model: LanguageModel, checkpoint: Checkpoint) -> None:
     """Raises ValueError unless the checkpoint has exactly the tensors that the model needs."""
     arguments = match_arguments(model, checkpoint) | {"into": type(model).__name__}
-    match_tensors(dict(model.named_parameters()), **arguments)
+    match_tensors(stored_tensors(model), **arguments)
 
 
 def find_misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
     """Collect the tensors for which `check_fit` would raise, by the kind of misfit."""
-    return compare_tensors(dict(model.named_parameters()), **match_arguments(model, checkpoint))[1]
+    return compare_tensors(stored_tensors(model), **match_arguments(model, checkpoint))[1]
+
+
+def extra_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:
+    """Find the tensors of layers past the last one, if the family's checkpoints may have them."""
+    if not model.checkpoint_names.extra_layers:
+        return set()
+    layers = {name: re.match(r"(?:model\.)?layers\.(\d{1,9})\.", name) for name in present}
+    count = model.config.num_hidden_layers
+    return {name for name, layer in layers.items() if layer and int(layer[1]) >= count}
+
+
+def warn_of_extra_tensors(model: LanguageModel, checkpoint: Checkpoint) -> None:
+    """Warns of tensors of layers past the last one, which are not read and an export lacks."""
+    if names := extra_tensors(model, checkpoint.tensors):
+        warnings.warn(
+            f"{checkpoint.name}: {len(names)} tensors of layers from "
+            f"{model.config.num_hidden_layers} on are skipped; they predict further tokens "
+            "(multi-token prediction), and an export will lack them",
+            stacklevel=4,
+        )
 
 
 def match_arguments(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
     """Make the keywords of `load_into` and `match_tensors` for a model and a checkpoint."""
     present = checkpoint.tensors.keys()
-    parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
+    family = model.checkpoint_names
+    parts_of = layout(model, family, family.stacked_in(present))
     names = {part.name for parts in parts_of.values() for part in parts}
-    source_of, ignored = find_sources(names, present)
+    source_of, ignored = find_sources(names, present, family)
+    ignored |= extra_tensors(model, present)
     arguments = {"layout": parts_of, "source_of": source_of, "ignored": ignored}
     return arguments | {"checkpoint": checkpoint}

@@ -3,6 +3,8 @@
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from tigon.layers import (
     Linear,
     LowRankEmbedding,
     LowRankExperts,
+    QuantizedWeight,
     SavedModules,
 )
 from tigon.layers.lora import LORA_B, MAGNITUDE
@@ -23,8 +26,15 @@ SCORE = "score.weight"  # the head of a model that scores sequences
 # Prefixes of the decoder's names in files; a checkpoint of the decoder alone has none
 PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # model_type of a multimodal config -> default model_type of its text_config
-MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral"}
-OTHER_MODALITIES = ("vision_tower.", "multi_modal_projector.")
+MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral", "muse_glimmer": "muse_glimmer_text"}
+# Those whose own tie_word_embeddings counts and not that in text_config; by default false
+UNTIED = ("muse_glimmer",)
+OTHER_MODALITIES = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "vision_adapter.",
+    "vision_projection.",
+)
 # Buffers that old versions of transformers saved
 IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 
@@ -46,7 +56,25 @@ class CheckpointNames(NamedTuple):
     packed: Mapping[str, tuple[str, ...]] = PACKED
     # Suffix of a parameter -> tensors of checkpoints with one for each expert, in row order
     experts: Mapping[str, tuple[str, ...]] = EXPERTS
+    # Suffix of a parameter -> that of the tensor, in every checkpoint
+    renamed: Mapping[str, str] = MappingProxyType({})
     head: str = HEAD
+    # Whether checkpoints have layers of multi-token prediction past the last one, which are skipped
+    extra_layers: bool = False
+    decoder: str = "model."  # prefix of the decoder's tensors
+
+    @property
+    def embedding(self) -> str:
+        """The name of the embedding."""
+        return self.stored_name(EMBEDDING)
+
+    def stored_name(self, name: str) -> str:
+        """The name in checkpoints of a tensor or module of the model with this name."""
+        if end := next((end for end in self.renamed if name.endswith(f".{end}")), ""):
+            name = name.removesuffix(end) + self.renamed[end]
+        if not name.startswith("model."):
+            return name
+        return self.decoder + name.removeprefix("model.")
 
     def stacked_in(self, present: Collection[str]) -> bool:
         """Whether a checkpoint with these tensors has all experts of a layer in one tensor."""
@@ -54,7 +82,8 @@ class CheckpointNames(NamedTuple):
 
 
 def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> Layout:
-    """Map each parameter and quantized weight to the checkpoint tensors that store its rows.
+    """Map each parameter, stored buffer and quantized weight to the checkpoint tensors that store
+    its rows.
 
     The model's `shard_specs` say which rows and columns of a parameter this rank has.
     """
@@ -87,14 +116,46 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
                 slices[name] = _tile(parts, [rows] * len(parts), shape[-1:])
             else:
                 slices[name] = (TensorSlice.whole(name, shape),)
+    slices = {
+        name: tuple(replace(part, name=names.stored_name(part.name)) for part in parts)
+        for name, parts in slices.items()
+    }
     return {n: shard_slices(p, specs[n]) if n in specs else p for n, p in slices.items()}
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's parameters, and a quantized weight as a tensor without memory."""
+    """Yield the module's parameters and stored buffers, and a quantized weight as a tensor without
+    memory."""
     if isinstance(module, Linear) and module.quantized is not None:
         yield "weight", module.weight_meta
     yield from module.named_parameters(recurse=False)
+    yield from module_buffers(module).items()
+
+
+def module_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Find the module's own buffers that checkpoints have: the persistent ones."""
+    if isinstance(module, QuantizedWeight):  # its buffers are a weight, which has another form
+        return {}
+    skipped = module._non_persistent_buffers_set
+    return {n: b for n, b in module.named_buffers(recurse=False) if n not in skipped}
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Find all parameters, and the buffers that checkpoints have, by name and in the order of
+    modules."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = {**dict(module.named_parameters(recurse=False)), **module_buffers(module)}
+        found |= {f"{path}.{name}": t for name, t in own.items() if id(t) not in seen}
+        seen |= {id(t) for t in own.values()}
+    return found
+
+
+def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Find all buffers that checkpoints have, by name; each is whole on every rank."""
+    tensors = stored_tensors(model).items()
+    return {name: t for name, t in tensors if not isinstance(t, nn.Parameter)}
 
 
 def _adapter_slices(
@@ -139,9 +200,9 @@ def is_adapter_parameter(name: str) -> bool:
     return ".lora." in name or ".copies." in name
 
 
-def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Find all parameters but those of adapters, by name."""
-    return {name: p for name, p in model.named_parameters() if not is_adapter_parameter(name)}
+def base_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Find all parameters and stored buffers but those of adapters, by name."""
+    return {n: t for n, t in stored_tensors(model).items() if not is_adapter_parameter(n)}
 
 
 def _tile(
@@ -168,14 +229,14 @@ def _prefix(present: Collection[str]) -> str:
 
 
 def find_sources(
-    names: Collection[str], present: Collection[str]
+    names: Collection[str], present: Collection[str], family: CheckpointNames
 ) -> tuple[dict[str, str], set[str]]:
     """Map a model's `names` to those of a checkpoint with tensors `present`, where they differ.
 
     Also returns the checkpoint's tensors that the model does not need.
     """
-    prefix = _prefix(present)
-    source_of = {n: prefix + n.removeprefix("model.") for n in names if n.startswith("model.")}
+    prefix, own = _prefix(present), family.decoder
+    source_of = {n: prefix + n.removeprefix(own) for n in names if n.startswith(own)}
     ignored = {n for n in present if n.endswith(IGNORED_ENDINGS)}
     ignored |= {n for n in present if n.removeprefix("model.").startswith(OTHER_MODALITIES)}
     embedding, head = embedding_and_head(present)
@@ -185,5 +246,5 @@ def find_sources(
         if embedding in present:
             ignored.add(head)
         else:
-            source_of[EMBEDDING] = head
+            source_of[family.embedding] = head
     return source_of, ignored

@@ -20,7 +20,7 @@ from tigon.models.base import LanguageModel
 from tigon.models.config import ModelConfig, parse_dtype
 from tigon.models.pretrained.load import build
 from tigon.models.pretrained.match import match_arguments
-from tigon.models.pretrained.names import base_parameters, layout
+from tigon.models.pretrained.names import base_tensors, layout, stored_buffers
 from tigon.models.pretrained.quantization import count_parameters, dequantized_entries
 from tigon.utils.paths import expand_user
 from tigon.weights import (
@@ -119,9 +119,16 @@ def prepare_save(
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
     parts_of = _file_layout(model, stacked_experts)
     with ranks.sync_errors():
-        tensors = make_entries(base_parameters(model), parts_of, dtype, values=values, ranks=ranks)
+        tensors = make_entries(base_tensors(model), parts_of, dtype, values=values, ranks=ranks)
+        kept = _buffer_dtypes(model, parts_of)
+        tensors = [t._replace(dtype=kept.get(t.name, t.dtype)) for t in tensors]
         tensors += dequantized_entries(model, parts_of, dtype, ranks)
     return tensors, _description_writer(model, dtype, tokenizer)
+
+
+def _buffer_dtypes(model: LanguageModel, parts_of: Layout) -> dict[str, torch.dtype]:
+    """Map the names of the buffers' tensors to their dtypes, which exports keep."""
+    return {p.name: b.dtype for n, b in stored_buffers(model).items() for p in parts_of[n]}
 
 
 def _file_layout(model: LanguageModel, stacked_experts: bool | None) -> Layout:
@@ -221,7 +228,7 @@ def write_description(
 ) -> None:
     """Write all files of a checkpoint but its weights: config.json, generation_config.json (only
     special tokens' ids if `generation` is empty) and the tokenizer's."""
-    write_json(root / "config.json", config.to_dict())
+    write_json(root / "config.json", config.to_file())
     if not generation:
         ids = {key: getattr(config, f"{key}_token_id") for key in ("bos", "eos", "pad")}
         generation = {"_from_model_config": True}
@@ -338,7 +345,8 @@ def write_converted(
     """Write what save_pretrained would, for a model on the meta device: each tensor's rows are read
     from `stored`, whose tensors hold the parameters' rows as `stored_layout` says."""
     target_layout = _file_layout(model, options.get("stacked_experts"))
-    tensors = convert_entries(target_layout, model.dtype, stored, stored_layout)
+    kept = _buffer_dtypes(model, target_layout)
+    tensors = convert_entries(target_layout, model.dtype, stored, stored_layout, kept)
     describe = _description_writer(model, model.dtype, options.get("tokenizer"))
     size = options.get("max_shard_size", "5GB")
     write_model(directory, tensors, describe, ranks=WriterGroup(), max_shard_size=size)

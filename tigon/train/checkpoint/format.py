@@ -37,6 +37,7 @@ from torch.optim import Optimizer
 
 from tigon.models import CausalLM
 from tigon.models.adapters.adapters import adapter_parameters
+from tigon.models.pretrained.names import stored_tensors
 from tigon.train.distributed import local
 from tigon.train.optim import Ema
 from tigon.weights import Layout, RowSpan, TensorSlice, local_blocks, local_rows
@@ -121,10 +122,10 @@ def full_state(model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) ->
 def weight_state(model: CausalLM) -> State:
     """Returns this rank's rows of the weights, a tied one once; only of the adapter's if the model
     has one."""
-    parameters = dict(model.named_parameters())
+    tensors = stored_tensors(model)
     if model.active_adapter is not None:
-        parameters = adapter_parameters(model, model.active_adapter)
-    return _checkpoint_tensors({name: local_rows(name, p) for name, p in parameters.items()}, model)
+        tensors = {**adapter_parameters(model, model.active_adapter)}
+    return _checkpoint_tensors({name: local_rows(name, t) for name, t in tensors.items()}, model)
 
 
 def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
@@ -179,10 +180,10 @@ def run_layout(model: CausalLM) -> Layout:
 def _checkpoint_tensors(rows: ParameterRows, model: CausalLM, prefix: str = "") -> State:
     """Returns this rank's rows of checkpoint tensors, named with `prefix`: views of its rows of the
     parameters, packed ones too."""
-    layout, parameters = run_layout(model), dict(model.named_parameters())
+    layout, tensors = run_layout(model), stored_tensors(model)
     state: State = {}
     for name, (local_part, first) in rows.items():
-        shape = parameters[name].shape
+        shape = tensors[name].shape
         for part in layout[name]:
             if local_part.shape[-1:] != shape[-1:] and len(shape) > 1:
                 part = _block_slice(part, shape[-1] // local_part.shape[-1])

@@ -203,45 +203,48 @@ class Saver(BackgroundWriter):
             "stacked_experts": model.config.source.stacked_experts,
             **metadata,
         }
-        staging = ExitStack()
-
-        def begin(needed: int) -> Path:
-            """Makes the directory to write into; rank 0 calls this."""
-            # One of this name is damaged, or of a run that was resumed from before it
-            staging.enter_context(_link_aside(target))
-            stale = is_listed(target)
-            return staging.enter_context(
-                new_directory(target, replace=True, needed=needed, stale=stale)
-            )
 
         def commit(directory: Path, sums: Mapping[str, str]) -> None:
             """Adds small files and gives the final name; rank 0 calls this after all writes."""
-            with staging:
+            with self._staging:
                 write_description(directory, model.config, model.generation_config, tokenizer)
                 (directory / RUN).write_text(json.dumps(content, indent=2) + "\n")
                 write_sums(directory, sums)
             self._prune(step)
 
-        options: dict[str, Any] = {
-            "storage_writer": Writer(begin, commit),
-            "process_group": self._group,
-        }
-        self._target, self._staging = target, staging
-        if self.background and self._stager.fits(state, self.world):
+        self._target, self._staging = target, ExitStack()
+        in_background = self.background and self._stager.fits(state, self.world)
+        writer = Writer(self._make_directory, commit)
+        self.pending = self._write(state, writer, in_background=in_background)
+        self.pending.add_done_callback(self._measure)
+        if not in_background:
+            self.wait()
+        return target
+
+    def _make_directory(self, needed: int) -> Path:
+        """Makes the directory to write `needed` bytes into; rank 0 calls this."""
+        # One of this name is damaged, or of a run that was resumed from before it
+        self._staging.enter_context(_link_aside(self._target))
+        stale = is_listed(self._target)
+        return self._staging.enter_context(
+            new_directory(self._target, replace=True, needed=needed, stale=stale)
+        )
+
+    def _write(self, state: State, writer: Writer, *, in_background: bool) -> Future[None]:
+        """Writes the state, or a copy of it in the background. Returns a future that ends with it
+        and has its error, if any."""
+        options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
+        if in_background:
             pending = dcp.async_save(dict(state), async_stager=self._stager, **options)
             assert isinstance(pending, Future)
-            pending.add_done_callback(self._measure)
-            self.pending = pending
-            return target
-        self.pending = Future()
+            return pending
+        done: Future[None] = Future()
         try:
             dcp.save(dict(state), **options)
-            self.pending.set_result(None)
-            self._measure(self.pending)
+            done.set_result(None)
         except (Exception, CheckpointException) as error:
-            self.pending.set_exception(error)
-        self.wait()
-        return target
+            done.set_exception(error)
+        return done
 
     def wait(self) -> None:
         """Waits for the checkpoint that is being written; raises SaveError if it failed."""

@@ -65,7 +65,6 @@ def freeze(model: CausalLM, config: Config) -> None:
             )
     for name, p in model.named_parameters():
         group, learns = groups[name], trains is None or name in trains
-        learns = learns and name not in getattr(model, "constants", ())
         p.requires_grad_(learns and (group is None or not group.freeze))
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("parameter_groups freeze all parameters: nothing is left to train")

@@ -13,9 +13,10 @@ from tigon.data import Encoder, Entry, Loader, MicroBatch, PackedRows, Window, p
 from tigon.data.mixture import Mixture
 from tigon.data.packing import MIN_SHARED_FRACTION
 from tigon.kernels.loss.api import IGNORE_INDEX
-from tigon.models import Batch, CausalLM, Targets
+from tigon.models import Batch, CausalLM, CausalLMOutput, Targets
+from tigon.models.moe import aux_loss_coef
 from tigon.tokenizer import Tokenizer
-from tigon.train.callbacks import HookRequest, Hooks, PassOutput
+from tigon.train.callbacks import OutputRequest, PassOutput, UserCallback
 from tigon.train.config import Config, LossSettings, TaskSettings
 from tigon.train.distributed import World
 
@@ -44,7 +45,7 @@ class StepInputs:
     batch: Batch  # what the model reads
     targets: Targets  # labels and the reduction of the loss
     training: bool = True  # or evaluation
-    request: HookRequest | None = None  # outputs that hooks on this pass need
+    request: OutputRequest | None = None  # outputs that callbacks need of this pass
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class MicroBatchLoss:
 
     loss: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)  # detached; of any shape
-    output: PassOutput | None = None  # for hooks, if `request` is given
+    output: PassOutput | None = None  # for callbacks, if `request` is given
 
 
 class Task:
@@ -93,7 +94,7 @@ class Task:
         named = [e.name for e in config.eval_data if isinstance(e, Entry) and e.name is not None]
         if named and not self.predicts_tokens:
             raise ValueError(f"eval_data has name={named[0]}: task={config.task} has no use for it")
-        self.hooks = Hooks(config.hooks, config.hook_every)
+        self.callbacks = [UserCallback(name) for name in config.hooks]
         self.ends: set[int] = set()  # tokens that end a turn, once data has been opened
 
     def _check_unused(self, name: str, default: Any) -> None:
@@ -132,11 +133,8 @@ class Task:
         """Returns notes on the data to print before training; by default none."""
         return []
 
-    def begin(self, model: CausalLM) -> None:
-        """Reads settings from the model; called once, before the first step."""
-
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
-        """Loads or computes the reference or teacher; called on every rank before `begin`.
+        """Loads or computes the reference or teacher; called on every rank before the first step.
 
         `trained` says that the model has been trained since its initial weights. Estimates call
         `rehearse` or `meta_frozen_model` instead.
@@ -163,18 +161,16 @@ class Task:
         weights = {name: columns[name] for name in ("loss_weights",) if name in columns}
         return {"labels": labels, **weights}
 
-    def options(
-        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
-    ) -> dict[str, Any]:
-        """Returns further arguments of `Targets.of`; by default none."""
-        return {}
+    def options(self, micro_batch: MicroBatch, *, training: bool) -> dict[str, Any]:
+        """Returns further arguments of `Targets.of`; by default all positions count."""
+        return {"logits_to_keep": 0}
 
     def resolve(
         self, model: CausalLM, micro_batch: MicroBatch, *, training: bool = True
     ) -> StepInputs:
         """Returns the model's inputs and targets for a micro-batch on the device."""
         batch = Batch.of(model, **micro_batch.inputs())
-        options = self.options(model, micro_batch, training=training)
+        options = self.options(micro_batch, training=training)
         options |= self.targets(micro_batch)
         targets = Targets.of(batch, loss_reduction=self.config.loss_reduction, **options)
         return StepInputs(micro_batch, batch, targets, training)
@@ -197,6 +193,16 @@ class Task:
     ) -> MicroBatchLoss:
         """Returns the same for held-out data, which count as one step, without gradients."""
         return self.loss(model, inputs, sums)
+
+    def balance(
+        self, model: CausalLM, output: CausalLMOutput, inputs: StepInputs, sums: dict[str, Tensor]
+    ) -> Tensor | float:
+        """Returns this micro-batch's part of the loss that balances experts; 0 in evaluation, and
+        for models without it."""
+        coef = aux_loss_coef(model.config)
+        if coef is None or output.aux_loss is None or not inputs.training:
+            return 0.0
+        return coef * inputs.targets.items / sums["items"].clamp(min=1) * output.aux_loss
 
     def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the scalars for metrics.jsonl from the metrics of a step, which are sums over its

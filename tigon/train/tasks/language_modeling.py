@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,28 +20,27 @@ from tigon.data import (
     Window,
     pack_documents,
 )
-from tigon.kernels.loss.api import IGNORE_INDEX, METRICS
-from tigon.kernels.loss.terms import CrossEntropy, LossTerm
+from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.terms import CrossEntropy, LossTerm, WeightedTerm
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
 from tigon.parallel import gather_output
 from tigon.tokenizer import Tokenizer
-from tigon.train.callbacks import PassOutput
+from tigon.train.callbacks import POSITION_METRICS, PassOutput
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import has_experts
 from tigon.train.tasks.base import MicroBatchLoss, StepInputs, Task
 
 ROUTER_METRICS = ("aux_loss", "expert_load")
-MEAN_METRICS = tuple(name for name in METRICS if name != "predicted_tokens")
+MEAN_METRICS = ("accuracy", *POSITION_METRICS)
 
 
 class CrossEntropyTask(Task):
     """Next-token cross-entropy, plus the balance of experts where the model adds it.
 
     Logged are the accuracy, the means of the other requested metrics over the targets, and how
-    evenly a mixture of experts spreads its tokens. `model.defaults` replaces settings that the
-    config leaves out.
+    evenly a mixture of experts spreads its tokens.
     """
 
     predicts_tokens: ClassVar[bool] = True
@@ -63,39 +63,21 @@ class CrossEntropyTask(Task):
         encoder.ends = self.ends
         return encoder
 
-    def begin(self, model: CausalLM) -> None:
-        """Sets `metrics`, the names that the model computes in training (True) and in evaluation
-        (False); raises ValueError for `model.defaults` that do not fit the task."""
-        defaults = model.defaults
-        named = defaults.metrics
-        named = (named,) if isinstance(named, str) else tuple(named)
-        check_metrics("model.defaults.metrics", named, (*MEAN_METRICS, *ROUTER_METRICS))
-        if isinstance(keep := defaults.logits_to_keep, int):
-            check_keep("model.defaults.logits_to_keep", keep, self.config)
-        routing = ROUTER_METRICS if has_experts(model) else ()
-
-        def model_metrics(training: bool) -> tuple[str, ...]:
-            metrics = self.setting("metrics", training=training)
-            if training or self.config.eval_metrics is None:  # eval_metrics=[] means none
-                metrics = metrics or named
-            head_metrics = (name for name in metrics if name != "accuracy")
-            return tuple(dict.fromkeys(("predicted_tokens", *head_metrics, *routing)))
-
-        self.metrics = {training: model_metrics(training) for training in (True, False)}
-
-    def options(
-        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
-    ) -> dict[str, Any]:
-        """Returns label_smoothing and z_loss of the settings, and logits_to_keep of these or of
-        `model.defaults`."""
+    def options(self, micro_batch: MicroBatch, *, training: bool) -> dict[str, Any]:
+        """Returns label_smoothing, z_loss and logits_to_keep of the settings."""
         names = "label_smoothing", "z_loss"
         options = {name: self.setting(name, training=training) or None for name in names}
         keep = self.setting("logits_to_keep", training=training)
-        if not keep and (training or self.config.eval_logits_to_keep is None):
-            keep = model.defaults.logits_to_keep
-        if isinstance(keep, int) and keep:
-            keep = last_positions(micro_batch, keep)
-        return options | {"logits_to_keep": keep}
+        return options | {"logits_to_keep": keep and last_positions(micro_batch, keep)}
+
+    def metrics(self, model: CausalLM, inputs: StepInputs) -> tuple[str, ...]:
+        """Returns the names of the metrics that the model computes: predictions, those of the
+        settings and of callbacks, and the balance of experts if it has any."""
+        requested = self.setting("metrics", training=inputs.training)
+        requested += () if inputs.request is None else inputs.request.metrics
+        head_metrics = (name for name in requested if name != "accuracy")
+        routing = ROUTER_METRICS if has_experts(model) else ()
+        return tuple(dict.fromkeys(("predicted_tokens", *head_metrics, *routing)))
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         """Adds "targets", the number of positions that predict a token."""
@@ -106,25 +88,38 @@ class CrossEntropyTask(Task):
         experts where the model adds it, and of the metrics."""
         targets = inputs.targets.with_num_items(sums["items"])
         output = self._forward(model, inputs, targets, self.criteria(inputs))
-        assert output.loss is not None
-        return self._part(output.loss, output, inputs, sums)
+        loss = output.loss
+        if loss is None:
+            loss = self.token_losses(output, targets).sum() / sums["items"].clamp(min=1)
+            loss = loss + self.balance(model, output, inputs, sums)
+        return self._part(loss, output, inputs, sums)
 
     def evaluate(
         self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
         """Returns this micro-batch's part of the cross-entropy, without the balance of experts, and
         of the metrics."""
-        criteria = self.criteria(inputs)
+        criteria = tuple(self.criteria(inputs) or (CrossEntropy(),))
         if inputs.request is not None and inputs.request.losses:
-            # The loss stays the same sum; the second term returns its summands
-            criteria = (*(criteria or (CrossEntropy(),)), CrossEntropy(reduction="none"))
+            # The loss stays the same sum; copies of its terms return the summands
+            terms = [c for c in criteria if isinstance(c, WeightedTerm)]
+            criteria += tuple(replace(c, reduction="none") for c in terms)
         output = self._forward(model, inputs, inputs.targets.with_sum_reduction(), criteria)
-        assert output.loss is not None
-        return self._part(output.loss / sums["items"].clamp(min=1), output, inputs, sums)
+        loss = output.loss
+        if loss is None:
+            loss = self.token_losses(output, inputs.targets).sum()
+        return self._part(loss / sums["items"].clamp(min=1), output, inputs, sums)
 
     def criteria(self, inputs: StepInputs) -> tuple[LossTerm, ...] | None:
-        """Returns the terms of the loss; None means one cross-entropy."""
+        """Returns the terms of the loss; None means one cross-entropy. `(LogProbs(),)` leaves the
+        loss to `token_losses`."""
         return None
+
+    def token_losses(self, output: Output, targets: Targets) -> Tensor:
+        """Returns the summands [B, n] of the loss, before its division. A task whose criteria have
+        no loss, but log-probabilities, makes one of these here, with `targets.weights`."""
+        num_terms = sum(x.dim() == 0 for x in output.criteria)  # sums; their summands come last
+        return torch.stack(output.criteria[-num_terms:]).sum(0)
 
     def _forward(
         self,
@@ -134,7 +129,7 @@ class CrossEntropyTask(Task):
         criteria: Sequence[LossTerm] | None,
     ) -> Output:
         """Returns the model's output, on each rank for whole rows, with the metrics and logits that
-        the settings and the hooks ask for."""
+        the settings and the callbacks ask for."""
         request, training = inputs.request, inputs.training
         at = None if request is None else request.positions
         logits = request is not None and self.setting("return_logits", training=training)
@@ -142,8 +137,8 @@ class CrossEntropyTask(Task):
             batch=inputs.batch,
             targets=targets,
             criteria=criteria,
-            metrics=self.metrics[training],
-            return_logits=logits or None,
+            metrics=self.metrics(model, inputs),
+            return_logits=logits,
             logits_at=at,
             logits_bytes=self.setting("logits_bytes", training=training),
         )
@@ -157,7 +152,8 @@ class CrossEntropyTask(Task):
         routing = {name: values.pop(name) for name in ROUTER_METRICS if name in values}
         predictions = values.pop("predicted_tokens")  # [B, n], as the rest of `values`
         right = (predictions == targets.labels) & targets.mask
-        token_metrics = {"accuracy": right, **values}
+        logged = self.setting("metrics", training=inputs.training)
+        token_metrics = {"accuracy": right} | {n: x for n, x in values.items() if n in logged}
         count, share = sums["targets"].clamp(min=1), targets.items / sums["items"].clamp(min=1)
         means = {name: x.sum(dtype=torch.float64) / count for name, x in token_metrics.items()}
         means |= {name: value * share for name, value in routing.items()}
@@ -171,7 +167,7 @@ class CrossEntropyTask(Task):
             metrics={name: targets.scatter_to_positions(x, 0) for name, x in values.items()},
             logits=output.logits if output.logits is None else output.logits.detach(),
             logits_at=output.logits_at,
-            losses=targets.scatter_to_positions(output.criteria[-1], 0)
+            losses=targets.scatter_to_positions(self.token_losses(output, targets), 0)
             if inputs.request.losses
             else None,
         )
@@ -199,23 +195,23 @@ def check_settings(config: Config) -> None:
         if z_loss == math.inf:
             raise ValueError(f"{prefix}z_loss={z_loss} is not finite")
         check_keep(f"{prefix}logits_to_keep", keep or 0, config)
-        check_metrics(f"{prefix}metrics", metrics or (), MEAN_METRICS)
+        check_metrics(f"{prefix}metrics", metrics or ())
         if logits and not config.hooks:
             raise ValueError(f"{prefix}return_logits=true without hooks: nothing would see them")
     if config.predictions and not config.held_out:
         raise ValueError("predictions=true needs eval_data or eval_fraction")
 
 
-def check_metrics(setting: str, names: tuple[str, ...], known: tuple[str, ...]) -> None:
+def check_metrics(setting: str, names: tuple[str, ...]) -> None:
     """Raises ValueError for a metric that is unknown, or of which no mean can be logged."""
     for name in names:
         if name == "predicted_tokens":
             raise ValueError(
                 f"{setting}={name}: what is logged are means, and predicted_tokens has no mean; "
-                "hooks see predictions, and predictions=true writes them to a file"
+                "callbacks see predictions, and predictions=true writes them to a file"
             )
-        if name not in known:
-            raise ValueError(f"{setting}={name} is not one of {', '.join(known)}")
+        if name not in MEAN_METRICS:
+            raise ValueError(f"{setting}={name} is not one of {', '.join(MEAN_METRICS)}")
 
 
 def check_keep(setting: str, keep: int, config: Config) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from tigon.data import Loader, MicroBatch, Mixture
 from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM, CausalLMOutput
-from tigon.models.moe import aux_loss_coef
 from tigon.parallel import gather_output
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
@@ -80,12 +79,6 @@ class AnswerTask(Task):
         shorter context."""
         if path := self.config.reference:
             check_frozen(self.config, path, tokenizer)
-
-    def options(
-        self, model: CausalLM, micro_batch: MicroBatch, *, training: bool
-    ) -> dict[str, Any]:
-        """Returns logits_to_keep=0, so that all positions count, whatever `model.defaults` says."""
-        return {"logits_to_keep": 0}
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
         """Prepares the reference's log-probabilities: computes and stores them, or computes each
@@ -204,16 +197,6 @@ class AnswerTask(Task):
         other.train(training)
         assert logprobs is not None
         return logprobs
-
-    def balance(
-        self, model: CausalLM, output: CausalLMOutput, inputs: StepInputs, sums: dict[str, Tensor]
-    ) -> Tensor | float:
-        """Returns this micro-batch's part of the loss that balances experts; 0 in evaluation, and
-        for models without it."""
-        coef = aux_loss_coef(model.config)
-        if coef is None or output.aux_loss is None or not inputs.training:
-            return 0.0
-        return coef * inputs.targets.items / sums["items"].clamp(min=1) * output.aux_loss
 
 
 def _sample_digest(config: Config) -> str:

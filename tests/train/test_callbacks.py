@@ -1,4 +1,4 @@
-"""Hooks see predictions, metrics and chosen logits of the passes, and change nothing."""
+"""Callbacks see predictions, metrics and chosen logits of the passes, and change nothing."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import tigon
 from tests.train import watching
 from tests.train.layouts import assert_same_metrics, assert_same_tensors
 from tigon.train import load, main, prepare, start, train
-from tigon.train.callbacks import Hooks
+from tigon.train.callbacks import EvaluationContext, UserCallback
 
 HERE = "tests.train.watching"
 
@@ -62,6 +62,26 @@ def test_what_they_see_is_what_the_model_says(workspace, seen):
         assert not plain.loss.requires_grad
 
 
+def test_metrics_of_a_callback_are_not_logged(workspace, seen):
+    changes = {"steps": 2, "hook_every": 2, "eval_data": workspace.held_out, "metrics": "z"}
+    main(workspace.settings("metrics", **changes, hooks=f"[{HERE}:keep, {HERE}:Evaluations]"))
+    evaluations = [s for s in seen if isinstance(s, EvaluationContext)]
+    passes = [s for s in seen if not isinstance(s, EvaluationContext)]
+    for context in passes:
+        assert set(context.metrics) == {"z", "nll"}
+        assert context.run_dir == workspace.root / "metrics"
+        counted = context.labels != -100
+        assert bool((context.metrics["nll"][counted] > 0).all())
+    rows = [json.loads(text) for text in (workspace.root / "metrics/metrics.jsonl").open()]
+    assert all("z" in row or "eval_z" in row for row in rows)
+    assert not any("nll" in key for row in rows for key in row)
+    (evaluation,) = evaluations
+    assert (evaluation.step, evaluation.training) == (2, False)
+    assert evaluation.metrics == {key: rows[-1][key] for key in evaluation.metrics}
+    losses = sum(float(s.loss) for s in passes if not s.training)
+    assert evaluation.metrics["eval_loss"] == pytest.approx(losses, rel=1e-6)
+
+
 def test_all_logits_where_asked_for(workspace, seen):
     changes = {"steps": 1, "packing": "false", "micro_batch_size": 4, "hooks": f"{HERE}:keep"}
     changes |= {"eval_data": workspace.held_out, "return_logits": "true", "logits_to_keep": 5}
@@ -78,7 +98,7 @@ def test_all_logits_where_asked_for(workspace, seen):
         assert set(kept.tolist()) <= set(found[row].tolist())
 
 
-def test_nothing_that_a_hook_does_changes_the_run(workspace):
+def test_nothing_that_a_callback_does_changes_the_run(workspace):
     """Bit for bit: losses, metrics and weights after four steps, with all logits or a few."""
     changes = {"steps": 4, "micro_batch_size": 2, "export": "true", "metrics": "nll"}
     changes |= {"eval_data": workspace.held_out, "eval_every": 2, "export_dtype": "float32"}
@@ -148,17 +168,18 @@ def test_from_a_file_and_of_one_kind_only(workspace, tmp_path):
         ("nowhere.py:f", "cannot be imported: FileNotFoundError: there is no file nowhere.py"),
         (f"{HERE}:kept", "watching has no kept; did you mean 'keep'"),
         (f"{HERE}:not_callable", "int is not callable: name a function"),
+        (f"{HERE}:wants_accuracy", "its metric 'accuracy' is not one of entropy, max_logit"),
     ],
 )
-def test_a_hook_that_is_none(tmp_path, monkeypatch, name, message):
+def test_a_callback_that_is_none(tmp_path, monkeypatch, name, message):
     (tmp_path / "bad.py").write_text("import json\n1 / 0\n")
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # a file that fails once fails again
         with pytest.raises(ValueError, match=message):
-            Hooks([name], 1)
+            UserCallback(name)
 
 
-def test_an_error_in_a_hook_names_it(workspace, tmp_path):
+def test_an_error_in_a_callback_names_it(workspace, tmp_path):
     positions = tmp_path / "positions.py"
     positions.write_text(
         "import torch\n"
@@ -170,8 +191,8 @@ def test_an_error_in_a_hook_names_it(workspace, tmp_path):
     evaluated = {"eval_every": 1, "eval_data": workspace.held_out, "hook_every": 0}
     evaluated |= {"predictions": "true"}
     for hook, changes, error, message in (
-        (f"{HERE}:broken", {}, RuntimeError, f"hook {HERE}:broken: KeyError: 'what'"),
-        (f"{HERE}:broken", evaluated, RuntimeError, f"hook {HERE}:broken: KeyError: 'what'"),
+        (f"{HERE}:broken", {}, RuntimeError, f"callback {HERE}:broken: KeyError: 'what'"),
+        (f"{HERE}:broken", evaluated, RuntimeError, f"callback {HERE}:broken: KeyError: 'what'"),
         (f"{positions}:a", {}, TypeError, r"positions.py:a: positions gave torch.int64, not bool"),
         (f"{positions}:b", {}, ValueError, r"positions.py:b: positions gave a mask \(128,\), not"),
     ):
@@ -185,11 +206,14 @@ def test_an_error_in_a_hook_names_it(workspace, tmp_path):
             path.unlink()
 
 
-def test_the_hook_of_the_documentation(workspace, tmp_path, capfd):
+def test_the_callback_of_the_documentation(workspace, tmp_path, capfd):
     text = Path(__file__).parents[2].joinpath("docs/loss.md").read_text()
     (code,) = re.findall(r"```python\n(def answers.*?)```", text, flags=re.DOTALL)
     (tmp_path / "watch.py").write_text(code)
-    main(workspace.settings("documented", steps=1, hooks=f"{tmp_path}/watch.py:answers"))
+    changes = {"steps": 1, "eval_data": workspace.held_out}
+    main(workspace.settings("documented", **changes, hooks=f"{tmp_path}/watch.py:answers"))
     lines = [line.split(" ", 3) for line in capfd.readouterr().out.splitlines()]
     printed = [line for line in lines if line[:2] == ["1", "True"]]
     assert len(printed) == 4 and all(0 < float(line[2]) < 1 for line in printed)
+    (loss,) = workspace.metrics("documented", "eval_loss")
+    assert float((workspace.root / "documented/summary-1.txt").read_text()) == loss

@@ -1,0 +1,1 @@
+"""Operators of linear attention: the causal convolution before it, and its recurrences."""

@@ -1,0 +1,190 @@
+"""The gated delta rule: linear attention whose state forgets, and corrects what it predicts.
+
+# B batch, T tokens, K key heads, H value heads (a multiple of K), Dk and Dv head dims,
+# S packed sequences, C tokens of a chunk
+
+Per value head and token, with a state of [Dk, Dv]:
+
+    state = exp(g) * state
+    error = v - state^T k                   # what the state does not predict
+    state = state + k (beta * error)^T
+    o = state^T q
+
+Source: Yang et al. 2024 (arXiv 2412.06464); l2-normed keys and scaled queries are the caller's.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tigon.kernels.runtime import check_devices, has_values
+
+CHUNK = 64
+MAX_STEP_TOKENS = 16
+
+
+def gated_delta_rule_ref(
+    q: Tensor,  # [B, T, K, Dk]
+    k: Tensor,  # [B, T, K, Dk]
+    v: Tensor,  # [B, T, H, Dv]
+    g: Tensor,  # [B, T, H], at most 0: the logarithm of the decay
+    beta: Tensor,  # [B, T, H]
+    *,
+    cu_seqlens: Tensor | None = None,  # int32 [S + 1], with B = 1
+    state: Tensor | None = None,  # [B or S, H, Dk, Dv]
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs [B, T, H, Dv] and the states after the last tokens, fp32 inside.
+
+    Works in chunks, whose tokens are solved for together; they start anew with each sequence.
+    """
+    if state is None:
+        rows = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        state = torch.zeros(rows, *v.shape[2:3], q.shape[3], v.shape[3], device=q.device)
+    if cu_seqlens is None:
+        return _chunked(state, q, k, v, g, beta)
+    if cu_seqlens.is_meta:  # shapes are all
+        return torch.empty_like(v), state
+    outputs, states = [v[:, :0]], [state[:0]]
+    for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
+        part = (x[:, start:end] for x in (q, k, v, g, beta))
+        o, final = _chunked(state[n : n + 1], *part)
+        outputs.append(o)
+        states.append(final)
+    return torch.cat(outputs, 1), torch.cat(states)
+
+
+def _chunked(
+    state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Computes rows of one sequence each, of which `state` is [B, H, Dk, Dv]."""
+    inside = torch.float64 if q.dtype == torch.float64 else torch.float32
+    T, groups = q.shape[1], v.shape[2] // q.shape[2]
+    state, outputs = state.to(inside), []
+    with torch.autocast(q.device.type, enabled=False):
+        for first in range(0, T, CHUNK):
+            part = (x[:, first : first + CHUNK].to(inside) for x in (q, k, v, g, beta))
+            qc, kc, vc, gc, bc = (x.transpose(1, 2) for x in part)  # [B, heads, C, ...]
+            qc, kc = (x.repeat_interleave(groups, 1) for x in (qc, kc))
+            G = gc.cumsum(-1)
+            # Never the product of two exponentials: G may fall to -1000 within a chunk
+            later = torch.ones(G.shape[-1], G.shape[-1], dtype=torch.bool, device=G.device).triu(1)
+            decay = (G[..., :, None] - G[..., None, :]).masked_fill(later, -torch.inf).exp()
+            reach = G.exp()[..., None]  # of the state before the chunk
+            predicted = reach * (kc @ state)
+            mixed = (decay * bc[..., None, :] * (kc @ kc.mT)).tril(-1)
+            error = torch.linalg.solve_triangular(
+                mixed, vc - predicted, upper=False, unitriangular=True
+            )
+            change = bc[..., None] * error
+            o = reach * (qc @ state) + (decay * (qc @ kc.mT)) @ change
+            outputs.append(o.transpose(1, 2).to(v.dtype))
+            last = G[..., -1:, None]
+            state = last.exp() * state + (kc * (last - G[..., None]).exp()).mT @ change
+    return torch.cat(outputs, 1) if outputs else torch.zeros_like(v), state
+
+
+def gated_delta_step_ref(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> Tensor:
+    """Returns the outputs of tokens one after another and changes the state, fp32 inside."""
+    groups = v.shape[2] // q.shape[2]
+    outputs = []
+    for t in range(q.shape[1]):
+        qt, kt = (x[:, t].repeat_interleave(groups, 1).to(state.dtype) for x in (q, k))
+        state *= g[:, t, :, None, None].to(state.dtype).exp()
+        error = v[:, t].to(state.dtype) - (state * kt[..., None]).sum(-2)
+        change = beta[:, t, :, None].to(state.dtype) * error
+        state += kt[..., None] * change[..., None, :]
+        outputs.append((state * qt[..., None]).sum(-2).to(v.dtype))
+    return torch.stack(outputs, 1) if outputs else torch.zeros_like(v)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Raises ValueError unless the shapes of what both operators take fit."""
+    if q.dim() != 4 or k.shape != q.shape:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} are not both [B, T, K, Dk]")
+    if v.dim() != 4 or v.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"v {tuple(v.shape)} is not [B, T, H, Dv] with {tuple(q.shape[:2])} tokens"
+        )
+    if v.shape[2] % max(q.shape[2], 1):
+        raise ValueError(f"{v.shape[2]} value heads cannot share {q.shape[2]} key heads")
+    for name, x in (("g", g), ("beta", beta)):
+        if x.shape != v.shape[:3]:
+            raise ValueError(f"{name} {tuple(x.shape)} is not [B, T, H] = {tuple(v.shape[:3])}")
+    if g.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"g is {g.dtype}: sums of log decays need torch.float32")
+
+
+def _check_state(state: Tensor, rows: int, q: Tensor, v: Tensor) -> None:
+    """Raises ValueError unless the state is one of `rows` sequences."""
+    shape = (rows, v.shape[2], q.shape[3], v.shape[3])
+    if state.shape != shape:
+        raise ValueError(f"state {tuple(state.shape)} is not [rows, H, Dk, Dv] = {shape}")
+    if state.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"state is {state.dtype}: heads that remember need torch.float32")
+    if state.requires_grad:
+        raise ValueError("state requires a gradient, which is not computed: detach it")
+
+
+def gated_delta_rule(
+    q: Tensor,  # [B, T, K, Dk]
+    k: Tensor,  # [B, T, K, Dk]
+    v: Tensor,  # [B, T, H, Dv]
+    g: Tensor,  # [B, T, H], at most 0: the logarithm of the decay, fp32
+    beta: Tensor,  # [B, T, H]
+    *,
+    cu_seqlens: Tensor | None = None,  # int32 [S + 1] from 0 to T, with B = 1
+    state: Tensor | None = None,  # [B or S, H, Dk, Dv], fp32; None: zeros
+) -> tuple[Tensor, Tensor]:
+    """Returns the outputs [B, T, H, Dv] and the fp32 states after the last tokens.
+
+    Value head h reads key head `h // (H // K)`. A token whose g, beta and k are 0 leaves the state
+    as it is. Differentiable in all but the state.
+    """
+    _check(q, k, v, g, beta)
+    check_devices(q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens, state=state)
+    rows = q.shape[0]
+    if cu_seqlens is not None:
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or rows != 1:
+            raise ValueError(
+                f"cu_seqlens {tuple(cu_seqlens.shape)} {cu_seqlens.dtype} with {rows} rows: give "
+                "integers [S + 1] with one row"
+            )
+        rows = len(cu_seqlens) - 1
+        if cu_seqlens.device.type == "cpu" and has_values(cu_seqlens):
+            _check_bounds(cu_seqlens, q.shape[1])
+    if state is not None:
+        _check_state(state, rows, q, v)
+    return gated_delta_rule_ref(q, k, v, g, beta, cu_seqlens=cu_seqlens, state=state)
+
+
+def _check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
+    """Raises ValueError unless the bounds rise from 0 to the number of tokens."""
+    bounds = cu_seqlens.tolist()
+    if not bounds or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
+        raise ValueError(f"cu_seqlens {bounds} do not rise from 0 to {tokens} tokens")
+
+
+@torch.no_grad()
+def gated_delta_step(
+    q: Tensor,  # [B, T, K, Dk], T at most MAX_STEP_TOKENS
+    k: Tensor,  # [B, T, K, Dk]
+    v: Tensor,  # [B, T, H, Dv]
+    g: Tensor,  # [B, T, H], at most 0: the logarithm of the decay, fp32
+    beta: Tensor,  # [B, T, H]
+    state: Tensor,  # [B, H, Dk, Dv], fp32: changed in place
+) -> Tensor:
+    """Returns the outputs [B, T, H, Dv] of a few new tokens and moves the state on: decoding.
+
+    One pass over the state, without host syncs, for CUDA graphs. It has no gradients.
+    """
+    _check(q, k, v, g, beta)
+    check_devices(q=q, k=k, v=v, g=g, beta=beta, state=state)
+    if q.shape[1] > MAX_STEP_TOKENS:
+        raise ValueError(
+            f"{q.shape[1]} tokens are more than {MAX_STEP_TOKENS}: call gated_delta_rule"
+        )
+    _check_state(state, q.shape[0], q, v)
+    return gated_delta_step_ref(q, k, v, g, beta, state)

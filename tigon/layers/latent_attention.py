@@ -1,0 +1,222 @@
+"""Multi-head latent attention: the keys and values of all heads come from one vector per token.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+
+# B batch, T tokens, S tokens with those of the cache, H heads, C model dim, L dims of the latent,
+# N dims of a head that have no position, R dims that are rotated, V dims of a head's values
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.kernels.attention.api import attention
+from tigon.kernels.attention.decode import KVBuffers
+from tigon.kernels.rope.rope import rope
+from tigon.layers.attention import Attention
+from tigon.layers.context import BlockInputs
+from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV, extend_buffer
+from tigon.layers.linear import Linear
+from tigon.layers.norm import RMSNorm
+from tigon.layers.rope import Rotation
+
+NORM_EPS = 1e-6  # of latents, whatever the other norms have
+
+
+class LatentSizes(NamedTuple):
+    """The sizes of latent attention."""
+
+    queries: int | None  # dims of the latent of queries; None: they are projected from the input
+    latent: int  # L
+    plain: int  # N
+    rotated: int  # R
+    values: int  # V
+
+
+class LatentAttention(Attention):
+    """Self-attention over latents: x [B, T, C] -> [B, T, C].
+
+    A key is N dims of its own head, computed from the token's latent, and R rotated dims that all
+    heads share. Caches hold latent and rotated dims alone, L + R numbers per token. Steps of
+    decoding attend to these: what would expand them is multiplied into queries and outputs. Other
+    passes expand keys and values; if V is less than N + R, zeros are added to the values, as
+    backends want one head dim (with V 128 of 192, a fifth of attention's products).
+
+    `bias` is that of the projections from and to the model dim, except `q_proj`. `interleaved` and
+    `scale` are as in `Attention`, whose numbers of heads this has.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        sizes: LatentSizes,
+        *,
+        scale: float,
+        bias: bool = False,
+        interleaved: bool = False,
+    ):
+        nn.Module.__init__(self)  # the base would make one projection for q, k and v
+        self.window = self.softcap = self.q_norm = self.k_norm = None
+        self.flat_qk_norm, self.interleaved, self.scale = False, interleaved, scale
+        self.sizes, self.heads, self.kv_heads = sizes, heads, heads
+        self.head_dim = sizes.plain + sizes.rotated
+        latent, rotated, inner = sizes.latent, sizes.rotated, heads * self.head_dim
+        if sizes.queries is None:
+            self.q_proj = Linear(dim, inner, bias=False)
+        else:
+            self.q_a_proj = Linear(dim, sizes.queries, bias=bias)
+            self.q_a_layernorm = RMSNorm(sizes.queries, NORM_EPS)
+            self.q_b_proj = Linear(sizes.queries, inner, bias=False)
+        self.kv_a_proj_with_mqa = Linear(dim, latent + rotated, bias=bias)
+        self.kv_a_layernorm = RMSNorm(latent, NORM_EPS)
+        self.kv_b_proj = Linear(latent, heads * (sizes.plain + sizes.values), bias=False)
+        self.o_proj = Linear(heads * sizes.values, dim, bias=bias)
+
+    def make_state(
+        self,
+        rows: int,
+        capacity: int | None,
+        *,
+        chunk: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        quantize: Quantize = None,
+    ) -> KVState:
+        """Returns an empty cache of latents: without `capacity` one that grows, else a static one
+        of `capacity` slots."""
+        width = self.sizes.latent + self.sizes.rotated
+        if capacity is None:
+            return GrowingLatents(width)
+        return StaticLatents(rows, capacity, width, dtype=dtype, device=device, quantize=quantize)
+
+    def forward(self, x: Tensor, rotation: Rotation, state: Any, ctx: BlockInputs) -> Tensor:
+        """Returns [B, T, C] for x [B, T, C], which sees what `ctx.mask` allows.
+
+        With a `state`, stores latents there and attends to earlier ones too; with `ctx.shard`,
+        attends to the tokens of all ranks.
+        """
+        keys, sizes = ctx.dropout_args, self.sizes
+        queries, latent, turned = self.compress(x, *keys)
+        project = self.q_proj if sizes.queries is None else self.q_b_proj
+        q = project(queries, *keys).unflatten(-1, (self.heads, self.head_dim))
+        plain, rotated = q.split((sizes.plain, sizes.rotated), -1)
+        cos, sin, query_scale = rotation
+        rotated, turned = rope(rotated, turned.unsqueeze(2), cos, sin, interleaved=self.interleaved)
+        q = torch.cat((plain, rotated), -1)
+        if query_scale is not None:
+            q = q * query_scale.to(q.dtype)  # not wider under autocast
+        if state is not None:
+            latents = torch.cat((latent.unsqueeze(2), turned), -1)  # [B, T, 1, L + R]
+            if state.takes_latents(ctx):
+                return self.o_proj(self._attend_to_latents(q, latents, state, ctx), *keys)
+            latents, _ = state.store(latents, latents, ctx, None)
+            latent, turned = latents.split((sizes.latent, sizes.rotated), -1)
+            latent = latent.squeeze(2)
+        out = self._attend(q, *self._expand(latent, turned, *keys), ctx)
+        return self.o_proj(out.flatten(2), *keys)
+
+    def compress(self, x: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what queries are projected from [B, T, ...], latents [B, T, L], and the dims that
+        are yet to be rotated [B, T, R]."""
+        queries = x
+        if self.sizes.queries is not None:
+            queries = self.q_a_layernorm(self.q_a_proj(x, *keys))
+        both = self.kv_a_proj_with_mqa(x, *keys)
+        latent, rotated = both.split((self.sizes.latent, self.sizes.rotated), -1)
+        return queries, self.kv_a_layernorm(latent), rotated
+
+    def _expand(self, latent: Tensor, turned: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys [B, S, H, N + R] and values [B, S, H, V] of latents [B, S, L] and rotated
+        dims [B, S, 1, R]."""
+        sizes = self.sizes
+        kv = self.kv_b_proj(latent, *keys).unflatten(-1, (self.heads, -1))
+        plain, v = kv.split((sizes.plain, sizes.values), -1)
+        return torch.cat((plain, turned.expand(-1, -1, self.heads, -1)), -1), v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs) -> Tensor:
+        """Returns attention [B, T, H, V] of q to k [B, S, H, N + R] and v [B, S, H, V]."""
+        width = max(q.shape[-1], v.shape[-1])
+        q, k, v = (F.pad(y, (0, width - y.shape[-1])) for y in (q, k, v))
+        options: dict[str, Any] = {"window": None, "softcap": None, "scale": self.scale}
+        if ctx.shard is not None:
+            return ctx.shard.attend(q, k, v, ctx.mask, **options)[..., : self.sizes.values]
+        return attention(q, k, v, mask=ctx.mask, **options)[..., : self.sizes.values]
+
+    def _attend_to_latents(
+        self, q: Tensor, latents: Tensor, state: KVState, ctx: BlockInputs
+    ) -> Tensor:
+        """Returns attention [B, T, H * V] of q [B, T, H, N + R] to the latents of the state and
+        those [B, T, 1, L + R], which it stores."""
+        sizes = self.sizes
+        weight = self.kv_b_proj.values()
+        if self.kv_b_proj.has_adapter:  # a product with the identity has what it adds
+            identity = torch.eye(sizes.latent, dtype=q.dtype, device=q.device)
+            weight = self.kv_b_proj.product(identity).T
+        keys, values = weight.unflatten(0, (self.heads, -1)).split((sizes.plain, sizes.values), 1)
+        plain, rotated = q.split((sizes.plain, sizes.rotated), -1)
+        q = torch.cat((torch.einsum("bthn,hnl->bthl", plain, keys), rotated), -1)
+        out = state.attend(q, latents, latents, ctx, scale=self.scale)[..., : sizes.latent]
+        return torch.einsum("bthl,hvl->bthv", out, values).flatten(2)
+
+
+# States. Latents are keys and values of one head at once: the first L dims of a key are its value
+
+
+class GrowingLatents(GrowingKV):
+    """Latents in memory that doubles when it is full."""
+
+    def __init__(self, width: int):
+        super().__init__(1, width)
+
+    @property
+    def layout(self) -> str:
+        """Names the numbers per token."""
+        return f"latents of {self.head_dim} numbers"
+
+    def takes_latents(self, ctx: BlockInputs) -> bool:
+        """Whether to attend to latents in this pass: one of one token per row."""
+        return ctx.mask.tokens == 1
+
+    def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
+        """Stores k, which are also the values, after `past` tokens; returns all of them twice."""
+        self.keys = extend_buffer(self.keys, k, past)
+        keys = self.keys.narrow(2, 0, past + k.shape[2])
+        return keys, keys
+
+
+class StaticLatents(StaticKV):
+    """Latents in preallocated memory; slots without a token may hold anything."""
+
+    def __init__(
+        self,
+        rows: int,
+        slots: int,
+        width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        quantize: Quantize = None,
+    ):
+        self.kv_heads, self.head_dim, self.history = 1, width, slots
+        kind = torch.int8 if quantize else dtype
+        self.latents = torch.empty(rows, 1, slots, width, dtype=kind, device=device)
+        self.scales = None
+        if quantize:
+            self.scales = torch.empty(rows, 1, slots, dtype=torch.float32, device=device)
+
+    @property
+    def buffers(self) -> KVBuffers:  # type: ignore[override]
+        """The latents as keys and values in the same memory."""
+        return KVBuffers(self.latents, self.latents, self.scales, self.scales)
+
+    @property
+    def layout(self) -> str:
+        """Names the numbers per token."""
+        return f"latents of {self.head_dim} numbers"
+
+    def takes_latents(self, ctx: BlockInputs) -> bool:
+        """Whether to attend to latents in this pass: a step of all rows, and no prompt."""
+        return ctx.append is not None and ctx.append.slots is None

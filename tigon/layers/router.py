@@ -1,0 +1,98 @@
+"""The router of DeepSeek-V3 and its descendants: experts are chosen by groups.
+
+Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
+
+# N tokens, C model dim, E experts in G groups of E / G, k of them per token
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.layers.linear import Linear
+
+
+class Routing(NamedTuple):
+    """What a router says of every token."""
+
+    probs: Tensor  # [N, E] fp32, sum to 1
+    experts: Tensor  # [N, k] int64
+    weights: Tensor  # [N, k]
+
+
+class GroupRouter(Linear):
+    """Scores of experts [N, E], and the k that each token takes, from the best `top_groups` groups.
+
+    A group is as good as the sum of its two best experts. The weights are the scores of the chosen
+    experts, made to sum to 1 with `normalize`, times `scale`. With `sigmoid`, each score is one of
+    its own, in fp32, and `e_score_correction_bias` is added for the choice alone; no gradient
+    reaches it. Without, scores are probabilities of all experts in the model's dtype.
+    """
+
+    e_score_correction_bias: Tensor  # [E], fp32 in models of any dtype
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        per_token: int,
+        *,
+        sigmoid: bool,
+        groups: int = 1,
+        top_groups: int = 1,
+        normalize: bool = True,
+        scale: float = 1.0,
+    ):
+        super().__init__(dim, experts, bias=False)
+        if experts % groups or experts < 2 * groups:
+            raise ValueError(f"n_group={groups} does not divide {experts} experts into two or more")
+        if not 1 <= top_groups <= groups or per_token > top_groups * (experts // groups):
+            raise ValueError(
+                f"topk_group={top_groups} of {groups} groups of {experts // groups} experts: no "
+                f"token can take {per_token} of them"
+            )
+        self.per_token, self.sigmoid, self.normalize = per_token, sigmoid, normalize
+        self.groups, self.top_groups, self.scale = groups, top_groups, scale
+        if sigmoid:
+            bias = torch.zeros(experts, dtype=torch.float32)
+            self.register_buffer("e_score_correction_bias", bias)
+
+    def route(self, x: Tensor) -> Routing:
+        """Returns the routing of x [N, C]."""
+        if self.sigmoid:
+            with torch.autocast(x.device.type, enabled=False):
+                scores = F.linear(x.float(), self.values().float()).sigmoid()
+            ranked = scores.detach() + self.e_score_correction_bias
+        else:
+            scores = self(x).softmax(-1)
+            ranked = scores.detach()
+        if self.top_groups < self.groups:
+            ranked = self._mask_groups(ranked)
+        experts = ranked.topk(self.per_token, sorted=False).indices
+        weights = scores.gather(1, experts)
+        if self.normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        probs = scores.float()
+        if self.sigmoid:
+            probs = probs / probs.sum(-1, keepdim=True)
+        return Routing(probs, experts, weights * self.scale)
+
+    def _mask_groups(self, ranked: Tensor) -> Tensor:
+        """Returns `ranked` [N, E] with -inf, or 0 for probabilities, outside of the best groups."""
+        groups = ranked.unflatten(-1, (self.groups, -1))
+        best = groups.topk(2).values.sum(-1).topk(self.top_groups, sorted=False).indices
+        outside = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(1, best, False)
+        fill = float("-inf") if self.sigmoid else 0.0
+        return groups.masked_fill(outside.unsqueeze(-1), fill).flatten(1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRouter":
+        """Converts the module, but the bias only to another device: rounded, it would choose other
+        experts."""
+        exact = self._buffers.get("e_score_correction_bias")
+        super()._apply(fn, recurse)
+        if exact is not None and self.e_score_correction_bias.dtype != exact.dtype:
+            self.e_score_correction_bias = exact.to(self.e_score_correction_bias.device)
+        return self

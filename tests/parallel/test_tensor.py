@@ -61,6 +61,12 @@ DELTA = {
     "linear_key_head_dim": 14,
     "linear_value_head_dim": 10,
 }
+GEMMA4 = {
+    **WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 12,
+}
 # By name, the model type and what differs
 TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -73,6 +79,16 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", WINDOW),
     "gemma3": ("gemma3_text", WINDOW),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 101,
+        },
+    ),
+    "gemma4_unified": ("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": True}),
     "muse_glimmer": ("muse_glimmer_text", WINDOW),
     "ernie4_5": ("ernie4_5", {"use_bias": True}),
     "exaone4": ("exaone4", {**WINDOW, "num_hidden_layers": 4}),

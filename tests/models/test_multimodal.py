@@ -29,6 +29,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }
 # The type of the whole, and of the text in it
 PAIRS = [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
+PAIRS += [("mistral3", "mistral4")]
 IDS = torch.arange(4, 44).view(2, 20)
 
 

@@ -35,7 +35,7 @@ import torch
 
 from bench import harness
 from bench.cpu import processor
-from bench.harness import ROOT, Bench, Job, Record, figure, heading, installed, markdown, verdict
+from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, verdict
 from bench.saving import AIM
 from tigon.models import MODELS
 from tigon.models.pretrained.names import layout
@@ -192,7 +192,7 @@ def side(what: str, directory: Path, case: Case, *, watch: bool) -> Record:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         command[1:1] = launcher
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": harness.python_path(),
         "HF_HUB_OFFLINE": "1",
         "WATCH_MEMORY": str(int(watch)),
     }

@@ -42,7 +42,7 @@ def run_side(
     tree: Path, names: Sequence[str], tiny: bool, limit: float, **environment: str
 ) -> dict[str, Record]:
     """What one process prints, by case; a case that the limit ends has an error."""
-    path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+    path = harness.python_path(tree)
     process = subprocess.Popen(
         [sys.executable, "-P", str(SIDE), "tiny" if tiny else "full", *names],
         env=os.environ | {"PYTHONPATH": path} | (NO_GPU if tiny else {}) | environment,

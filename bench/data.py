@@ -33,7 +33,7 @@ if not __package__:  # a script: runs where nothing is installed
 
 from bench import harness
 from bench.cpu import processor, smollm2
-from bench.harness import ROOT, Bench, Job, Record, figure, heading, installed, markdown, verdict
+from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, verdict
 
 SIDE = Path(__file__).with_name("data_side.py")
 CASES = ("speed", "memory")
@@ -65,7 +65,7 @@ def write_corpus(path: Path, size: int) -> None:
 def side(what: str, *arguments: object, cache: Path) -> subprocess.Popen:
     command = [sys.executable, str(SIDE), what, *map(str, arguments)]
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": harness.python_path(),
         "TIGON_CACHE": str(cache / "tigon"),
         "HF_HOME": str(cache / "hf"),
         "CUDA_VISIBLE_DEVICES": "",

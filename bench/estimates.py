@@ -163,13 +163,15 @@ def run_ranks(side: Path, gpus: int, root: Path, arguments: list[str], seconds: 
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    shared = {"WORLD_SIZE": gpus, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"LOCAL_WORLD_SIZE": gpus, "TIGON_CACHE": root / "cache"}
+    shared: dict[str, object] = {"PYTHONPATH": harness.python_path()}
+    if gpus > 1:
+        shared |= {"WORLD_SIZE": gpus, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        shared |= {"LOCAL_WORLD_SIZE": gpus, "TIGON_CACHE": root / "cache"}
     out, ranks = root / "found.json", []
     out.unlink(missing_ok=True)
     for rank in range(gpus):
-        own = shared | {"RANK": rank, "LOCAL_RANK": rank}
-        env = os.environ | {k: str(v) for k, v in own.items()} if gpus > 1 else None
+        own = shared | ({"RANK": rank, "LOCAL_RANK": rank} if gpus > 1 else {})
+        env = os.environ | {k: str(v) for k, v in own.items()}
         command = [sys.executable, str(side), str(out), *arguments]
         with (root / f"rank-{rank}.txt").open("w") as log:
             ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))

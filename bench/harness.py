@@ -8,6 +8,7 @@ and shows the newest whole runs, as Markdown or in documents, between <!-- kind:
 import argparse
 import gc
 import json
+import os
 import platform
 import re
 import subprocess
@@ -33,6 +34,11 @@ Record = dict[str, Any]
 
 def progress(line: str) -> None:
     print(f"[{time.perf_counter() - BEGIN:6.1f} s] {line}", file=sys.stderr, flush=True)
+
+
+def python_path(tree: Path = ROOT) -> str:
+    """PYTHONPATH for another process: a checkout, before what is set here."""
+    return os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
 
 
 def git(*arguments: str, cwd: Path = ROOT) -> str:

@@ -191,7 +191,7 @@ def fit() -> Constants:
         adam.append(
             7
             * BF16
-            * sum(p.numel() for p in job.shapes.part(1).parameters())
+            * sum(p.numel() for p in job.shapes.shard(1).parameters())
             / profile["optimizer"]
             * 1e3
         )
@@ -332,7 +332,7 @@ def planned(name: str, folder: Path) -> LayoutPlan:
 def scenario(plan: LayoutPlan) -> str:
     """As Markdown, in a document between other text."""
     best, (head, *rows) = plan.choices[0], table_rows(plan)
-    whole = sum(p.numel() for p in plan.job.shapes.part(1).parameters())
+    whole = sum(p.numel() for p in plan.job.shapes.shard(1).parameters())
     days = 1e12 / (best.step.rate * plan.job.gpus) / 86400
     held = best.memory.kinds.items()
     kinds = ", ".join(f"{kind} {size / 2**30:.1f}" for kind, size in held if size > 2**30 / 20)

@@ -32,7 +32,7 @@ if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import harness, train_report
-from bench.harness import ROOT, Bench, Job, Record, installed, progress
+from bench.harness import Bench, Job, Record, installed, progress
 from bench.train_cases import CASES, PEER, TINY_TOKENS, Case, offered
 from bench.train_side import Request
 
@@ -59,8 +59,7 @@ def libraries(tiny: bool) -> dict[str, str | None]:
 def spawn(request: Any, seconds: float, side: Path | None = None) -> Iterator[Record]:
     """What a process of the script `side`, or SIDE, prints, as it comes; the last line has an error
     if it did not end well. The request is a dataclass, and says whether it is `tiny`."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    environment = os.environ | {"PYTHONPATH": harness.python_path(), "HF_HUB_OFFLINE": "1"}
     if request.tiny:
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(

@@ -82,6 +82,9 @@ SMALL_KERNELS = [
     kernels.streamed("gated_act", 24, 32, variant="gelu_tanh"),
     kernels.streamed("rope", 2, 7, 4, 2, 16),
     kernels.streamed("qk_norm_rope", 2, 7, 4, 2, 16),
+    kernels.causal_conv_qkv(1, 7, 2, 3, 16),
+    kernels.linear_attention("causal_conv", "B2 T7 24", 2, 7, 24, 3, elements=336),
+    kernels.linear_attention("gated_norm", "24x16", 24, 16, elements=384, tensors=(3, 5)),
     kernels.cross_entropy(24, 97),
     *kernels.linear_cross_entropy(48, 32, 97, 1.05),
 ]
@@ -537,6 +540,17 @@ def test_sides_that_end_badly_are_recorded(monkeypatch: Patch, tmp_path: Path) -
     began = time.monotonic()
     assert estimates.run_ranks(side, 2, tmp_path, [], 50)["error"] == "AssertionError: no memory"
     assert time.monotonic() - began < 20
+
+
+def test_ranks_import_this_checkout(monkeypatch: Patch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    side = tmp_path / "side.py"
+    side.write_text(
+        "import json, pathlib, sys\n"
+        "import tigon\n"
+        "pathlib.Path(sys.argv[1]).write_text(json.dumps({'from': tigon.__file__}))\n"
+    )
+    assert estimates.run_ranks(side, 1, tmp_path, [], 50) == {"from": tigon.__file__}
 
 
 # What is published

@@ -14,9 +14,19 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from tests.hopper import append, branches, compiling, head, mlp, norms, optim, rotations
+from tests.hopper import (
+    append,
+    branches,
+    compiling,
+    convolution,
+    head,
+    mlp,
+    norms,
+    optim,
+    rotations,
+)
 
-MODULES = append, mlp, rotations, norms, head, optim  # what takes long comes first
+MODULES = append, mlp, rotations, convolution, norms, head, optim  # what takes long comes first
 FORMS = [dict(module.forms()) for module in MODULES]
 Found = tuple[dict[str, Any], dict[str, str], set[branches.Way]]
 

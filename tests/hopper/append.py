@@ -32,12 +32,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "rotated in part, fp32, several tokens": {"turned": 24, "dtype": FP32, "T": 4},
     "packed, whole, odd": PACKED | {"B": 16, "D": 80},
     "with room for the next kernels": {"H": 4, "K": 1, "window": 32},
+    "sinks": {"sinks": True, "D": 64},
+    "packed, several tokens, window, sinks": PACKED | {"T": 4, "window": 300, "sinks": True},
     "latents of 320 numbers": {"H": 32, "K": 1, "D": 320},
     "latents of 576 numbers": {"H": 128, "K": 1, "D": 576, "T": 4},
     "latents, fp32": {"H": 128, "K": 1, "D": 576, "dtype": FP32},
     "packed, latents": PACKED | {"H": 128, "K": 1, "D": 576},
-    "sinks": {"sinks": True, "D": 64},
-    "packed, several tokens, window, sinks": PACKED | {"T": 4, "window": 300, "sinks": True},
     "large, one kv head": {"B": 16384, "H": 1, "K": 1, "D": 64},
 }
 

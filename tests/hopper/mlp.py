@@ -21,7 +21,9 @@ from tigon.kernels.linear.fp8 import (
 )
 from tigon.kernels.linear.lora import low_rank_gradients, low_rank_product
 from tigon.kernels.linear.quantized import E4M3, E5M2
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
+from tigon.kernels.mlp.grouped_mlp import ExpertBiases
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
 from tigon.layers import FP8Weight, NF4Weight
 
@@ -203,6 +205,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "fp16, fp32 weights, gelu": {"dtype": FP16, "weights": FP32, "act": "gelu"},
     "gelu_tanh": {"act": "gelu_tanh"},
     "one": {"N": 1, "k": 1},
+    "gpt-oss": {"act": ClampedSwiGLU(1.702, 7.0), "biased": True, "transposed": True},
+    "biases": {"biased": True},
 }
 
 
@@ -214,10 +218,17 @@ def _grouped_mlp(
     experts: int = 8,
     dtype: torch.dtype = BF16,
     weights: torch.dtype = BF16,
-    act: Activation = "silu",
+    act: Activation | ClampedSwiGLU = "silu",
+    biased: bool = False,
+    transposed: bool = False,
 ) -> None:
     x = zeros(N, C, dtype=dtype, grad=True)
-    gate_up = zeros(experts, 2 * inner, C, dtype=dtype, grad=True)
-    down = zeros(experts, C, inner, dtype=dtype, grad=True)
-    chosen = zeros(N, k, dtype=torch.int64)
-    backward(grouped_mlp(x, gate_up, down, chosen, zeros(N, k, dtype=weights, grad=True), act))
+    sizes = (C, 2 * inner, inner, C) if transposed else (2 * inner, C, C, inner)
+    gate_up = zeros(experts, *sizes[:2], dtype=dtype, grad=True)
+    down = zeros(experts, *sizes[2:], dtype=dtype, grad=True)
+    biases = None
+    if biased:
+        shapes = (experts, 2 * inner), (experts, C)
+        biases = ExpertBiases(*(zeros(*shape, dtype=dtype, grad=True) for shape in shapes))
+    given = zeros(N, k, dtype=torch.int64), zeros(N, k, dtype=weights, grad=True), act
+    backward(grouped_mlp(x, gate_up, down, *given, biases=biases, transposed=transposed))

@@ -83,6 +83,7 @@ SANDWICH: dict[str, dict[str, Any]] = {
     "narrow, before, fp32 weight": {"C": 128, "cast": "before_weight", "weight": FP32},
     "odd, only the norm is used": {"C": 1152, "total": False},
     "one row": {"N": 1},
+    "two eps": {"post_eps": 1e-8},
     "only the inputs' gradients": {"wanted": ("inputs",)},
     "only the weights' gradients": {"wanted": ("weights",)},
     "inference": {"wanted": ()},

@@ -21,6 +21,10 @@ from tigon.kernels import (
     KVBuffers,
     append_attention,
     attention,
+    causal_conv,
+    causal_conv_qkv,
+    causal_conv_qkv_ref,
+    causal_conv_ref,
     cross_entropy,
     cross_entropy_ref,
     divergence,
@@ -48,7 +52,8 @@ from tigon.kernels import (
 from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.loss.api import Options, scale_and_cap
-from tigon.kernels.mlp.grouped_mlp import LoRAFactors, unchecked_grouped_mlp
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
+from tigon.kernels.mlp.grouped_mlp import ExpertBiases, LoRAFactors, unchecked_grouped_mlp
 from tigon.kernels.norm.rms_norm import MAX_COLUMNS, MAX_SANDWICH_COLUMNS
 
 Inputs = dict[str, Any]
@@ -253,6 +258,36 @@ def experts_case(act: str, sizes: Sequence[Any] = EXPERTS[:1]) -> OpCase:
     )  # fmt: skip
 
 
+CLAMPED = ClampedSwiGLU(1.702, 0.6)
+
+
+def biased_experts(transposed: bool) -> Callable[..., Inputs]:
+    def make(n: int, c: int, i: int, e: int, k: int) -> Inputs:
+        made = experts(n, c, i, e, k)
+        if transposed:
+            made |= {name: made[name].mT.contiguous() for name in ("gate_up", "down")}
+        return made | {"gate_up_bias": torch.randn(e, 2 * i), "down_bias": torch.randn(e, c)}
+
+    return make
+
+
+def with_biases(function: Call) -> Call:
+    def call(gate_up_bias: Tensor, down_bias: Tensor, **given: Any) -> Any:
+        return function(**given, biases=ExpertBiases(gate_up_bias, down_bias))
+
+    return call
+
+
+def biased_case(act: Any, transposed: bool, sizes: Sequence[Any] = EXPERTS[:1]) -> OpCase:
+    names = "x", "gate_up", "down", "gate_up_bias", "down_bias"
+    return replace(
+        experts_case("silu", sizes), operator=with_biases(grouped_mlp),
+        definition=with_biases(exact.grouped_mlp), inputs=biased_experts(transposed),
+        eager=with_biases(grouped_mlp_ref), options={"act": act, "transposed": transposed},
+        autocast=names,
+    )  # fmt: skip
+
+
 # Low-rank additions
 
 # Of each part the first column of y, columns, rank and scale
@@ -327,10 +362,73 @@ def merged(
     return exact.grouped_mlp(x, *whole, experts, weights, act)
 
 
+def transposed_low_rank(r: int, q: int) -> Inputs:
+    made = low_rank_experts(r, q)
+    return made | {name: made[name].mT.contiguous() for name in ("gate_up", "down")}
+
+
+def merged_transposed(
+    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str, **low: Any
+) -> Tensor:
+    return merged(x, gate_up.mT, down.mT, experts, weights, act, low["low"])
+
+
 def lora_experts_case(*constant: str) -> OpCase:
     return OpCase(
         with_factors(unchecked_grouped_mlp), with_factors(merged), low_rank_experts, None, {},
         list(FACTORS.values()), constant=constant, second="lora_grouped_mlp",
+    )  # fmt: skip
+
+
+# Convolutions
+
+# Batch, tokens, channels, taps. 300 tokens are several chunks in the kernels
+ROWS_OF_TOKENS = [(2, 9, 12, 4), (1, 1, 7, 3), (3, 2, 5, 2), (1, 300, 3, 4), (2, 21, 140, 3)]
+# Batch, tokens, key heads, their dim, other channels, taps
+QKV_ROWS = [(2, 9, 2, 6, 10, 4), (1, 21, 1, 16, 48, 3), (1, 300, 1, 1, 2, 4)]
+
+
+def conv_rows(b: int, t: int, c: int, w: int) -> Inputs:
+    return {
+        "x": torch.randn(b, t, c),
+        "weight": torch.randn(c, w),
+        "state": torch.randn(b, w - 1, c),
+        "starts": torch.rand(b, t) < 0.2,
+    }
+
+
+def qkv_rows(b: int, t: int, k: int, d: int, c: int, w: int) -> Inputs:
+    made = conv_rows(b, t, 2 * k * d + c, w) | {"key_heads": k, "key_dim": d}
+    made["x"].narrow(-1, 0, d).mul_(1e-2)  # so short that eps counts
+    return made
+
+
+def conv_case(*without: str, **more: Any) -> OpCase:
+    def make(*size: int) -> Inputs:
+        return {n: x for n, x in conv_rows(*size).items() if n not in without}
+
+    return OpCase(
+        causal_conv, exact.causal_conv, make, causal_conv_ref, sizes=ROWS_OF_TOKENS,
+        real=[(2, 2047, 2048, 3), (1, 5000, 1000, 4)], empty=[(0, 3, 4, 3), (2, 0, 4, 3)],
+        second="causal_conv", factor=1.1, **more,
+    )  # fmt: skip
+
+
+def qkv_case(*without: str) -> OpCase:
+    def make(*size: int) -> Inputs:
+        return {n: x for n, x in qkv_rows(*size).items() if n not in without}
+
+    return OpCase(
+        causal_conv_qkv, exact.causal_conv_qkv, make, causal_conv_qkv_ref, sizes=QKV_ROWS,
+        real=[(2, 2047, 16, 128, 4096, 4), (1, 5000, 3, 96, 300, 4)],
+        empty=[(0, 3, 1, 2, 2, 3), (2, 0, 1, 2, 2, 3)], second="causal_conv", factor=1.1,
+    )  # fmt: skip
+
+
+def lora_transposed_case() -> OpCase:
+    return replace(
+        lora_experts_case(), inputs=transposed_low_rank, definition=with_factors(merged_transposed),
+        operator=with_factors(partial(unchecked_grouped_mlp, transposed=True)),
     )  # fmt: skip
 
 
@@ -588,6 +686,7 @@ CASES: dict[str, OpCase] = {
     "rms_norm, gate, residual": norm_case("x", "weight", "residual", "gate", **FEW),
     "sandwich_norm": sandwich_case(),
     "sandwich_norm, before": sandwich_case(offset=0.0, cast="before_weight"),
+    "sandwich_norm, two eps": sandwich_case(post_eps=1.0),
     "rope": rope_case(),
     "rope, interleaved": rope_case(interleaved=True),
     "qk_norm_rope": packed_case(True),
@@ -596,9 +695,17 @@ CASES: dict[str, OpCase] = {
     "qk_norm_rope, no norm": packed_case(False),
     "qk_norm_rope, no norm, interleaved": packed_case(False, interleaved=True),
     **{f"gated_act, {act}": act_case(act) for act in ("silu", "gelu", "gelu_tanh")},
+    "causal_conv": conv_case("starts", "state"),
+    "causal_conv, packed": conv_case(),
+    "causal_conv, silu": conv_case("starts", options={"activation": "silu"}),
+    "causal_conv, five taps": replace(conv_case(), sizes=[(2, 9, 12, 5)], **ONLY),
+    "causal_conv_qkv": qkv_case("starts", "state"),
+    "causal_conv_qkv, packed": qkv_case(),
     "gated_act, overwrite": act_case("silu", overwrite=True),  # nothing is written over a leaf
     "grouped_mlp, silu": experts_case("silu", EXPERTS),
     **{f"grouped_mlp, {act}": experts_case(act) for act in ("gelu", "gelu_tanh")},
+    "grouped_mlp, biases": biased_case("gelu", False),
+    "grouped_mlp, gpt-oss": biased_case(CLAMPED, True, EXPERTS),
     "lora_linear": lora_case("weight", "bias"),
     "lora_linear, base learns": lora_case("bias"),
     **{
@@ -606,6 +713,7 @@ CASES: dict[str, OpCase] = {
         for layout in ("one", "all", "inside")
     },
     "lora_grouped_mlp": lora_experts_case(),
+    "lora_grouped_mlp, transposed": lora_transposed_case(),
     "lora_grouped_mlp, frozen base": lora_experts_case("gate_up", "down"),
     **{f"cross_entropy, {name}": logits_case(name, "none") for name in LOSSES},
     "cross_entropy, sum": logits_case("all", "sum"),
@@ -627,11 +735,14 @@ CASES: dict[str, OpCase] = {
 KINDS = (
     "rms_norm, gate, residual", "sandwich_norm", "rope", "qk_norm_rope", "gated_act, silu",
     "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base", "cross_entropy, sum",
+    "causal_conv, silu", "causal_conv_qkv, packed",
     "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "selected_logprobs",
     "divergence, 0.3, sum",
 )  # fmt: skip
 MORE_KINDS = (
+    "causal_conv, packed",
     "rms_norm", "rms_norm, residual", "qk_norm_rope, no norm", "lora_grouped_mlp",
+    "grouped_mlp, gpt-oss",
     "cross_entropy, all", "linear_cross_entropy, all", "linear_cross_entropy, every row",
     "linear_kl, 0.0, none",
 )  # fmt: skip

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from tigon.kernels import KL, LogProbs, kl_ref
 from tigon.kernels.loss.api import scale_and_cap
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 
 EPS = 1e-2  # large, so that it counts
 
 
-def norm(x: Tensor, weight: Tensor | None, offset: float = 0.0) -> Tensor:
+def norm(x: Tensor, weight: Tensor | None, offset: float = 0.0, eps: float = EPS) -> Tensor:
     x = x.double()
-    y = x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + EPS) ** 0.5
+    y = x / ((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps) ** 0.5
     return y if weight is None else y * (weight.double() + offset)
 
 
@@ -39,9 +41,10 @@ def rms_norm(
 
 
 def sandwich_norm(
-    x: Tensor, residual: Tensor, post_weight: Tensor, weight: Tensor, offset: float = 1.0, **_: Any
-) -> tuple[Tensor, Tensor]:
-    total = residual.double() + norm(x, post_weight, offset)
+    x: Tensor, residual: Tensor, post_weight: Tensor, weight: Tensor, offset: float = 1.0,
+    post_eps: float = EPS, **_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    total = residual.double() + norm(x, post_weight, offset, post_eps)
     return norm(total, weight, offset), total
 
 
@@ -91,6 +94,9 @@ def activation(x: Tensor, act: str) -> Tensor:
     return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
+silu = partial(activation, act="silu")
+
+
 def gated_act(gate_up: Tensor, act: str, **_: Any) -> Tensor:
     gate, up = gate_up.chunk(2, -1)
     return activation(gate, act) * up.double()
@@ -99,6 +105,50 @@ def gated_act(gate_up: Tensor, act: str, **_: Any) -> Tensor:
 def rounded_gated_act(gate_up: Tensor, act: str, **_: Any) -> Tensor:
     cut, (gate, up) = round_to(gate_up.dtype), gate_up.chunk(2, -1)
     return cut(cut(activation(gate, act)) * up.double())
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None = None,
+    starts: Tensor | None = None,
+    activation: str | None = None,
+    cut: Callable[[Tensor], Tensor] = Tensor.double,
+) -> Tensor:
+    """Sums over those of the last tokens that are of the same sequence."""
+    (b, t, c), w = x.shape, weight.shape[1]
+    before = x.new_zeros(b, w - 1, c) if state is None else state
+    inputs = torch.cat((before, x), 1).double()
+    sequence = torch.zeros(b, w - 1 + t) if starts is None else F.pad(starts, (w - 1, 0)).cumsum(1)
+    rows = []
+    for n in range(t):
+        same = sequence[:, n : n + w] == sequence[:, n + w - 1, None]
+        window = torch.where(same[..., None], inputs[:, n : n + w], 0.0)
+        rows.append(torch.einsum("bwc,cw->bc", window, weight.double()))
+    y = cut(torch.stack(rows, 1) if rows else inputs[:, :0])
+    return cut(silu(y)) if activation else y
+
+
+def causal_conv_qkv(
+    x: Tensor,
+    weight: Tensor,
+    key_heads: int,
+    key_dim: int,
+    cut: Callable[[Tensor], Tensor] = Tensor.double,
+    **rows: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y = causal_conv(x, weight, activation="silu", cut=cut, **rows)
+    parts = y[..., : 2 * key_heads * key_dim].unflatten(-1, (2, key_heads, key_dim))
+    q, k = (parts / (parts.square().sum(-1, keepdim=True) + 1e-6).sqrt()).unbind(2)
+    return cut(q / key_dim**0.5), cut(k), y[..., 2 * key_heads * key_dim :]
+
+
+def rounded_causal_conv(x: Tensor, **rows: Any) -> Tensor:
+    return causal_conv(x, cut=round_to(x.dtype), **rows)
+
+
+def rounded_causal_conv_qkv(x: Tensor, **rows: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return causal_conv_qkv(x, cut=round_to(x.dtype), **rows)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
@@ -153,20 +203,42 @@ def rounded_qk_norm_rope(
     return [*(cut(rotate(x, cos, sin)) for x in normed), v]
 
 
+def clamped_swiglu(gate_up: Tensor, act: ClampedSwiGLU) -> Tensor:
+    """Of neighbors (gate, up); the gate has no lower bound."""
+    gate, up = gate_up.double().unflatten(-1, (-1, 2)).unbind(-1)
+    gate = torch.where(gate > act.limit, act.limit, gate)
+    up = torch.where(up > act.limit, act.limit, torch.where(up < -act.limit, -act.limit, up))
+    return gate / (1 + (-act.alpha * gate).exp()) * (up + 1)
+
+
 def grouped_mlp(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: str, **_: Any
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: Any,
+    biases: Any = None,
+    transposed: bool = False,
+    **_: Any,
 ) -> Tensor:
     """Token by token; an expert past the last is absent."""
     x, gate_up, down, weights = (t.double() for t in (x, gate_up, down, weights))
+    if transposed:
+        gate_up, down = gate_up.mT, down.mT
+    of_up, of_down = (None, None) if biases is None else (t.double() for t in biases)
+    apply = clamped_swiglu if isinstance(act, ClampedSwiGLU) else gated_act
     rows = []
     for n in range(x.shape[0]):
         row = 0 * x[n]
         for j, e in enumerate(experts[n].tolist()):
             if e < len(gate_up):
-                gate, up = (gate_up[e] @ x[n]).chunk(2)
-                row = row + weights[n, j] * (down[e] @ (activation(gate, act) * up))
+                hidden = gate_up[e] @ x[n] + (0 if of_up is None else of_up[e])
+                y = down[e] @ apply(hidden, act) + (0 if of_down is None else of_down[e])
+                row = row + weights[n, j] * y
         rows.append(row)
     unused = 0 * (gate_up.sum() + down.sum() + weights.sum())  # has gradients where all are absent
+    unused = unused + (0 if of_up is None else 0 * (of_up.sum() + of_down.sum()))
     return torch.stack(rows) + unused if rows else x * 1
 
 

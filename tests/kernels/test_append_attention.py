@@ -438,6 +438,6 @@ def test_registered_op(path: str, int8: bool) -> None:
             if x is not None and x.is_floating_point():
                 x.nan_to_num_()
         angles = (None, None) if int8 else torch.randn(2, 1, 2, D // 2).unbind()
-        args = (*rows.new(2), *rows.buffers, rows.lengths, 5, 2.0, 0.3, *angles)
+        args = (*rows.new(2), *rows.buffers, rows.lengths, 5, 2.0, 0.3, *angles, torch.randn(H))
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(OWN._forward.op, args, test_utils=tests)

@@ -190,12 +190,13 @@ def test_operators_of_absent_experts_and_padded_rows() -> None:
         x, gate_up, down, experts, weights = (t.detach() for t in made)
         if slots is not None:
             experts[1, 0] = 3  # absent
-        arguments = (x, gate_up, down, [], experts, weights, "silu", slots)
+        form = [], [], False
+        arguments = (x, gate_up, down, [], experts, weights, "silu", slots, *form)
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(_forward.op, arguments, test_utils=tests)
         y, *saved = _forward(*arguments)
         assert all(t.is_contiguous() for t in saved)
-        given = (x, gate_up, down, [], weights, wanted, saved[0], [], *saved[1:], y, "silu")
+        given = (x, gate_up, down, [], weights, wanted, saved[0], [], *saved[1:], y, "silu", *form)
         torch.library.opcheck(_backward.op, given, test_utils=tests)
 
 

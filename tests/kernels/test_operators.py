@@ -56,6 +56,8 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         module = importlib.import_module("tigon.kernels.rope.rope")
         monkeypatch.setattr(module, "RESIDENT", 2)
         monkeypatch.setattr(module, "SUM", (1, 8))
+        module = importlib.import_module("tigon.kernels.delta.causal_conv")
+        monkeypatch.setattr(module, "CHUNKS", (8, 4))
 
 
 def random_like(found: list[Tensor]) -> list[Tensor]:
@@ -201,6 +203,10 @@ NORMED, SANDWICHED = definitions.rounded_rms_norm, definitions.rounded_sandwich_
 TURNED, MIXED = definitions.rounded_qk_norm_rope, definitions.rounded_grouped_mlp
 
 
+def convolved_once(**given: Any) -> Tensor:
+    return definitions.causal_conv(**given).to(given["x"].dtype)
+
+
 def rounded_weights(weights: Tensor, **given: Any) -> Tensor:
     return MIXED(weights=weights.to(given["x"].dtype), **given)
 
@@ -233,6 +239,15 @@ ROUNDED = [
         )
         for act in ("silu", "gelu", "gelu_tanh")
     ),
+    rounds("causal_conv, packed", definitions.rounded_causal_conv, (3, 9, 60, 3), 1e-2),
+    rounds(
+        "causal_conv, silu",
+        definitions.rounded_causal_conv,
+        (3, 9, 60, 4),
+        1e-2,
+        but=convolved_once,
+    ),
+    rounds("causal_conv_qkv", definitions.rounded_causal_conv_qkv, (3, 9, 2, 8, 60, 4), 2e-2),
     rounds(MOE, MIXED, (24, 24, 40, 7, 3), 0.05),  # products may be a rounding apart
     rounds(MOE, MIXED, (24, 24, 40, 7, 3), 0.05, "weights", but=rounded_weights),
 ]

@@ -86,9 +86,9 @@ def work(kernels_only: None, monkeypatch: pytest.MonkeyPatch) -> tuple[list[bool
     """Whether each forward pass saved something, and the weights' gradients that were summed."""
     saved: list[bool] = []
     summed: list[Tensor] = []
-    forward, sums = MODULE._forward, MODULE._sum_partials
+    forward, sums = MODULE._forward, MODULE.sum_partials
     monkeypatch.setattr(MODULE, "_forward", lambda *a: saved.append(a[2]) or forward(*a))
-    monkeypatch.setattr(MODULE, "_sum_partials", lambda *a: summed.append(a[3]) or sums(*a))
+    monkeypatch.setattr(MODULE, "sum_partials", lambda *a: summed.append(a[3]) or sums(*a))
     return saved, summed
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from tests.models.tiny import ROPES, SIZES, on_meta, windows
 from tigon.models import MODELS, Llama
-from tigon.models.config import ConfigError, ModelConfig
+from tigon.models.config import ACTIVATIONS, ConfigError, ModelConfig
 
 OURS = Llama.config_class
 
@@ -104,7 +104,7 @@ def test_defaults_of_every_family(model_type: str) -> None:
     theirs = AutoConfig.for_model(model_type)
     ours = MODELS[model_type].config_class.from_dict({"model_type": model_type})
     aside = {"source", "dtype", "rope_parameters", "layer_types", "sliding_window", "hidden_act"}
-    aside |= {"no_rope_layers"}  # None here means its rule
+    aside |= {"no_rope_layers", "layer_rope_theta"}  # None here means its rule
     compared = {f.name for f in fields(ours)} - aside
     assert len(compared) > 12
     for name in compared & theirs.to_dict().keys():
@@ -130,6 +130,7 @@ def test_defaults_of_every_family(model_type: str) -> None:
     null = {"model_type": model_type, "rope_parameters": None}
     assert MODELS[model_type].config_class.from_dict(null) == ours
     if hasattr(theirs, "hidden_activation"):
-        assert on_meta(ours).model.layers[0].mlp.gate_up_proj.act == "gelu_tanh"
+        act = ACTIVATIONS[theirs.hidden_activation or "gelu_pytorch_tanh"]
+        assert on_meta(ours).model.layers[0].mlp.gate_up_proj.act == act
     else:
         assert ours.hidden_act == theirs.hidden_act

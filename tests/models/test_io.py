@@ -198,6 +198,9 @@ def test_forms_of_files_that_transformers_reads_too(form: str, tmp_path: Path) -
     assert_as_transformers(edit(tmp_path, change), is_tied=tie)
 
 
+DOUBLED = ("muse_glimmer_text",)  # transformers fills norms with ones that have 1 + weight
+
+
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("model_type", CASES)
 def test_random_weights_are_transformers_own(model_type: str, tie: bool, tmp_path: Path) -> None:
@@ -205,13 +208,15 @@ def test_random_weights_are_transformers_own(model_type: str, tie: bool, tmp_pat
     sizes |= {"initializer_range": 0.05}
     known = {f.name for f in fields(MODELS[model_type].config_class)}
     sizes |= {key: True for key in ("attention_bias", "mlp_bias") if key in known}
-    sizes |= {key: value for key, value in (SHARED | LATENTS).items() if key in known}
+    sizes |= {key: value for key, value in SHARED.items() if key in known}
+    sizes |= LATENTS if "kv_lora_rank" in known else {}
     overrides = sizes | {"tie_word_embeddings": tie, "pad_token_id": 7}
     config = reference(model_type, overrides, tmp_path / "a").config
     torch.manual_seed(3)
     theirs = AutoModelForCausalLM.from_config(config)
     torch.manual_seed(3)
     ours = MODELS[model_type].from_config(config.to_dict())
+    embedding = ours.checkpoint_names.embedding
     assert tied(ours) == tie
     ours.save_pretrained(tmp_path / "b")
     theirs.save_pretrained(tmp_path / "c")
@@ -219,10 +224,14 @@ def test_random_weights_are_transformers_own(model_type: str, tie: bool, tmp_pat
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         if value.std() == 0:  # norms and biases
+            value = value - 1 if model_type in DOUBLED and "layernorm" in name else value
             assert torch.equal(found[name], value), name
         else:
             slack = max(0.06, 3 * value.numel() ** -0.5)  # a shared expert's gate is one row
-            assert found[name].std().item() == pytest.approx(value.std().item(), rel=slack), name
-            assert abs(found[name].mean()) < slack * value.std(), name
-    assert not found[EMBEDDING][7].any()
-    assert not wanted[EMBEDDING][7].any()
+            x = found[name]
+            if name.endswith("A_log"):  # of numbers from U(0.01, 16)
+                x, value = x.exp() - 8, value.exp() - 8
+            assert x.std().item() == pytest.approx(value.std().item(), rel=slack), name
+            assert abs(x.mean()) < slack * value.std(), name
+    assert not found[embedding][7].any()
+    assert not wanted[embedding][7].any()

@@ -24,12 +24,18 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
 ROUTING = [
     ("mixtral", "plain"),
     ("mixtral", "two of many"),
+    ("olmoe", "plain"),
+    ("olmoe", "one of many"),
     ("qwen2_moe", "plain"),
     ("qwen2_moe", "normed, no bias"),
     ("qwen2_moe", "some dense"),
     ("qwen3_moe", "plain"),
     ("qwen3_moe", "every other"),
+    ("qwen3_5_moe_text", "plain"),
+    ("qwen3_next", "some dense"),
+    ("gpt_oss", "plain"),
 ]
+ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
 families = pytest.mark.parametrize("model_type", FAMILIES)
 B, T = 3, 17
 SMALL: dict[str, Any] = {
@@ -84,7 +90,7 @@ def test_loss_with_balance(model_type: str, case: str, padded: bool, tmp_path: P
     if padded:  # the pads would have counted
         everywhere = theirs(inputs["input_ids"], labels=inputs["labels"]).aux_loss
         assert abs(everywhere - peer.aux_loss) > 1e-3
-    routers = [name for name, _ in theirs.named_parameters() if name.endswith("mlp.gate.weight")]
+    routers = [name for name, _ in theirs.named_parameters() if name.endswith(ROUTERS)]
     assert len(routers) == sum(isinstance(m, SparseMoE) for m in ours.modules())
 
     for which in ("aux_loss", "loss"):
@@ -209,8 +215,9 @@ def test_recomputed_blocks_give_the_same(model_type: str) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 def test_routing_in_bf16(model_type: str, normed: bool, tmp_path: Path) -> None:
     """Experts and weights to the bit: rounding them would drown in the spread of the logits."""
+    known = AutoConfig.for_model(model_type).to_dict()
     overrides = CASES[model_type]["plain"] | (
-        {} if model_type == "mixtral" else {"norm_topk_prob": normed}
+        {"norm_topk_prob": normed} if "norm_topk_prob" in known else {}
     )
     reference(model_type, overrides, tmp_path, dtype=torch.bfloat16)
     theirs, ours = load_reference(tmp_path), from_pretrained(tmp_path)
@@ -220,17 +227,20 @@ def test_routing_in_bf16(model_type: str, normed: bool, tmp_path: Path) -> None:
     moe.experts.register_forward_pre_hook(lambda _, given: seen.extend(given))
     with torch.no_grad():
         out = moe(x)
-        logits, weights, experts = theirs.model.layers[0].mlp.gate(x)
+        mlp = theirs.model.layers[0].mlp
+        router = mlp.router if hasattr(mlp, "router") else mlp.gate
+        logits, weights, experts = router(x.flatten(0, 1))
     assert torch.equal(seen[1], experts) and torch.equal(out.experts, experts)
     assert seen[2].dtype == weights.dtype and torch.equal(seen[2], weights)
     assert torch.equal(out.probs, logits.float().softmax(-1))
 
 
 STACKED_NAMES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+FORMS = [(name, True) for name in FAMILIES]
+FORMS += [(name, False) for name in FAMILIES if MODELS[name].checkpoint_names.experts]
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(("model_type", "stacked"), FORMS)
 @pytest.mark.parametrize("size", ["5GB", "40KB"])
 def test_both_forms_load_and_go_out_as_they_came(
     model_type: str, stacked: bool, size: str, tmp_path: Path
@@ -255,7 +265,7 @@ def test_both_forms_load_and_go_out_as_they_came(
     assert not any(info.values()), info
     assert same(again.state_dict(), theirs.state_dict())
     other = from_pretrained(tmp_path / "b", dtype=torch.bfloat16)
-    assert same(other.state_dict(), {k: v.bfloat16() for k, v in ours.state_dict().items()})
+    assert same(other.state_dict(), ours.bfloat16().state_dict())
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import tigon
-from tests.models.tiny import CASES, SIZES
+from tests.models.tiny import CASES, SIZES, WRAPPED
 
 SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -26,10 +26,11 @@ PIXTRAL = SIGLIP | {"model_type": "pixtral", "head_dim": 8}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": SIGLIP, "mm_tokens_per_image": 4},
     "mistral3": {"vision_config": PIXTRAL},
+    **dict(WRAPPED.values()),
 }
 # The type of the whole, and of the text in it
 PAIRS = [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
-PAIRS += [("mistral3", "mistral4")]
+PAIRS += [("mistral3", "mistral4"), ("muse_glimmer", "muse_glimmer_text")]
 IDS = torch.arange(4, 44).view(2, 20)
 
 
@@ -89,3 +90,29 @@ def test_a_config_that_leaves_out_what_it_can(tmp_path: Path) -> None:
     model = tigon.Gemma3.from_pretrained(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.dtype == torch.float32
+
+
+def test_an_export_without_a_text_class(tmp_path: Path) -> None:
+    """The config around the text stays as it was, and transformers loads all but the images'."""
+    theirs = multimodal("muse_glimmer", "muse_glimmer_text", False, tmp_path / "a")
+    ours = tigon.MuseGlimmer.from_pretrained(tmp_path / "a")
+    ours.save_pretrained(tmp_path / "b")
+    before, after = (json.loads((tmp_path / d / "config.json").read_text()) for d in "ab")
+    assert after["vision_config"] == before["vision_config"]
+    assert after["architectures"] == before["architectures"]
+    again, info = AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "b", attn_implementation="eager", output_loading_info=True
+    )
+    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    others = ("vision_tower.", "vision_adapter.", "vision_projection.")
+    missing = [name.removeprefix("model.") for name in info["missing_keys"]]
+    assert missing and all(name.startswith(others) for name in missing)
+    with torch.no_grad():
+        assert torch.equal(again(IDS).logits, theirs(IDS).logits)
+    # The text's own tie counts for nothing, and no text is tied where nothing says so
+    alone = {k: v for k, v in after.items() if k != "tie_word_embeddings"}
+    alone["text_config"] = after["text_config"] | {"tie_word_embeddings": True}
+    assert not tigon.MuseGlimmer.from_config(alone, device="meta").ties_head
+    made = tigon.MuseGlimmer.from_config(after)  # and of its config alone
+    made.save_pretrained(tmp_path / "c")
+    assert json.loads((tmp_path / "c" / "config.json").read_text()) == after

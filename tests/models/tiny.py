@@ -6,6 +6,10 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
+from transformers.models.muse_glimmer.modeling_muse_glimmer import (
+    MuseGlimmerConfig,
+    MuseGlimmerForConditionalGeneration,
+)
 
 from tests.numbers import float64
 from tigon.models import MODELS, CausalLM, from_pretrained
@@ -220,6 +224,49 @@ CASES |= {
         "default rope, tied": {"tie_word_embeddings": True},
     },
 }
+# A softcap that logits reach, and an eps behind branches that counts
+MUSE: Overrides = {**WINDOW, "output_multiplier": 1.7, "qk_scale_factor": 2.3}
+CAPPED: Overrides = {**MUSE, "post_norm_eps": 0.05, "final_logit_softcapping": 3.0}
+CASES |= {
+    "muse_glimmer_text": {
+        "plain": {**MUSE, "num_hidden_layers": 5, "pad_token_id": 3},
+        "small cap": {**CAPPED, "num_hidden_layers": 5},
+        "listed": {
+            **CAPPED,
+            "layer_types": [FULL, SLIDING, FULL],
+            "layer_rope_theta": [0, 700.0, 0.5],
+            "rope_parameters": YARN,
+            "attention_bias": True,
+        },
+        "tied": {**WINDOW, "output_multiplier": 2.0, "tie_word_embeddings": True},
+    }
+}
+CASES |= {
+    "ernie4_5": {
+        "grouped": {"pad_token_id": 3},
+        "biases": {"use_bias": True, "tie_word_embeddings": False, "pad_token_id": None},
+        "yarn": {"rope_parameters": YARN},
+    },
+    "exaone4": {
+        "three slide": {**WINDOW, "num_hidden_layers": 5},
+        "no window": {"sliding_window": None, "layer_types": [FULL] * 3, "pad_token_id": 3},
+        "listed": {
+            **WINDOW,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    },
+    "hunyuan_v1_dense": {
+        "plain": {"pad_token_id": 3},
+        "rope alpha": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 1.0}
+            | {"alpha": 9.0}
+        },
+        "rope dynamic": {"rope_parameters": ROPES["dynamic"]},
+        "attention_bias, tied": {"attention_bias": True, "tie_word_embeddings": True},
+    },
+}
 # No token chooses some of the experts where there are many
 EXPERTS: Overrides = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MANY: Overrides = {**EXPERTS, "num_experts": 90, "num_experts_per_tok": 1}
@@ -252,6 +299,70 @@ CASES |= {
         "window unused": {**EXPERTS, **WINDOW},
         "one of many": MANY,
     },
+}
+# transformers has no other size of heads
+OLMOE: Overrides = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3}
+CASES |= {
+    "olmoe": {
+        "plain": OLMOE,
+        "clipped, biases": {**OLMOE, "clip_qkv": 0.9, "attention_bias": True},
+        "normed, tied": {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True},
+        "one of many": {**OLMOE, "num_experts": 90, "num_experts_per_tok": 1},
+    }
+}
+LINEAR = "linear_attention"
+# Three value heads to a key head; a quarter of 24 head dims is rotated
+DELTA: Overrides = {
+    "head_dim": 24,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 10,
+}
+CASES |= {
+    "qwen3_5_text": {
+        "plain": DELTA,
+        "biases, tied": {
+            **DELTA,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 12,
+        },
+        "half, by interval": {
+            **DELTA,
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
+        },
+    },
+    "qwen3_5_moe_text": {
+        "plain": {**DELTA, **SHARED},
+        "tied": {**DELTA, **SHARED, "tie_word_embeddings": True, "attention_bias": True},
+    },
+    "qwen3_next": {
+        "plain": {**DELTA, **SHARED},
+        "not normed": {**DELTA, **SHARED, "norm_topk_prob": False, "linear_num_key_heads": 12},
+        "some dense": {**DELTA, **SHARED, "mlp_only_layers": [1], "attention_bias": True},
+    },
+}
+CLAMPED: Overrides = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
+UNCUT = YARN | {"truncate": False, "beta_fast": 1.0, "beta_slow": 0.05}
+CASES |= {
+    "gpt_oss": {
+        "plain": {**CLAMPED, **WINDOW, "rope_parameters": UNCUT},
+        "aux loss": {**CLAMPED, **WINDOW, "output_router_logits": True, "swiglu_alpha": 1.1},
+        "listed, no bias": {
+            **CLAMPED,
+            **WINDOW,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "attention_bias": False,
+            "rope_parameters": DEFAULT,
+        },
+        "own limit, tied": {**WINDOW, "num_local_experts": 4, "tie_word_embeddings": True},
+        "pad row": {**CLAMPED, **WINDOW, "pad_token_id": 3},
+    }
 }
 # Latents: a head has 12 dims without a position, 8 that are rotated and 10 of values. Experts are
 # 4 groups of 3, of which two are taken; the first layer has none
@@ -338,8 +449,11 @@ CASES |= {
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
-    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 6},
-    **{name: {"num_experts": 6, "num_experts_per_tok": 6} for name in ("qwen2_moe", "qwen3_moe")},
+    **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
+    **{
+        name: {"num_experts": 6, "num_experts_per_tok": 6}
+        for name in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
+    },
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
         for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")
@@ -347,6 +461,48 @@ IN_BF16: dict[str, Overrides] = {
 }
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]
+
+
+# Families of which transformers has no text class: the multimodal type, and a small rest of it
+WRAPPED: dict[str, tuple[str, Overrides]] = {
+    "muse_glimmer_text": (
+        "muse_glimmer",
+        {
+            "projector_hidden_size": 24,
+            "out_hidden_size": 64,
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+            },
+        },
+    )
+}
+
+
+class MuseGlimmerText(MuseGlimmerForConditionalGeneration):
+    """transformers' class without its vision tower, which texts do not use."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        for name in ("vision_tower", "vision_adapter", "vision_projection"):
+            delattr(self.model, name)
+
+
+MuseGlimmerText.__name__ = MuseGlimmerForConditionalGeneration.__name__  # what it saves
+
+AutoModelForCausalLM.register(MuseGlimmerConfig, MuseGlimmerText, exist_ok=True)
+
+
+def their_config(model_type: str, **values: Any) -> Any:
+    """transformers' config of these values, or the multimodal one around it."""
+    if model_type not in WRAPPED:
+        return AutoConfig.for_model(model_type, **values)
+    outer, rest = WRAPPED[model_type]
+    shared = {key: values[key] for key in ("dtype", "tie_word_embeddings") if key in values}
+    text = {"model_type": model_type, **values}
+    return AutoConfig.for_model(outer, text_config=text, **rest, **shared)
 
 
 def reference(
@@ -363,11 +519,13 @@ def reference(
     hides.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **SIZES | overrides, dtype=dtype)
+    config = their_config(model_type, **SIZES | overrides, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
     with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 1:
+        for name, p in model.named_parameters():
+            if name.endswith("A_log"):
+                p.uniform_(-5, 1)  # some heads remember
+            elif p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.3)
             else:
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
@@ -396,8 +554,8 @@ def on_meta(config: ModelConfig) -> CausalLM:
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """Of the attention of each layer."""
-    return [layer.self_attn.window for layer in on_meta(config).model.layers]
+    """Of the attention of each layer; None where it has none."""
+    return [getattr(layer.mixer, "window", None) for layer in on_meta(config).model.layers]
 
 
 def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto") -> Any:

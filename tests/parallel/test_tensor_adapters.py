@@ -34,6 +34,7 @@ CASES: dict[int, dict[str, Case]] = {
         "packed in files": (TWO["phi3"], {}),
         "norms over all heads": (TWO["olmo2"], {}),
         "experts": (EXPERTS, {"targets": OF_EXPERTS}),
+        "transposed experts": (TWO["gpt_oss"], {"targets": (*OF_EXPERTS[:2], "q_proj")}),
         "shared expert": (EXPERTS, {}),
         "latents": (TWO["deepseek_v3"], {}),
         "dora, latents": (TWO["mistral4"], {"dora": True}),

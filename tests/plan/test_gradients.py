@@ -89,14 +89,14 @@ def test_messages_by_hand(job, settings: list[str], item: int) -> None:
         for way, count in ((layout, 1), (layout, 4), (other, 1)):
             way = replace(way, sharding="gradients", micro_batches=count)
             numbers = one.shapes.counts(way.tensor)
-            parts = sharded_parameters(way, one.shapes.part(way.tensor), numbers)
+            parts = sharded_parameters(way, one.shapes.shard(way.tensor), numbers)
             time, _ = fsdp_collectives(one, parts, way, 0.0)
             received = (2 + item) * numbers.total * (way.shards - 1) / way.shards
             bytes_of = (received, 0) if layout is inside else (0, received)
             assert (time.nvlink_bytes, time.network_bytes) == pytest.approx(bytes_of)
     # Hidden beside a third of the computation, and beside the rest
     way = replace(across, sharding="gradients")
-    parts = sharded_parameters(way, one.shapes.part(8), one.shapes.counts(8))
+    parts = sharded_parameters(way, one.shapes.shard(8), one.shapes.counts(8))
     gather = sum(part.gather(one.gpu, one.constants).network for part in parts)
     sums = torch.bfloat16 if item == 2 else torch.float32
     reduced = sum(part.reduce(sums, one.gpu, one.constants).network for part in parts)

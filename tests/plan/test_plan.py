@@ -177,7 +177,7 @@ def test_parameters_are_counted_once(job: Callable[..., Job]) -> None:
     shapes = job(4, **(EXPERTS | {"num_experts": 8, "head_dim": 16})).shapes
     whole, shared = shapes.counts(), shapes.counts(expert=2)
     assert whole.shared == 0 and len(shared.mixtures) == 1
-    assert whole.total == sum(p.numel() for p in shapes.part().parameters())
+    assert whole.total == sum(p.numel() for p in shapes.shard().parameters())
     experts = 8 * 3 * 64 * 40
     assert shared.shared == experts // 2 and shared.total == whole.total - experts // 2
     owned = sum(count for _, count in shared.per_shard(4))
@@ -298,7 +298,7 @@ def test_expert_parallel_costs_time_per_layer(job: Callable[..., Job]) -> None:
 def test_two_ranks_reduce_in_bfloat16(job: Callable[..., Job]) -> None:
     """In bfloat16, where a step has one backward pass."""
     one = job(2)
-    held = sum(p.numel() for p in one.shapes.part(1).parameters())
+    held = sum(p.numel() for p in one.shapes.shard(1).parameters())
 
     def received(layout: Layout, sums: Any = None) -> float:
         return estimate_step(one, layout, sums=sums).traffic.nvlink_bytes

@@ -273,7 +273,7 @@ STREAM, TOKENS = "sends {} MiB of the stream", "sends {} MiB of tokens"
     [
         ({"fsdp": 8}, 512, ["  sum"]),
         # 512 tokens of 64 numbers in bfloat16: to two products and back, half of each
-        ({"tensor": 2}, 512, ["of 2 ranks has a part of each matrix", STREAM.format(0.1)]),
+        ({"tensor": 2}, 512, ["of 2 ranks has a shard of each matrix", STREAM.format(0.1)]),
         # 2^17 tokens, of which the products' weights need all once more: 6 messages, not 4
         ({"tensor": 2}, 2**17, [STREAM.format("32.0") + " to the others, and 48.0 in"]),
         # To two experts and back, three quarters of each

@@ -6,7 +6,7 @@ import torch
 
 import tigon
 from tests.small import EXPERTS, LLAMA
-from tigon.layers import FusedLinear
+from tigon.layers import FusedLinear, GatedDeltaNet
 from tigon.train.throughput import PEAKS, model_flops, named_peak, peak_flops, positions_seen
 
 LLAMA_8B = {
@@ -112,8 +112,11 @@ def test_every_matrix_of_a_family_is_counted(family):
     if not model.config.tie_word_embeddings:
         del matrices["model.embed_tokens.weight"]
     assert any(isinstance(m, FusedLinear) for m in model.modules())
-    attention = sum(12 * x.self_attn.heads * x.self_attn.head_dim for x in model.model.layers)
-    expected = 6 * sum(matrices.values()) + attention
+    mixers = [layer.mixer for layer in model.model.layers]
+    delta = [x for x in mixers if isinstance(x, GatedDeltaNet)]
+    attention = sum(12 * x.heads * x.head_dim for x in mixers if x not in delta)
+    recurrence = sum(18 * x.value_heads * x.key_dim * x.value_dim for x in delta)
+    expected = 6 * sum(matrices.values()) + attention + recurrence
     assert model_flops(model, [1]) == pytest.approx(expected, rel=1e-12)
 
 

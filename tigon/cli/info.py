@@ -107,7 +107,7 @@ def describe_model(model: CausalLM) -> Facts:
         name: StoredTensor("F32", tuple(t.shape), Path(), 0)
         for name, t in stored_tensors(model).items()
     }
-    return describe_config(model.config.to_dict(), parameters)
+    return describe_config(model.config.to_file(), parameters)
 
 
 def _format_loads(model: CausalLM, stored: Checkpoint | None = None) -> str:

@@ -67,7 +67,7 @@ def parity(
     """Compares logits, loss and greedy text with transformers in fp32, and logits in bf16; both
     load the checkpoint."""
     try:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils import logging
     except ImportError as error:
         raise ImportError("parity needs transformers: pip install transformers") from error
@@ -78,7 +78,10 @@ def parity(
     def load_transformers(dtype: torch.dtype, attention: str) -> Any:
         shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path_or_repo, revision=revision)
+        of_text = type(config) in AutoModelForCausalLM._model_mapping
+        cls: Any = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
+        model: Any = cls.from_pretrained(
             path_or_repo, revision=revision, dtype=dtype, attn_implementation=attention
         )
         if shown:

@@ -33,8 +33,9 @@ from tigon.kernels.loss.argmax import argmax, argmax_ref
 from tigon.kernels.loss.fused_linear import HeadValue, run_loss_terms
 from tigon.kernels.loss.terms import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows, embedding_rows_ref
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
-from tigon.kernels.mlp.grouped_mlp import grouped_mlp, grouped_mlp_ref
+from tigon.kernels.mlp.grouped_mlp import ExpertBiases, grouped_mlp, grouped_mlp_ref
 from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref, sandwich_norm, sandwich_norm_ref
 from tigon.kernels.rope.rope import qk_norm_rope, qk_norm_rope_ref, rope, rope_ref
 from tigon.kernels.runtime import checks, use
@@ -42,7 +43,9 @@ from tigon.kernels.runtime import checks, use
 __all__ = [
     "KL",
     "AttentionMask",
+    "ClampedSwiGLU",
     "CrossEntropy",
+    "ExpertBiases",
     "Head",
     "HeadValue",
     "KVBuffers",

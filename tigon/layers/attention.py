@@ -3,6 +3,7 @@
 # B batch, T tokens, H query heads, K kv heads, D head dim, C model dim
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,20 +14,25 @@ from tigon.kernels.norm.rms_norm import Cast
 from tigon.kernels.rope.rope import qk_norm_rope, rope
 from tigon.layers.context import BlockInputs
 from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV
-from tigon.layers.linear import FusedLinear, Linear, is_unpatched
-from tigon.layers.norm import RMSNorm
+from tigon.layers.linear import FusedLinear, Linear, RowOrder, is_unpatched
+from tigon.layers.norm import RMSNorm, UnitRMSNorm
 from tigon.layers.rope import Rotation
 
 
 class Attention(nn.Module):
     """Self-attention: x [B, T, C] -> [B, T, C].
 
-    With `qk_norm_eps`, every head of q and k is normed before it is rotated; with `flat_qk_norm`,
-    all heads of q at once, and all of k. `interleaved` rotates pairs of neighbors. A query sees
-    `window` tokens at most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is
-    None, and then capped by `softcap`, if there is one. With `sinks` each head has a learned score
-    more in its softmax, whose value is 0.
+    With `qk_norm_eps`, every head of q and k is normed before it is rotated, or after it if
+    attention `rotates_first`; with `flat_qk_norm`, all heads of q at once, and all of k, and then
+    q, k and v are bounded by `clip`, if there is a bound. Norms have no weights unless
+    `qk_norm_weight`. `interleaved` rotates pairs of neighbors. A query sees `window` tokens at
+    most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is None, and then
+    capped by `softcap`, if there is one. With `sinks` each head has a learned score more in its
+    softmax, whose value is 0. With `gate`, sigmoids of a projection of x multiply the heads'
+    outputs; with `output_gate`, this projection is a part of q_proj.
     """
+
+    zero_init: Collection[str] = ()  # parameters that begin as zeros
 
     def __init__(
         self,
@@ -39,26 +45,42 @@ class Attention(nn.Module):
         out_bias: bool = False,
         qk_norm_eps: float | None = None,
         flat_qk_norm: bool = False,
+        qk_norm_weight: bool = True,
+        rotates_first: bool = False,
+        clip: float | None = None,
         interleaved: bool = False,
         offset: float = 0.0,
         cast: Cast = "before_weight",
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
+        output_gate: bool = False,
         sinks: bool = False,
+        gate: bool = False,
     ):
         super().__init__()
         if window is not None and window < 1:
             raise ValueError(f"sliding_window={window} must be at least 1: a query sees itself")
         self.window, self.scale, self.softcap = window, scale, softcap
         self.flat_qk_norm, self.interleaved = flat_qk_norm, interleaved
+        self.rotates_first, self.clip = rotates_first, clip
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        self.qkv_proj = FusedLinear(dim, parts, bias=bias)
+        self.output_gate = output_gate
+        if output_gate:  # checkpoints have [q | gate] in each head, and here gates precede q, k, v
+            order = RowOrder(heads, (head_dim, head_dim), (1, 0))
+            gated = (2 * parts[0], *parts[1:])
+            self.qkv_proj = FusedLinear(dim, gated, bias=bias, orders=(order, None, None))
+        else:
+            self.qkv_proj = FusedLinear(dim, parts, bias=bias)
         self.o_proj = Linear(heads * head_dim, dim, bias=out_bias)
         self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
-        self.q_norm = self.k_norm = None
-        if qk_norm_eps is not None:
+        self.gate_proj = FusedLinear(dim, parts[:1]) if gate else None
+        self.q_norm: RMSNorm | UnitRMSNorm | None = None
+        self.k_norm: RMSNorm | UnitRMSNorm | None = None
+        if qk_norm_eps is not None and not qk_norm_weight:
+            self.q_norm = self.k_norm = UnitRMSNorm(head_dim, qk_norm_eps)
+        elif qk_norm_eps is not None:
             q_dim, k_dim = parts[:2] if flat_qk_norm else (head_dim, head_dim)
             self.q_norm = RMSNorm(q_dim, qk_norm_eps, offset=offset, cast=cast)
             self.k_norm = RMSNorm(k_dim, qk_norm_eps, offset=offset, cast=cast)
@@ -99,10 +121,11 @@ class Attention(nn.Module):
             "sinks": self.sinks,
         }
         if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
-            q, k, v = self._heads(self.qkv_proj(x, *ctx.dropout_args))
+            gate, qkv = self._qkv(x, *ctx.dropout_args)
+            q, k, v = self._heads(qkv)
             kwargs["angles"] = rotation.cos, rotation.sin
         else:
-            q, k, v = self._project(x, rotation, *ctx.dropout_args)
+            gate, q, k, v = self._project(x, rotation, *ctx.dropout_args)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         if ctx.shard is not None:
@@ -111,24 +134,39 @@ class Attention(nn.Module):
             out = attention(q, k, v, mask=ctx.mask, **kwargs)
         else:
             out = state.attend(q, k, v, ctx, **kwargs)
-        return self.o_proj(out.flatten(2), *ctx.dropout_args)
+        out = out.flatten(2)
+        if gate is not None:
+            out = out * gate.sigmoid()
+        elif self.gate_proj is not None:
+            out = out * self.gate_proj(x, *ctx.dropout_args).sigmoid()
+        return self.o_proj(out, *ctx.dropout_args)
+
+    def _qkv(self, x: Tensor, *keys: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Returns the output gates [B, T, H D], or None, and packed q, k, v."""
+        y = self.qkv_proj(x, *keys)
+        if not self.output_gate:
+            return None, y
+        size = self.heads * self.head_dim
+        gate, qkv = y.split((size, y.shape[-1] - size), -1)
+        return gate, qkv
 
     def _project(
         self, x: Tensor, rotation: Rotation, *keys: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
+    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """Returns the output gates, or None; q [B, T, H, D], k and v [B, T, K, D], normed and
+        rotated."""
         # Asked before the call, since a hook may keep what it sees and take itself away
         unobserved = self.q_norm is None and self._is_unobserved()
-        qkv, (cos, sin, _) = self.qkv_proj(x, *keys), rotation
+        (gate, qkv), (cos, sin, _) = self._qkv(x, *keys), rotation
         if self.flat_qk_norm:
             q, k, v = self._heads(qkv)
-            return *rope(q, k, cos, sin, interleaved=self.interleaved), v
+            return gate, *rope(q, k, cos, sin, interleaved=self.interleaved), v
         options: dict[str, Any] = {}
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not self.rotates_first:
             n = self.q_norm
             options = {"q_weight": n.weight, "k_weight": self.k_norm.weight}
             options |= {"eps": n.eps, "offset": n.offset, "cast": n.cast}
-        return qk_norm_rope(
+        q, k, v = qk_norm_rope(
             qkv,
             cos,
             sin,
@@ -138,6 +176,9 @@ class Attention(nn.Module):
             overwrite=unobserved,
             **options,
         )
+        if self.rotates_first and self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return gate, q, k, v
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [B, T, H, D], k and v [B, T, K, D]: views, or with `flat_qk_norm` normed."""
@@ -145,6 +186,8 @@ class Attention(nn.Module):
         q, k, v = qkv.split(sizes, -1)
         if self.flat_qk_norm and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.clip is not None:
+            q, k, v = (y.clamp(-self.clip, self.clip) for y in (q, k, v))
         return (*(y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v)),)
 
     def _rotates_last(self, rotation: Rotation) -> bool:

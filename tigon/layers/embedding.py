@@ -15,6 +15,7 @@ from tigon.distributed.all_reduce import all_reduce_small
 from tigon.distributed.collectives import Ranks, reduce_from_group
 from tigon.kernels.linear.linear import chunked_matmul, linear
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows
+from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.layers.lora import Adapters, LayerAdapter, LoRAPart, SavedModules, Shapes
 
 
@@ -78,16 +79,25 @@ class LowRankEmbedding(LayerAdapter):
 
 
 class Embedding(nn.Embedding):
-    """ids [B, T] -> [B, T, C], times `scale` rounded to the weight's dtype, as in Gemma.
+    """ids [B, T] -> [B, T, C], times `scale` rounded to the weight's dtype, as in Gemma, or with
+    `norm_eps` normed to a root mean square of 1, as in Muse.
 
     `copies`: modules_to_save of adapters, one of which may replace the weight. `lora`: low-rank
     adapters, one of which may be added. If ranks share the table, they sum a token's row, which one
     of them has, and zeros of the rest.
     """
 
-    def __init__(self, vocab: int, dim: int, *, padding_idx: int | None = None, scale: float = 1.0):
+    def __init__(
+        self,
+        vocab: int,
+        dim: int,
+        *,
+        padding_idx: int | None = None,
+        scale: float = 1.0,
+        norm_eps: float | None = None,
+    ):
         super().__init__(vocab, dim, padding_idx=padding_idx)
-        self.scale = scale
+        self.scale, self.norm_eps = scale, norm_eps
         self.vocabulary: VocabularyShard | None = None  # where ranks share it: which rows are here
         self.copies: SavedModules | None = None
         self.lora: Adapters | None = None
@@ -101,6 +111,8 @@ class Embedding(nn.Embedding):
         if self.vocabulary is not None:
             add = reduce_from_group if torch.is_grad_enabled() else all_reduce_small
             x = add(x, Ranks.sharing(self.vocabulary))
+        if self.norm_eps is not None:
+            return rms_norm(x, None, self.norm_eps)
         if self.scale == 1.0:
             return x
         # A fill on the device: a Python number would not be rounded, torch.tensor would wait

@@ -225,10 +225,12 @@ class LowRankExperts(LayerAdapter):
         b = self.get_parameter(LORA_B + part.name).view(part.size, part.rank, self.experts)
         return a, b.permute(2, 0, 1) * part.scale
 
-    def lora_factors(self, gate_up: Tensor, down: Tensor) -> LoRAFactors:
+    def lora_factors(
+        self, gate_up: Tensor, down: Tensor, *, transposed: bool = False
+    ) -> LoRAFactors:
         """Returns A [E, r, K] and scaled B [E, O, r] of gate_up, then of down.
 
-        A matrix without an adapter has factors of rank 0.
+        A matrix without an adapter has factors of rank 0. `transposed` matrices are [E, K, O].
         """
         local = {part.name: part for part in self.parts}
         initial: list[Tensor] = []
@@ -236,6 +238,6 @@ class LowRankExperts(LayerAdapter):
             if name in local:
                 initial += self.factors(local[name])
             else:
-                e, o, k = matrix.shape
+                e, o, k = (matrix.mT if transposed else matrix).shape
                 initial += [matrix.new_empty(e, 0, k), matrix.new_empty(e, o, 0)]
         return LoRAFactors(*initial)

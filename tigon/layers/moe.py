@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tigon.distributed.expert_dispatch import ExpertShard, TokenRoute
 from tigon.kernels.mlp.gated_act import Activation
-from tigon.kernels.mlp.grouped_mlp import unchecked_grouped_mlp
+from tigon.kernels.mlp.grouped_mlp import ExpertActivation, ExpertBiases, unchecked_grouped_mlp
 from tigon.layers.linear import Linear
 from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
@@ -43,15 +43,47 @@ def count_routing(routed: MoEOutput, real: Tensor | None) -> Tensor:
 
 
 class Experts(nn.Module):
-    """The MLPs of all experts: one parameter for gate and up, one for down."""
+    """The MLPs of all experts: one parameter for gate and up, one for down, perhaps with biases.
 
-    def __init__(self, dim: int, intermediate: int, experts: int, act: Activation):
+    `transposed` matrices are [E, C, 2I] and [E, I, C] instead of [E, 2I, C] and [E, C, I].
+    """
+
+    zero_init = ("gate_up_proj_bias", "down_proj_bias")
+
+    def __init__(
+        self,
+        dim: int,
+        intermediate: int,
+        experts: int,
+        act: ExpertActivation,
+        *,
+        bias: bool = False,
+        transposed: bool = False,
+    ):
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(experts, 2 * intermediate, dim))
-        self.down_proj = nn.Parameter(torch.empty(experts, dim, intermediate))
-        self.act: Activation = act
+        shapes = (2 * intermediate, dim), (dim, intermediate)
+        up, down = (shape[::-1] if transposed else shape for shape in shapes)
+        self.gate_up_proj = nn.Parameter(torch.empty(experts, *up))
+        self.down_proj = nn.Parameter(torch.empty(experts, *down))
+        self.gate_up_proj_bias = self.down_proj_bias = None
+        if bias:
+            self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * intermediate))
+            self.down_proj_bias = nn.Parameter(torch.empty(experts, dim))
+        self.act, self.transposed = act, transposed
         self.lora: Adapters | None = None  # one of which may be added to the matrices
         self.shard: ExpertShard | None = None  # None: this rank has all experts
+
+    def matrix_shape(self, name: str) -> tuple[int, int]:
+        """Returns the numbers of outputs and inputs of an expert's matrix, as this rank has it."""
+        rows, columns = self.get_parameter(name).shape[1:]
+        return (columns, rows) if self.transposed else (rows, columns)
+
+    @property
+    def biases(self) -> ExpertBiases | None:
+        """The biases, or None; each rank that sums the output adds its part of down's."""
+        if self.gate_up_proj_bias is None or self.down_proj_bias is None:
+            return None
+        return ExpertBiases(self.gate_up_proj_bias, self.down_proj_bias)
 
     def route(self, experts: Tensor) -> TokenRoute | None:
         """Starts to tell the ranks which tokens they get; None if this rank has all experts.
@@ -78,8 +110,11 @@ class Experts(nn.Module):
         """
         matrices = self.gate_up_proj, self.down_proj
         adapter = None if self.lora is None else self.lora.active()
-        low = None if adapter is None else adapter.lora_factors(*matrices)
-        return unchecked_grouped_mlp(x, *matrices, experts, weights, self.act, slots, low)
+        low = None
+        if adapter is not None:
+            low = adapter.lora_factors(*matrices, transposed=self.transposed)
+        given = x, *matrices, experts, weights, self.act, slots, low
+        return unchecked_grouped_mlp(*given, biases=self.biases, transposed=self.transposed)
 
 
 class SparseMoE(nn.Module):
@@ -88,8 +123,9 @@ class SparseMoE(nn.Module):
     The weights are probabilities over all experts, made to sum to 1 with `normalize`, and rounded
     to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert takes
     every token, weighted by a gate; `shared_experts` is the size of those that take every token
-    without one. A `router` replaces the choice of experts and their weights.
-    `dropout_args`: keys [B, T] of an adapter's dropout, if any.
+    without one. A `router` replaces the choice of experts and their weights. `bias` is that of the
+    router and of all experts, whose matrices may be `transposed`. `dropout_args`: keys [B, T] of an
+    adapter's dropout, if any.
     """
 
     def __init__(
@@ -98,21 +134,26 @@ class SparseMoE(nn.Module):
         intermediate: int,
         experts: int,
         per_token: int,
-        act: Activation,
+        act: ExpertActivation,
         *,
         normalize: bool,
         exact_weights: bool = False,
         shared: int = 0,
         shared_experts: int = 0,
         router: GroupRouter | None = None,
+        bias: bool = False,
+        transposed: bool = False,
     ):
         super().__init__()
         self.per_token, self.normalize, self.exact_weights = per_token, normalize, exact_weights
-        self.gate = Linear(dim, experts, bias=False) if router is None else router
-        self.experts = Experts(dim, intermediate, experts, act)
-        self.shared_expert = GatedMLP(dim, shared, act) if shared else None
+        self.gate = Linear(dim, experts, bias=bias) if router is None else router
+        self.gate.zero_init = ()  # a router's bias is drawn, too
+        form = {"bias": bias, "transposed": transposed}
+        self.experts = Experts(dim, intermediate, experts, act, **form)
+        gated = cast(Activation, act)  # of shared experts
+        self.shared_expert = GatedMLP(dim, shared, gated) if shared else None
         self.shared_expert_gate = Linear(dim, 1, bias=False) if shared else None
-        self.shared_experts = GatedMLP(dim, shared_experts, act) if shared_experts else None
+        self.shared_experts = GatedMLP(dim, shared_experts, gated) if shared_experts else None
 
     @property
     def divided(self) -> bool:

@@ -25,6 +25,26 @@ class RMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+class UnitRMSNorm(nn.Module):
+    """RMSNorm over the last dimension without a learned weight: it has ones in its place."""
+
+    weight: Tensor  # [dim]
+    offset = 0.0
+    cast: Cast = "before_weight"
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        # On the CPU also where the model is built on the meta device, which keeps no values
+        self.register_buffer("weight", torch.ones(dim, device="cpu"), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, None, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
 class AddRMSNorm(RMSNorm):
     """Residual addition and the norm after it in one pass: `(norm(x + residual), x + residual)`.
 
@@ -44,12 +64,19 @@ class AddRMSNorm(RMSNorm):
             return rms_norm(
                 x, self.weight, self.eps, offset=self.offset, cast=self.cast, residual=residual
             )
-        options = self.eps, self.offset, self.cast
-        if options != (post.eps, post.offset, post.cast):
+        options = self.offset, self.cast
+        if options != (post.offset, post.cast):
             raise ValueError(
-                f"eps, offset, cast are {options} here and {post.eps, post.offset, post.cast} in "
-                "post: one pass takes the same for both; call post(x) on its own"
+                f"offset, cast are {options} here and {post.offset, post.cast} in post: one pass "
+                "takes the same for both; call post(x) on its own"
             )
         return sandwich_norm(
-            x, residual, post.weight, self.weight, self.eps, offset=self.offset, cast=self.cast
+            x,
+            residual,
+            post.weight,
+            self.weight,
+            self.eps,
+            post_eps=post.eps,
+            offset=self.offset,
+            cast=self.cast,
         )

@@ -61,6 +61,7 @@ class ConfigOrigin:
     keys."""
 
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json's content
+    wrapper: Mapping[str, Any] = field(default_factory=dict)  # the config around a text_config
     stacked_experts: bool = False  # whether one tensor holds all experts of a layer
     name: str = ""  # the directory or the hub repository
     revision: str = ""  # of the hub repository; "" is main
@@ -75,6 +76,8 @@ class ModelConfig:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    # model_type of the multimodal config that exports have, where transformers has no text class
+    wrapper_type: ClassVar[str] = ""
     default_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False  # whether partial_rotary_factor is supported
     overflows_float16: ClassVar[bool] = False  # published models have activations above 65504
@@ -233,6 +236,17 @@ class ModelConfig:
             "torch_dtype": self.dtype,
             **self._rope_keys(),
         }
+
+    def to_file(self) -> dict[str, Any]:
+        """Make config.json's content: `to_dict`, or the multimodal config around it if the family
+        has a `wrapper_type`, with the source's parts for other modalities."""
+        text = self.to_dict()
+        if not self.wrapper_type:
+            return text
+        same = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
+        outer = {key: text.pop(key) if key == same[0] else text[key] for key in same}
+        outer |= {"model_type": self.wrapper_type, "text_config": text}
+        return {k: v for k, v in self.source.wrapper.items() if not k.startswith("_")} | outer
 
     def _rope_keys(self) -> dict[str, Any]:
         """The keys of `to_dict` that describe RoPE."""

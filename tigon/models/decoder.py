@@ -228,9 +228,10 @@ def recomputed_blocks(setting: int | Collection[int], layers: int) -> Collection
 class Decoder(nn.Module):
     """Embedding, blocks and final norm; parameters carry Hugging Face's names.
 
-    `embedding_scale`, rounded to the model's dtype, multiplies the embeddings of token ids.
-    `input_scale` multiplies the input of the first block, also if it is `inputs_embeds`. With
-    `rounded_angles`, cos and sin are in the model's dtype, else in fp32.
+    `embedding_scale`, rounded to the model's dtype, multiplies the embeddings of token ids, and
+    `embedding_eps` norms them. `input_scale` multiplies the input of the first block, also if it is
+    `inputs_embeds`. With `rounded_angles`, cos and sin are in the model's dtype, else in fp32. The
+    last norm multiplies by `norm_offset` + weight; None is the offset of the block's norms.
     """
 
     def __init__(
@@ -239,8 +240,10 @@ class Decoder(nn.Module):
         block: type[TransformerBlock],
         *,
         embedding_scale: float = 1.0,
+        embedding_eps: float | None = None,
         input_scale: float = 1.0,
         rounded_angles: bool = True,
+        norm_offset: float | None = None,
     ):
         super().__init__()
         c = config
@@ -251,12 +254,12 @@ class Decoder(nn.Module):
             # A sequence classifier may use any token as padding, even one that it has to learn
             padding_idx=None if c.labels else c.pad_token_id,
             scale=embedding_scale,
+            norm_eps=embedding_eps,
         )
         blocks = [block(c, i) for i in range(c.num_hidden_layers)]
         self.layers = nn.ModuleList(blocks)
-        self.norm = AddRMSNorm(
-            c.hidden_size, c.rms_norm_eps, offset=block.norm_offset, cast=block.norm_cast
-        )
+        offset = block.norm_offset if norm_offset is None else norm_offset
+        self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps, offset=offset, cast=block.norm_cast)
         # Layers with equal RoPE parameters share a table
         ropes = [layer.layer_rope(c, i) for i, layer in enumerate(blocks)]
         unique = [rope for i, rope in enumerate(ropes) if rope not in ropes[:i]]

@@ -15,8 +15,8 @@ from tigon.weights import ShardSpec, local_rows
 @torch.no_grad()
 def init_weights(model: LanguageModel) -> None:
     """Initialize all weights in place: a module's own `init_weights` is called if it has one; else
-    its matrices are drawn from normal(0, initializer_range), and biases, stored buffers and the
-    padding row are zeros."""
+    its matrices are drawn from normal(0, initializer_range), and biases (or what its `zero_init`
+    names), stored buffers and the padding row are zeros."""
     for module in model.modules():
         _init(module, model)
 
@@ -64,8 +64,9 @@ def _init(module: nn.Module, model: LanguageModel) -> None:
     if init is not None:
         init()
         return
+    zeros = getattr(module, "zero_init", ("bias",))
     for name, p in module.named_parameters(recurse=False):
-        if name == "bias":
+        if name in zeros:
             nn.init.zeros_(p)
         elif not (module is model.lm_head and model.ties_head):
             nn.init.normal_(p, std=model.config.initializer_range)

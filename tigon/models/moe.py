@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
+from tigon.kernels.mlp.grouped_mlp import ExpertActivation
 from tigon.layers import Balance, SparseMoE, balance
 from tigon.models.config import ConfigError, ModelConfig, activation
 from tigon.utils.json import quote
@@ -61,10 +62,13 @@ class MoEConfig(ExpertsConfig):
     router_aux_loss_coef: float = 0.001
 
 
-def sparse_moe(c: ExpertsConfig, intermediate: int, **options: Any) -> SparseMoE:
-    """Make a SparseMoE with the config's sizes and experts of size `intermediate`."""
+def sparse_moe(
+    c: ExpertsConfig, intermediate: int, act: ExpertActivation | None = None, **options: Any
+) -> SparseMoE:
+    """Make a SparseMoE with the config's sizes, experts of size `intermediate`, and the config's
+    activation unless `act` is given."""
     sizes = c.hidden_size, intermediate, c.experts, c.num_experts_per_tok
-    return SparseMoE(*sizes, activation(c.hidden_act), **options)
+    return SparseMoE(*sizes, activation(c.hidden_act) if act is None else act, **options)
 
 
 def expert_balance(c: ModelConfig, router_stats: Sequence[Tensor]) -> Balance | None:

@@ -28,14 +28,16 @@ def _range_of_names(*groups: tuple[Range, str]) -> dict[str, Range]:
 
 
 RANGES = _range_of_names(
-    (FACTOR, "attention_multiplier embedding_multiplier residual_multiplier"),
+    (FACTOR, "attention_multiplier embedding_multiplier residual_multiplier swiglu_alpha"),
     (POSITIVE, "attn_logit_softcapping final_logit_softcapping logits_scaling"),
-    (POSITIVE, "query_pre_attn_scalar"),
+    (POSITIVE, "query_pre_attn_scalar swiglu_limit"),
     (WEIGHT, "initializer_range rms_norm_eps routed_scaling_factor router_aux_loss_coef"),
     (TOKEN, "bos_token_id eos_token_id pad_token_id"),
     (SIZE, "hidden_size intermediate_size moe_intermediate_size vocab_size num_attention_heads"),
     (SIZE, "max_position_embeddings original_max_position_embeddings"),
     (SIZE, "decoder_sparse_step no_rope_layer_interval sliding_window_pattern"),
+    (SIZE, "full_attention_interval linear_num_key_heads linear_num_value_heads"),
+    ((1, 2**16), "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim"),
     (SIZE, "kv_lora_rank n_group n_shared_experts q_lora_rank topk_group v_head_dim"),
     (SIZE, "qk_nope_head_dim qk_rope_head_dim"),
     (COUNT, "max_window_layers mlp_only_layers no_rope_layers num_experts_per_tok"),
@@ -48,7 +50,7 @@ RANGES = _range_of_names(
     ((1, MOST_LAYERS), "num_hidden_layers"),
 )
 ROPE_RANGES = _range_of_names(  # of rope_parameters
-    (POSITIVE, "attention_factor factor high_freq_factor low_freq_factor"),
+    (POSITIVE, "alpha attention_factor factor high_freq_factor low_freq_factor"),
     (POSITIVE, "long_factor short_factor"),
     (WEIGHT, "beta_fast beta_slow mscale mscale_all_dim"),  # a beta of 0 means the default
     (FACTOR, "llama_4_scaling_beta"),

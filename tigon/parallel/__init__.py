@@ -1,4 +1,4 @@
-"""Models split and sharded over the dimensions of a device mesh."""
+"""Models sharded over the dimensions of a device mesh."""
 
 from tigon.parallel.context_parallel import check_context, gather_output, share_context
 from tigon.parallel.expert_parallel import check_experts, shard_experts

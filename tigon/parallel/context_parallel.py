@@ -120,7 +120,7 @@ def shard_targets(targets: Targets, batch: Batch) -> Targets:
 
 
 def _shard_term(term: LossTerm, whole: Batch, batch: Batch) -> LossTerm:
-    """The loss term with its tensors [B, T, ...] cut to [B, S, ...], unless they are already."""
+    """The loss term with its tensors [B, T, ...] as shards [B, S, ...], if they are whole."""
     values = {name: getattr(term, name, None) for name in POSITION_FIELDS}
     local = {
         name: _shard(batch).part(x)

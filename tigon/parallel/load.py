@@ -42,13 +42,13 @@ def from_pretrained(
 ) -> CausalLM:
     """As `tigon.models.from_pretrained`; with `mesh`, each rank loads a shard of the model.
 
-    `mesh` has one dimension, or several named "tensor", which splits each layer, "fsdp", which
+    `mesh` has one dimension, or several named "tensor", which shards each layer, "fsdp", which
     shards weights and gathers them block by block, and "replicate", whose ranks have the same
     weights. Every rank calls this and reads only its shard, to the mesh's device type unless
     `device` is given. All ranks then make the same calls, and get the losses, logits and tokens of
     the full model (docs/parallel.md). `expert_parallel`: a "tensor" rank has some whole experts of
-    each layer instead of a part of each. Raises ValueError for `mmap` and `quantize`, which work on
-    one rank alone, and for heads or experts that the ranks do not divide.
+    each layer instead of a shard of each. Raises ValueError for `mmap` and `quantize`, which work
+    on one rank alone, and for heads or experts that the ranks do not divide.
     """
     arguments: dict[str, Any] = dict(options)
     check_keywords("from_pretrained", arguments, frozenset(MeshOptions.__annotations__))
@@ -57,7 +57,7 @@ def from_pretrained(
         if expert_parallel:
             raise ValueError("expert_parallel=True needs mesh=, whose ranks have the experts")
         return models.from_pretrained(path_or_repo, **arguments)
-    tensor, fsdp = _split_mesh(mesh)
+    tensor, fsdp = _tensor_and_fsdp_mesh(mesh)
     for name in ("mmap", "quantize"):
         if value := arguments.pop(name, None):
             raise ValueError(f"{name}={value!r} does not work with mesh=: leave one of them out")
@@ -84,19 +84,22 @@ def from_pretrained(
     load_weights(model, checkpoint, staging_bytes=staging_bytes)
     model.files_digest = repr(model.config) + checkpoint.sampled_digest()
     if model.communication_groups:
-        check_same_inputs(model)
+        # Before FSDP's hook, which gathers weights
+        model.first_call_hook = model.register_forward_pre_hook(
+            check_first_call, with_kwargs=True, prepend=True
+        )
     return model.eval()
 
 
 def shard_layers(model: CausalLM, mesh: DeviceMesh, *, expert_parallel: bool) -> None:
-    """Keep only this rank's shard of each layer, with some whole experts or a part of every expert.
+    """Keep only this rank's shard of each layer, with some whole experts or a shard of each.
     `mesh` has one dimension; `model` is on the meta device."""
     if expert_parallel and mesh.size() > 1:
         shard_experts(model, mesh)
     shard_model(model, mesh)
 
 
-def _split_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+def _tensor_and_fsdp_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """The tensor mesh and the FSDP mesh, which is (fsdp,) or (replicate, fsdp). Raises ValueError
     for dimensions with other names."""
     if not isinstance(mesh, DeviceMesh):
@@ -148,18 +151,12 @@ def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> Non
         model.shard_specs[name] = replace(spec, pieces=tuple(pieces))
 
 
-def check_same_inputs(model: CausalLM) -> None:
+# No closure, so that a model can be copied and pickled before its first call
+def check_first_call(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Compare the checkpoint and the inputs over the ranks in the model's first call.
 
     Calls raise ValueError on all ranks until both are the same.
     """
-    # Before FSDP's hook, which gathers weights
-    model.first_call_hook = model.register_forward_pre_hook(_check, with_kwargs=True, prepend=True)
-
-
-# No closure, so that a model can be copied and pickled before its first call
-def _check(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Checks once, in the first call, that ranks have the same model and inputs."""
     facts = {"files of the model": model.files_digest, "dtype": model.dtype}
     facts["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
     check_same_on_all_ranks(model.communication_groups, CALL, facts, model.device)

@@ -27,6 +27,7 @@ from tigon.distributed.collectives import (
 )
 from tigon.distributed.expert_dispatch import TokenRoute
 from tigon.distributed.sequence_parallel import SequenceParallelRegion
+from tigon.kernels.mlp.grouped_mlp import ExpertBiases
 from tigon.layers import (
     AddRMSNorm,
     Experts,
@@ -152,7 +153,7 @@ class ColumnParallelGatedLinear(ColumnParallelLinear, GatedLinear):
 
 
 class RowParallelLinear(Linear):
-    """A product over this rank's part of the input, summed over ranks by `TensorPass.reduce`."""
+    """A product over this rank's shard of the input, summed over ranks by `TensorPass.reduce`."""
 
     tensor: TensorPass
 
@@ -186,7 +187,7 @@ class TensorParallelLatentAttention(LatentAttention):
 
 
 class TensorParallelMoE(SparseMoE):
-    """Experts of which each rank has a part: the input is gathered, and the output summed."""
+    """Experts of which each rank has a shard: the input is gathered, and the output summed."""
 
     tensor: TensorPass
 
@@ -196,6 +197,20 @@ class TensorParallelMoE(SparseMoE):
         y = super().forward(x, *dropout_args)
         probs = scale_replicated_grad(y.probs, self.tensor.ranks)
         return y._replace(x=self.tensor.reduce(y.x), probs=probs)
+
+
+class TensorParallelExperts(Experts):
+    """This rank's units of all experts, whose outputs the ranks sum."""
+
+    tensor: TensorPass
+
+    @property
+    def biases(self) -> ExpertBiases | None:
+        """This rank's biases of gate and up, and its part of the bias of down."""
+        biases = super().biases
+        if biases is None:
+            return None
+        return biases._replace(down=biases.down / self.tensor.ranks.size)
 
 
 class DispatchedExperts(Experts):

@@ -1,16 +1,17 @@
 """Tensor parallelism (Shoeybi et al., 2019) with sequence parallelism between blocks (Korthikanti
 et al., 2022): which rows of each parameter a rank has, as data.
 
-Projections into a block are column-wise parallel: split by their outputs, which are heads, or units
-of the MLP and of each expert. Those out of it are row-wise parallel: split by their inputs, so that
-the block's output is a partial sum on each rank. Embedding and head are split by vocabulary. All
-other parameters are replicated, also the MoE layer itself if ranks have whole experts: it computes
-the rank's own tokens. Packed projections are split part by part, [q; k; v] to [q_r; k_r; v_r]. No
-DTensor placement expresses that, so parameters are plain local tensors, which the model's layout
-describes and fully_shard may shard further.
+Projections into a block are column-wise parallel: sharded by their outputs, which are heads, or
+units of the MLP and of each expert. Those out of it are row-wise parallel: sharded by their inputs,
+so that the block's output is a partial sum on each rank. Embedding and head are sharded by
+vocabulary. All other parameters are replicated, also the MoE layer itself if ranks have whole
+experts: it computes the rank's own tokens. Packed projections are sharded part by part, [q; k; v]
+to [q_r; k_r; v_r]. No DTensor placement expresses that, so parameters are plain local tensors,
+which the model's layout describes and fully_shard may shard further.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,10 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.loss.vocab_parallel import VocabularyShard
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.layers import (
     Attention,
     Embedding,
     Experts,
+    GatedDeltaNet,
     GatedMLP,
     LatentAttention,
     Linear,
@@ -49,6 +52,7 @@ from tigon.parallel.tensor_modules import (
     FlatParallelNorm,
     RowParallelLinear,
     TensorParallelDecoder,
+    TensorParallelExperts,
     TensorParallelLatentAttention,
     TensorParallelMoE,
     TensorParallelNorm,
@@ -162,10 +166,10 @@ def _gradients(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tenso
             yield name, p, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
 
 
-# Adapters, which are added before the model is sharded, are split like their weights: B and DoRA's
-# magnitudes by rows if the weight is column-wise parallel, A by columns if it is row-wise parallel,
-# and an embedding's A by vocabulary. The rest is replicated, with partial gradients. Norms of rows
-# that are split over ranks take a sum over the ranks.
+# Adapters, which are added before, are sharded like their weights: B and DoRA's magnitudes by rows
+# if the weight is column-wise parallel, A by columns if it is row-wise parallel, and an embedding's
+# A by vocabulary. The rest is replicated, with partial gradients. Norms of rows that are sharded
+# over ranks take a sum over the ranks.
 
 Pieces = tuple[tuple[RowSpan, ReplicaIndex], ...]
 COLUMNS_PER_DRAW = 4  # columns of a dropout mask that share 64 random bits
@@ -195,7 +199,7 @@ def check_adapter_dropout(
 def adapter_specs(
     model: CausalLM, specs: Mapping[str, ShardSpec]
 ) -> Iterator[tuple[str, ShardSpec]]:
-    """Yields name and spec of adapter parameters that are split; `specs`: those of the weights."""
+    """Yields name and spec of sharded adapter parameters; `specs`: those of the weights."""
     for at, low, weights in _adapters(model, specs):
         for part, weight in zip(low.parts, weights, strict=True):
             if isinstance(low, LowRankEmbedding):
@@ -239,11 +243,20 @@ def _adapters(
             names = [part.name if experts else "weight" for part in low.parts]
             if model.ties_head and layer == "lm_head":
                 layer = "model.embed_tokens"
-            yield path, low, [specs[f"{layer}.{name}"] for name in names]
+            weights = [specs[f"{layer}.{name}"] for name in names]
+            if experts and model.get_submodule(layer).transposed:
+                weights = [_transposed(weight) for weight in weights]
+            yield path, low, weights
+
+
+def _transposed(weight: ShardSpec) -> ShardSpec:
+    """The shard of a stack of matrices as if these were stored the other way round."""
+    count, rows, columns = weight.shape
+    return replace(weight, shape=(count, columns, rows), dim=3 - weight.dim)
 
 
 def _is_row_wise(weight: ShardSpec) -> bool:
-    """Whether a weight is split in its last dimension, its input."""
+    """Whether a weight is sharded in its last dimension, its input."""
     return weight.dim == len(weight.shape) - 1
 
 
@@ -280,13 +293,13 @@ def _local_lora_part(part: LoRAPart, weight: ShardSpec) -> LoRAPart:
 
 # Rules: for each parameter, its dimension and the rows of a rank
 
-# Outputs are split at multiples of 16 if every rank then gets some: loads are aligned, as fp8 GEMMs
-# need
+# Outputs are sharded at multiples of 16 if every rank then gets some: loads are aligned, as fp8
+# GEMMs need
 UNIT = 16
 
 
 class ShardRule(NamedTuple):
-    """The dimension in which a parameter is split, and the rows of each rank."""
+    """The dimension in which a parameter is sharded, and the rows of each rank."""
 
     dim: int
     pieces: Callable[[nn.Module, int, Ranks], Pieces]  # (module, size, ranks) -> this rank's rows
@@ -305,14 +318,15 @@ def key_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 
 def qkv_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
-    """This rank's rows [(H + K + K), D] of packed q, k and v."""
+    """This rank's rows [(H + K + K), D] of packed q, k and v, behind those of gates of q."""
     assert isinstance(module, Attention)
     d = module.head_dim
     q, k, _ = module.qkv_proj.parts
     local_q = q // ranks.size
     first = _kv_head_rows(q, k // d, d, local_q, ranks)
+    sections = (q // 2, q // 2) if module.output_gate else (q,)
     return (
-        _head_rows(0, q, 0, ranks),
+        *_section_rows(sections, ranks),
         first,
         _kv_head_rows(q + k, k // d, d, local_q + first[0].length, ranks),
     )
@@ -322,6 +336,43 @@ def gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """This rank's rows of packed gate and up: the same units of both."""
     gate = _local_rows(0, size // 2, 0, ranks)
     return gate, _local_rows(size // 2, size // 2, gate[0].length, ranks)
+
+
+def delta_input_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """This rank's rows of packed q, k, v, z, b and a: the same heads of each."""
+    assert isinstance(module, GatedDeltaNet)
+    h = module.value_heads
+    return _section_rows((*_delta_channels(module), h * module.value_dim, h, h), ranks)
+
+
+def delta_channel_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """This rank's channels of the convolution of q, k and v."""
+    assert isinstance(module, GatedDeltaNet)
+    return _section_rows(_delta_channels(module), ranks)
+
+
+def _delta_channels(module: GatedDeltaNet) -> tuple[int, int, int]:
+    """The rows of q, k and v."""
+    keys = module.key_heads * module.key_dim
+    return keys, keys, module.value_heads * module.value_dim
+
+
+def _section_rows(sizes: Iterable[int], ranks: Ranks) -> Pieces:
+    """This rank's share of each of several runs of rows, whose sizes the ranks divide."""
+    pieces, begin = [], 0
+    for size in sizes:
+        pieces.append(_head_rows(begin, size, begin // ranks.size, ranks))
+        begin += size
+    return tuple(pieces)
+
+
+def expert_gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """As `gate_up_rows`, of experts, where gates and ups may alternate."""
+    assert isinstance(module, Experts)
+    if not isinstance(module.act, ClampedSwiGLU):
+        return gate_up_rows(module, size, ranks)
+    ((first, _, length), replica) = _local_rows(0, size // 2, 0, ranks)
+    return ((RowSpan(2 * first, 0, 2 * length), replica),)
 
 
 def unit_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
@@ -336,7 +387,7 @@ def vocabulary_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     return ((RowSpan(first, 0, min(share, size - first)), ReplicaIndex()),)
 
 
-# For each kind of module, the parameters that are split, by name
+# For each kind of module, the parameters that are sharded, by name
 PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
     LatentAttention: {  # before Attention, of which it is one
         "q_proj.weight": ShardRule(0, query_rows),
@@ -348,15 +399,33 @@ PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
         "qkv_proj.weight": ShardRule(0, qkv_rows),
         "qkv_proj.bias": ShardRule(0, qkv_rows),
         "o_proj.weight": ShardRule(1, query_rows),
+        "gate_proj.weight": ShardRule(0, query_rows),
+        "sinks": ShardRule(0, query_rows),
+    },
+    GatedDeltaNet: {
+        "in_proj.weight": ShardRule(0, delta_input_rows),
+        "conv1d.weight": ShardRule(0, delta_channel_rows),
+        "A_log": ShardRule(0, query_rows),
+        "dt_bias": ShardRule(0, query_rows),
+        "out_proj.weight": ShardRule(1, query_rows),
     },
     GatedMLP: {
         "gate_up_proj.weight": ShardRule(0, gate_up_rows),
         "gate_up_proj.bias": ShardRule(0, gate_up_rows),
         "down_proj.weight": ShardRule(1, unit_rows),
     },
-    Experts: {"gate_up_proj": ShardRule(1, gate_up_rows), "down_proj": ShardRule(2, unit_rows)},
+    Experts: {
+        "gate_up_proj": ShardRule(1, expert_gate_up_rows),
+        "gate_up_proj_bias": ShardRule(1, expert_gate_up_rows),
+        "down_proj": ShardRule(2, unit_rows),
+    },
     Embedding: {"weight": ShardRule(0, vocabulary_rows)},
     LMHead: {"weight": ShardRule(0, vocabulary_rows), "bias": ShardRule(0, vocabulary_rows)},
+}
+# Of experts with transposed matrices
+TRANSPOSED_EXPERTS = {
+    "gate_up_proj": ShardRule(2, expert_gate_up_rows),
+    "down_proj": ShardRule(1, unit_rows),
 }
 # Norms over all heads
 FLAT_QK_NORM = {"q_norm.weight": ShardRule(0, query_rows), "k_norm.weight": ShardRule(0, key_rows)}
@@ -397,17 +466,17 @@ def _kv_head_rows(
 
 
 def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
-    """Keep only this rank's part of each layer; on the meta device, before the weights are read.
+    """Keep only this rank's shard of each layer; on the meta device, before the weights are read.
 
     With expert parallelism call `shard_experts` first: experts that are already distributed stay as
     they are. With `Ranks` there are no process groups for gradients. Raises ValueError for a model
-    that so many ranks cannot split.
+    that cannot be sharded over so many ranks.
     """
     ranks = as_ranks(mesh)
     check_tensor_ranks(model, ranks.size)
     tied, before = model.ties_head, set(model.shard_specs)
-    undivided = _undivided_modules(model)
-    specs = dict(_shard_specs(model, ranks, undivided))
+    excluded = _expert_parallel_modules(model)
+    specs = dict(_shard_specs(model, ranks, excluded))
     specs |= adapter_specs(model, specs)
     model.shard_specs = {
         name: spec for name, spec in specs.items() if not (tied and name == "lm_head.weight")
@@ -427,6 +496,9 @@ def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             _set_local_heads(module, ranks)
+        elif isinstance(module, GatedDeltaNet):
+            module.key_heads //= ranks.size
+            module.value_heads //= ranks.size
         elif isinstance(module, LMHead) and model.config.labels:
             module.scorers = ranks
         elif isinstance(module, Embedding | LMHead):
@@ -447,16 +519,20 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
         moes = [module for module in block.modules() if isinstance(module, SparseMoE)]
         for moe in moes:
             _install(moe, DispatchedMoE if moe.divided else TensorParallelMoE, tensor=tensor)
-            if moe.divided:
-                _install(moe.experts, DispatchedExperts, tensor=tensor)
+            experts = DispatchedExperts if moe.divided else TensorParallelExperts
+            _install(moe.experts, experts, tensor=tensor)
         inside = {module for moe in moes for module in moe.modules()}
         for module in block.modules():
             if isinstance(module, LatentAttention):
                 _install(module, TensorParallelLatentAttention, tensor=tensor)
                 _install(module.o_proj, RowParallelLinear, tensor=tensor)
             elif isinstance(module, Attention):
-                _install(module.qkv_proj, ColumnParallelLinear, tensor=tensor)
+                for projection in filter(None, (module.qkv_proj, module.gate_proj)):
+                    _install(projection, ColumnParallelLinear, tensor=tensor)
                 _install(module.o_proj, RowParallelLinear, tensor=tensor)
+            elif isinstance(module, GatedDeltaNet):
+                _install(module.in_proj, ColumnParallelLinear, tensor=tensor)
+                _install(module.out_proj, RowParallelLinear, tensor=tensor)
             elif isinstance(module, GatedMLP) and module not in inside:  # a shared expert's
                 _install(module.gate_up_proj, ColumnParallelGatedLinear, tensor=tensor)
                 _install(module.down_proj, RowParallelLinear, tensor=tensor)
@@ -475,7 +551,7 @@ def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> Non
 
 
 def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
-    """Raises ValueError for a model that this number of ranks cannot split."""
+    """Raises ValueError for a model that cannot be sharded over this number of ranks."""
     size = model.config.vocab_size
     if (ranks - 1) * -(-size // ranks) >= size:
         raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
@@ -490,28 +566,34 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
                     "(parallel.tensor, --tp, mesh) must divide the heads, and divide the kv heads "
                     "or be a multiple of them"
                 )
+        if isinstance(module, GatedDeltaNet) and module.key_heads % ranks:
+            raise ValueError(
+                f"{ranks} ranks cannot share the {module.key_heads} key heads of Gated DeltaNet "
+                "(linear_num_key_heads): the number of ranks (parallel.tensor, --tp, mesh) must "
+                "divide them"
+            )
     if any(config.dropout for config in model.adapters.values()):
-        undivided = _undivided_modules(model)
+        excluded = _expert_parallel_modules(model)
         every_rank = (Ranks("", rank, ranks) for rank in range(ranks))
-        check_adapter_dropout(model, (dict(_shard_specs(model, r, undivided)) for r in every_rank))
+        check_adapter_dropout(model, (dict(_shard_specs(model, r, excluded)) for r in every_rank))
 
 
-def _undivided_modules(model: CausalLM) -> set[nn.Module]:
+def _expert_parallel_modules(model: CausalLM) -> set[nn.Module]:
     """MoE layers whose experts are distributed whole, and their submodules."""
     moes = [m for m in model.modules() if isinstance(m, SparseMoE) and m.divided]
     return {inner for moe in moes for inner in moe.modules()}
 
 
 def _shard_specs(
-    model: CausalLM, ranks: Ranks, undivided: Container[nn.Module]
+    model: CausalLM, ranks: Ranks, excluded: Container[nn.Module]
 ) -> Iterator[tuple[str, ShardSpec]]:
     """Yields name and spec of every parameter: what it has already, or by `PLAN`, or replicated.
 
-    `undivided`: modules to which no rule applies.
+    `excluded`: modules to which no rule applies.
     """
     rules_of: dict[str, tuple[nn.Module, ShardRule]] = {}
     for path, module in model.named_modules():
-        if module in undivided:
+        if module in excluded:
             continue
         rules = dict(next((PLAN[kind] for kind in PLAN if isinstance(module, kind)), {}))
         if isinstance(module, LMHead) and model.config.labels:  # a row for each score
@@ -520,6 +602,8 @@ def _shard_specs(
             rules |= {f"copies.{name}": rules["weight"] for name in module.copies._parameters}
         if isinstance(module, Attention) and module.flat_qk_norm:
             rules |= FLAT_QK_NORM
+        if isinstance(module, Experts) and module.transposed:
+            rules |= TRANSPOSED_EXPERTS
         for name, rule in rules.items():
             rules_of[f"{path}.{name}"] = module, rule
     for name, parameter in model.named_parameters():

@@ -69,10 +69,10 @@ class ShardedParameter:
         """Allocate the whole parameter in `dtype`; rows of this dtype move into its memory."""
         local, ranks = self.rows.detach().to_local(), self.mesh.size()
         self.memory = local.new_empty(self.each * ranks, *self.shape[1:], dtype=dtype)  # [n r, ...]
-        self.part = self.memory.tensor_split(ranks)[self.mesh.get_local_rank()]  # [r, ...]
+        self.shard = self.memory.tensor_split(ranks)[self.mesh.get_local_rank()]  # [r, ...]
         self.whole = nn.Parameter(self.memory[: self.shape[0]], requires_grad=False)
         self.source: Any = local if local.dtype != dtype else None
-        self.target = self.part[: len(local)]
+        self.target = self.shard[: len(local)]
         if self.source is None:
             self.target.copy_(local)
             # As FSDP2 does: optimizers may already hold the parameter
@@ -108,9 +108,9 @@ class ShardedParameter:
             return gradient
         return torch.cat([gradient, gradient.new_zeros(missing, *gradient.shape[1:])])
 
-    def set_local_grad(self, part: Tensor) -> None:
-        """Set the reduced gradient `part` [r, ...] as that of `rows`, or add it to theirs."""
-        rows = part[: len(self.target)].to(self.rows.dtype)
+    def set_local_grad(self, shard: Tensor) -> None:
+        """Set the reduced gradient `shard` [r, ...] as that of `rows`, or add it to theirs."""
+        rows = shard[: len(self.target)].to(self.rows.dtype)
         # As FSDP2 does: from_local takes ten times as long
         gradient = DTensor(rows, self.rows._spec, requires_grad=False)
         self.rows.grad = gradient if self.rows.grad is None else self.rows.grad + gradient
@@ -131,7 +131,7 @@ class Reduction(NamedTuple):
 
     weights: Sequence[ShardedParameter]
     gradients: Sequence[Tensor]  # kept alive until the collective is done
-    parts: Sequence[Tensor]
+    shards: Sequence[Tensor]
     handle: Any
 
 
@@ -285,11 +285,11 @@ class Zero2:
         more than IN_FLIGHT are in flight."""
         with torch.no_grad():
             gradients = [w.take_gradient(self.sums).contiguous() for w in group.trained]
-            parts, handle = gradients, None
+            shards, handle = gradients, None
             if self.mesh.size() > 1:
-                parts = [torch.empty_like(w.part, dtype=self.sums) for w in group.trained]
-                handle = self._reduce(parts, gradients)
-        self.reductions.append(Reduction(group.trained, gradients, parts, handle))
+                shards = [torch.empty_like(w.shard, dtype=self.sums) for w in group.trained]
+                handle = self._reduce(shards, gradients)
+        self.reductions.append(Reduction(group.trained, gradients, shards, handle))
         if len(self.reductions) > IN_FLIGHT:
             self._end_reduction()
 
@@ -299,8 +299,8 @@ class Zero2:
         reduction = self.reductions.popleft()
         if reduction.handle is not None:
             reduction.handle.wait()
-        for weight, part in zip(reduction.weights, reduction.parts, strict=True):
-            weight.set_local_grad(part)
+        for weight, shard in zip(reduction.weights, reduction.shards, strict=True):
+            weight.set_local_grad(shard)
 
     def _finish(self) -> None:
         """End all reductions at the end of a backward, and release the whole weights."""
@@ -316,15 +316,15 @@ class Zero2:
         group = self.mesh.get_group()
         with dist._coalescing_manager(group, async_ops=True) as handle:
             for weight in weights:
-                ALL_GATHER(weight.memory, weight.part, group)
+                ALL_GATHER(weight.memory, weight.shard, group)
         return handle
 
-    def _reduce(self, parts: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
+    def _reduce(self, shards: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
         """Start the reduce-scatter of the gradients; returns its handle."""
         group = self.mesh.get_group()
         with dist._coalescing_manager(group, async_ops=True) as handle:
-            for part, gradient in zip(parts, gradients, strict=True):
-                REDUCE_SCATTER(part, gradient, group=group)
+            for shard, gradient in zip(shards, gradients, strict=True):
+                REDUCE_SCATTER(shard, gradient, group=group)
         return handle
 
 

@@ -6,7 +6,7 @@ parallelism and for most of tensor parallelism's. FSDP's and the other tensor co
 with computation: over NVLink a measured share of their time is lost, over the network whatever
 outlasts the computation. sharding=gradients gathers weights and reduces gradients once per step.
 
-The model is one rank's part (`tigon.parallel.keep_rank_zero`): matrices have a share of rows or
+The model is one rank's shard (`tigon.parallel.keep_rank_zero`): matrices have a share of rows or
 columns; the residual stream keeps its width, and a rank keeps a share of its tokens. Every rank of
 an expert-parallel group receives equally many tokens.
 
@@ -67,16 +67,16 @@ class Work:
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters in a rank's part of a model."""
+    """Numbers of parameters in a rank's shard of a model."""
 
-    counts: Mapping[tuple[bool, bool], int]  # by: hidden matrix, of experts that ranks divide
-    tensor: int  # ranks that divide the layers
+    counts: Mapping[tuple[bool, bool], int]  # by: hidden matrix, of sharded experts
+    tensor: int  # ranks that shard the layers
     expert: int  # and the experts
     mixtures: tuple[SparseMoE, ...]
 
     @classmethod
     def of(cls, model: CausalLM, tensor: int, expert: int) -> Self:
-        """Returns the counts of `model`, which is one rank's part."""
+        """Returns the counts of `model`, which is one rank's shard."""
         hidden, counts = hidden_matrices(model), defaultdict[tuple[bool, bool], int](int)
         sharded = {p for experts in sharded_experts(model) for p in experts.parameters()}
         for name, parameter in model.named_parameters():
@@ -86,12 +86,12 @@ class ParameterCounts:
 
     @property
     def shared(self) -> int:
-        """The number of parameters in the part that belong to experts which ranks divide."""
+        """The number of parameters in the shard that belong to sharded experts."""
         return sum(count for (_, sharded), count in self.counts.items() if sharded)
 
     @property
     def total(self) -> int:
-        """The number of all parameters in the part."""
+        """The number of all parameters in the shard."""
         return sum(self.counts.values())
 
     def per_shard(self, shards: int) -> Iterator[tuple[bool, float]]:
@@ -102,11 +102,11 @@ class ParameterCounts:
 
 
 class Shapes:
-    """A model and the parts of it that ranks hold, on the meta device; results are cached."""
+    """A model and the shards of it that ranks hold, on the meta device; results are cached."""
 
     def __init__(self, config: Any, dtype: torch.dtype) -> None:
         self.config, self.dtype = config, dtype
-        self.part = cache(self._part)
+        self.shard = cache(self._shard)
         self.counts = cache(self._counts)
         self.work = cache(self._work)
 
@@ -115,31 +115,31 @@ class Shapes:
         family = MODELS[self.config.model_type]
         return family.from_config(self.config, dtype=self.dtype, device="meta").train()
 
-    def _part(self, tensor: int = 1, expert: int = 1) -> CausalLM:
-        """Returns the first rank's part, to be left unchanged; ValueError if it is indivisible."""
+    def _shard(self, tensor: int = 1, expert: int = 1) -> CausalLM:
+        """Returns the first rank's shard, to be left unchanged; ValueError if there is none."""
         model = self.build()
         keep_rank_zero(model, MeshSizes(tensor=tensor, expert=expert))
         return model
 
     def _counts(self, tensor: int = 1, expert: int = 1) -> ParameterCounts:
-        """Returns the numbers of parameters in the first rank's part."""
-        return ParameterCounts.of(self.part(tensor, expert), tensor, expert)
+        """Returns the numbers of parameters in the first rank's shard."""
+        return ParameterCounts.of(self.shard(tensor, expert), tensor, expert)
 
     def _work(self, rows: int, tokens: int, tensor: int = 1, expert: int = 1, **how: Any) -> Work:
-        """Returns `micro_batch_work` of a part."""
-        return micro_batch_work(self.part(tensor, expert), rows, tokens, tensor=tensor, **how)
+        """Returns `micro_batch_work` of a shard."""
+        return micro_batch_work(self.shard(tensor, expert), rows, tokens, tensor=tensor, **how)
 
     @property
     def experts(self) -> int:
         """Returns the greatest common divisor of the layers' numbers of experts, which ranks may
         divide; 0 without experts."""
-        counts = [len(m.down_proj) for m in self.part().modules() if isinstance(m, Experts)]
+        counts = [len(m.down_proj) for m in self.shard().modules() if isinstance(m, Experts)]
         return math.gcd(*counts)
 
     @cached_property
     def cost(self) -> Cost:
         """Returns the floating-point operations of the whole model, by its formulas."""
-        return Cost.from_model(self.part(1))
+        return Cost.of(self.shard(1))
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def micro_batch_work(
 ) -> Work:  # fmt: skip
     """Returns what one rank computes of B rows of T tokens, which `context` ranks divide.
 
-    `model` is the part of one of `tensor` ranks; `recomputed` the share of blocks that backward
+    `model` is the shard of one of `tensor` ranks; `recomputed` the share of blocks that backward
     recomputes; `learned` the share of tokens with a target.
     """
     work, local = Work(recomputed=recomputed), rows * -(-tokens // context)
@@ -224,7 +224,8 @@ def kernel_bytes(
                 add("activation", "gated_act", m * len(module.weight) / 2)
             elif isinstance(module, SparseMoE):
                 copies = m * module.per_token
-                add("activation", "gated_act", copies * module.experts.down_proj.shape[-1])
+                inner = module.experts.matrix_shape("down_proj")[1]
+                add("activation", "gated_act", copies * inner)
                 # The experts' outputs are summed for each token, and the gradient is spread
                 shard, received, moves = module.experts.shard, float(m), 0.0
                 if shard is not None:  # rows of other ranks arrive and return
@@ -333,7 +334,7 @@ def estimate_step(
     """Returns the time of a step. `learned` is the share of tokens with a target, `sums` the dtype
     in which FSDP reduces gradients, by default that of `reduction_dtype`."""
     k, batches, shapes = job.constants, layout.micro_batches, job.shapes
-    model = shapes.part(layout.tensor, layout.expert)
+    model = shapes.shard(layout.tensor, layout.expert)
     counts = shapes.counts(layout.tensor, layout.expert)
     ranks = {n: getattr(layout, n) for n in ("context", "tensor", "expert")}
     shares = {"recomputed": layout.recomputed, "learned": learned}
@@ -439,7 +440,7 @@ class ShardedParameters:
 def sharded_parameters(
     layout: Layout, model: CausalLM, counts: ParameterCounts
 ) -> list[ShardedParameters]:
-    """Returns the groups of a rank's part: blocks and ends, and experts that ranks divide."""
+    """Returns the groups of a rank's shard: blocks and ends, and sharded experts."""
     replicas = CommGroup(layout.replicate, layout.tensor * layout.shards)
     sharded, count = counts.shared, len(model.model.layers) + 1
     rest = (counts.total - sharded) / count

@@ -75,7 +75,7 @@ def divisors(number: int) -> tuple[int, ...]:
 def enumerate_meshes(gpus: int, experts: int = 0) -> Iterator[Layout]:
     """Yields every mesh of that many GPUs, for a model with that many experts per layer.
 
-    Replicas of undivided weights are left out: sharding=gradients sends as little in less memory.
+    Replicas of whole weights are left out: sharding=gradients sends as little in less memory.
     """
     for tensor in divisors(gpus):
         for context in divisors(gpus // tensor):

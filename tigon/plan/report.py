@@ -116,7 +116,7 @@ def check_modeled(config: Config) -> None:
 def format_plan(plan: LayoutPlan) -> str:
     """Returns the output of `tigon plan`."""
     job = plan.job
-    model = job.shapes.part(1)
+    model = job.shapes.shard(1)
     rows = format_count(job.batch_rows, "row")
     lines = [
         f"{model.config.transformers_class}, {job.shapes.counts().total:,} parameters, on "

@@ -25,8 +25,8 @@ MAX_TOKENS = 2**16  # of a micro-batch with several rows on a GPU; more is no fa
 CHECKPOINTING: tuple[bool | int, ...] = (False, 2, True)
 LACKS = "memory"
 TIE = 0.01  # of the time; the model of time is less exact
-# Kinds of memory that more ranks divide
-DIVIDED = ("parameters", "gradients", "optimizer", "average of weights", "reference")
+# Kinds of memory that ranks shard
+SHARDED = ("parameters", "gradients", "optimizer", "average of weights", "reference")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -58,9 +58,9 @@ def mesh_error(job: Job, mesh: Layout) -> str | None:
     if (refusal := settings_error(job, mesh)) is not None:
         return refusal
     try:
-        part = job.shapes.part(mesh.tensor, mesh.expert)
-        check_context(part, mesh.context)
-        check_local_model(part, job.config)
+        shard = job.shapes.shard(mesh.tensor, mesh.expert)
+        check_context(shard, mesh.context)
+        check_local_model(shard, job.config)
     except ValueError as error:
         return str(error)
     if job.batch_rows % mesh.data:
@@ -170,12 +170,12 @@ class MemorySearch:
 
 def lower_bound(memory: Estimate, share: float) -> int:
     """Returns the least bytes where a rank holds `share` of the shards that it has in `memory`:
-    what ranks divide shrinks, and communication may vanish."""
+    what ranks shard shrinks, and communication may vanish."""
     if share >= 1:
         return memory.total
-    divided = sum(memory.kinds.get(kind, 0) for kind in DIVIDED)
+    sharded = sum(memory.kinds.get(kind, 0) for kind in SHARDED)
     sent = memory.kinds.get("communication", 0)
-    return int(memory.total - sent - (1 - share) * divided)
+    return int(memory.total - sent - (1 - share) * sharded)
 
 
 def make_plan(

@@ -52,7 +52,7 @@ class Exporter(checkpoint.BackgroundWriter):
         """Writes Hugging Face's format, or PEFT's of an adapter; what was at `target` stays until
         the new one is complete.
 
-        `values` replace parameters, by name: this rank's part of each. Raises SaveError if this or
+        `values` replace parameters, by name: this rank's shard of each. Raises SaveError if this or
         the export before it cannot be written.
         """
         self.wait()

@@ -333,7 +333,7 @@ class NamedSets(Callback):
         self.sums = torch.zeros(len(names), 4, dtype=torch.double, device=set_of_part.device)
 
     @classmethod
-    def build(cls, config: Config, loader: Loader, device: torch.device) -> Self | None:
+    def of(cls, config: Config, loader: Loader, device: torch.device) -> Self | None:
         """Returns the named sets of the held-out data; None if no entry has a name."""
         entries = [e.name if isinstance(e, Entry) else None for e in config.eval_data]
         names = [name for name in entries if name is not None]

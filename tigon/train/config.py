@@ -402,7 +402,7 @@ CONFLICTS = (
     ("lora.quantize=keep", "init", "init has no quantized checkpoint: give lora.quantize=nf4"),
     ("parallel.replicate>1", "sharding=gradients", "each rank has all weights then: drop one"),
     ("cuda_graphs", "parallel.tensor>1", "a graph captures no communication between ranks"),
-    ("lora.quantize", "parallel.tensor>1", "quantised weights are not split over ranks"),
+    ("lora.quantize", "parallel.tensor>1", "quantised weights are not sharded over ranks"),
     ("sharding=gradients", "parallel.expert>1", "experts are on fewer ranks than other weights"),
     ("cuda_graphs", "parallel.expert>1", "a graph captures no communication between ranks"),
     ("optimizer_offload", "optimizer=muon", "its updates take whole matrices: drop one"),

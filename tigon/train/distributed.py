@@ -229,7 +229,7 @@ def shard(
     model: CausalLM, world: World, compute_dtype: torch.dtype, *, one_backward: bool = False
 ) -> None:
     """Shards the model by FSDP2: shared experts over the ranks that have the same, the rest over
-    all that divide the weights. `one_backward`: a step has one micro-batch.
+    all that shard the weights. `one_backward`: a step has one micro-batch.
 
     Gradients are summed, not averaged: the loss is already divided by the step's denominator.
     """
@@ -248,14 +248,14 @@ def shard(
 
 
 def meshes_of(world: World) -> Meshes:
-    """Returns the meshes of a world in which models are divided."""
+    """Returns the meshes of a world over which models are sharded."""
     if world.meshes is None:
-        raise ValueError("a World without meshes divides no model: `start` makes one with them")
+        raise ValueError("a World without meshes shards no model: `start` makes one with them")
     return world.meshes
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns this rank's part of a parameter, a gradient or a state, sharded or not."""
+    """Returns this rank's shard of a parameter, a gradient or a state, or all of one without."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -68,7 +68,7 @@ class StepTiming:
 
 
 def random_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
-    """Returns the model of a run, divided as by `build_model`, with random weights."""
+    """Returns the model of a run, sharded as by `build_model`, with random weights."""
     model = meta_model(config, weights_dtype(config, world.device), source)
     parallelize(model, config, world)
     materialize(model, world.device)
@@ -89,7 +89,7 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    cost = Cost.from_model(run.model)
+    cost = Cost.of(run.model)
     seconds, tokens, flops = [], [], []
     with run.prefetcher:
         for step in range(first, first + steps):
@@ -104,7 +104,7 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
             tokens.append(int(lengths.sum()))
             flops.append(
                 cost(lengths, before) * run.world.sizes.tensor
-            )  # tensor ranks divide the model
+            )  # tensor ranks shard the model
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
     mean_seconds = fmean(seconds[half])
@@ -220,7 +220,7 @@ def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) 
 
 
 def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
-    """Returns what ranks that divide rows, layers or experts send each other, a line for each of
+    """Returns what ranks that shard rows, layers or experts send each other, a line for each of
     these dimensions with several ranks."""
     lines, context, tensor, expert = [], sizes.context, sizes.tensor, sizes.expert
     tokens, subject = -(-config.seq_len // context), "each of {} ranks has "
@@ -243,7 +243,7 @@ def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) ->
         has = f"{subject.format(context)}{tokens:,} tokens of a row"
         lines.append(f"context: {has}; {sends(size, 'heads')}")
     if tensor > 1:
-        has = f"{subject.format(tensor)}a part of each matrix"
+        has = f"{subject.format(tensor)}a shard of each matrix"
         dim = model.config.hidden_size
         # All tokens of the stream to attention and to an MLP, and what they add to it; to whole
         # experts none

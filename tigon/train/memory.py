@@ -87,8 +87,8 @@ def estimate(
     """Returns the memory of the first rank, for a whole model on the meta device.
 
     The model cannot be used afterwards: hooks stay on it. `world` is the number of GPUs, `compute`
-    the dtype of the computation. Experts are assumed to be balanced. Raises ValueError if the ranks
-    cannot divide the model as configured.
+    the dtype of the computation. Experts are assumed to be balanced. Raises ValueError if the
+    model cannot be sharded as configured.
     """
     param_dtype = getattr(torch, config.param_dtype)
     sizes = mesh_sizes(config, world)
@@ -249,7 +249,7 @@ def track_frozen_model(
 ) -> None:
     """Counts a frozen model that runs beside the trained one: a teacher, or a live reference.
 
-    A model that the settings name is divided as by `load_frozen`, else as the trained one.
+    A model that the settings name is sharded as by `load_frozen`, else as the trained one.
     """
     kind = "teacher" if config.teacher else "reference"
     ledger = SingleKindLedger(tracker.ledger, kind)

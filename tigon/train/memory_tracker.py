@@ -150,7 +150,7 @@ def allocated_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
 
 def padded_numel(parameter: Tensor, world: int) -> int:
     """Returns the number of elements with the padding that makes all ranks' shards equally long."""
-    rows = parameter.shape[0]  # 0 where a tensor rank has no part of a narrow one
+    rows = parameter.shape[0]  # 0 where a tensor rank has no row of a narrow one
     return -(-rows // world) * world * (parameter.numel() // rows) if rows else 0
 
 
@@ -167,7 +167,7 @@ def unsharded_bytes(model: CausalLM, world: int, dtype: torch.dtype) -> int:
 
 
 def sharded_experts(module: nn.Module) -> Iterator[Experts]:
-    """Yields the experts that ranks divide; FSDP2 makes each a group of its own."""
+    """Yields the experts that ranks shard; FSDP2 makes each a group of its own."""
     for inner in module.modules():
         if isinstance(inner, Experts) and inner.shard is not None:
             yield inner

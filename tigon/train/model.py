@@ -42,7 +42,7 @@ from tigon.weights.write import all_finite
 
 
 def build_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
-    """Builds the run's model on its device: in `weights_dtype`, divided by `parallelize`.
+    """Builds the run's model on its device: in `weights_dtype`, sharded by `parallelize`.
 
     Each rank reads only the rows that it keeps. With a checkpoint `source` the weights are only
     allocated, for `checkpoint.load`; with lora only those of the adapter are left to it.
@@ -160,13 +160,13 @@ def weights_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def parallelize(model: CausalLM, config: Config, world: World) -> None:
-    """Divides the model over the ranks, in place, as `parallel` and `sharding` say; on one rank,
+    """Shards the model over the ranks, in place, as `parallel` and `sharding` say; on one rank,
     only if `is_sharded`."""
     compute = compute_dtype(config, world.device)
     if world.size == 1 and not is_sharded(config, 1, compute):
         return
     meshes = meshes_of(world)
-    _share_layers(model, meshes)
+    _shard_layers(model, meshes)
     if config.sharding == "gradients":
         shard_gradients(model, meshes.weights, compute, sum_dtype(config))
     elif is_sharded(config, meshes.sizes.fsdp_ranks, compute):
@@ -174,8 +174,8 @@ def parallelize(model: CausalLM, config: Config, world: World) -> None:
         shard(model, world, compute, one_backward=one)
 
 
-def _share_layers(model: CausalLM, meshes: Meshes) -> None:
-    """Divides experts, matrices and tokens of rows over the ranks that share them, in place."""
+def _shard_layers(model: CausalLM, meshes: Meshes) -> None:
+    """Shards experts, matrices and tokens of rows over the ranks of their meshes, in place."""
     if meshes.expert is not None and has_experts(model):
         shard_experts(model, meshes.expert)
     if meshes.tensor is not None:
@@ -228,13 +228,13 @@ def apply_model_settings(model: CausalLM, config: Config) -> CausalLM:
 
 def set_fp8(model: CausalLM, config: Config) -> None:
     """Sets `fp8` of each projection: with fp8=true, true unless fp8_except matches it or its sizes,
-    which change once the model is divided, are not supported."""
+    which change once the model is sharded, are not supported."""
     excluded = match_fp8_except(config, model)
     for name, layer in named_projections(model):
         # Both shapes, so that all ranks decide the same
         local_shape = layer.weight_meta.shape
-        cut = model.shard_specs.get(f"{name}.weight")
-        shape = local_shape if cut is None else cut.shape
+        spec = model.shard_specs.get(f"{name}.weight")
+        shape = local_shape if spec is None else spec.shape
         layer.fp8 = (
             config.fp8
             and name not in excluded
@@ -493,7 +493,7 @@ def load_frozen(
     model, stored = build(Repository(path), MODELS, dtype=compute, vocab_size=vocab_size)
     if world.size > 1:
         meshes = meshes_of(world)
-        _share_layers(model, meshes)
+        _shard_layers(model, meshes)
         if meshes.sizes.fsdp_ranks > 1:
             shard(model, world, compute)
     materialize(model, world.device)

@@ -22,7 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.layers import Attention, Linear, LMHead, LowRank, LowRankEmbedding, SparseMoE
+from tigon.layers import (
+    Attention,
+    GatedDeltaNet,
+    Linear,
+    LMHead,
+    LowRank,
+    LowRankEmbedding,
+    SparseMoE,
+)
 from tigon.models import CausalLM
 from tigon.train.distributed import World
 
@@ -39,14 +47,14 @@ PEAKS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts operations of training on sequences: `Cost.from_model(model)(lengths)`."""
+    """Counts operations of training on sequences: `Cost.of(model)(lengths)`."""
 
     per_token: float = 0.0  # of the matrix products with parameters
     # Of attention, for each position that a token sees: by window, None where it sees all before
     per_position: dict[int | None, float] = field(default_factory=dict)
 
     @classmethod
-    def from_model(cls, model: nn.Module) -> Self:
+    def of(cls, model: nn.Module) -> Self:
         """Returns the cost of a model: the sum of its modules' operations."""
         per_token, per_position = 0.0, dict[int | None, float]()
         trained = False  # anything so far, so that gradients go on to it
@@ -58,6 +66,13 @@ class Cost:
                 inside = trained or any(p.requires_grad for p in module.parameters())
                 each = (12.0 if inside else 4.0) * module.heads * module.head_dim
                 per_position[module.window] = per_position.get(module.window, 0.0) + each
+            elif isinstance(module, GatedDeltaNet):
+                # What a token reads from the state and adds to it, and the query's product
+                inside = trained or any(p.requires_grad for p in module.parameters())
+                size = module.value_heads * module.key_dim * module.value_dim
+                per_token += (18.0 if inside else 6.0) * size
+            elif isinstance(module, nn.Conv1d):
+                per_token += _product(module.weight, trained_before)
             elif isinstance(module, SparseMoE):
                 share = module.per_token / len(module.experts.down_proj)
                 experts = list(module.experts.parameters())
@@ -85,7 +100,7 @@ class Cost:
 
 def model_flops(model: nn.Module, sequences: Iterable[int]) -> float:
     """Returns the operations of forward and backward for sequences of these lengths."""
-    return Cost.from_model(model)(sequences)
+    return Cost.of(model)(sequences)
 
 
 def positions_seen(lengths: np.ndarray | int, window: int | None) -> Any:
@@ -128,7 +143,7 @@ class Meter:
 
     def __init__(self, model: CausalLM, world: World, dtype: torch.dtype):
         # Ranks of tensor parallelism have a share of each product
-        self.cost, self.ranks = Cost.from_model(model), world.size // world.sizes.tensor
+        self.cost, self.ranks = Cost.of(model), world.size // world.sizes.tensor
         self.world = world
         self.peak = peak_flops(world.device, dtype)  # of one GPU, in FLOPs a second
         self.dtype = str(dtype).removeprefix("torch.")

@@ -295,7 +295,7 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
 
     model.eval()
     sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs()])
-    sets = NamedSets.build(config, data, world.device)
+    sets = NamedSets.of(config, data, world.device)
     results = []
     writer = PredictionsWriter(Path(config.run_dir), step, run.tokenizer, world)
     with writer if config.predictions else nullcontext() as file:

@@ -3,16 +3,35 @@
 # B batch, T tokens, C channels, W taps, K key heads, D dim of a key, H value heads
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.runtime import check_devices
+from tigon.kernels.delta.causal_conv_kernels import conv_backward_kernel, conv_forward_kernel
+from tigon.kernels.norm.rms_norm import sum_partials
+from tigon.kernels.runtime import (
+    DTYPES,
+    as_rows,
+    check_devices,
+    next_power_of_2,
+    num_sms,
+    operator,
+    pdl_options,
+    refuse_second_derivative,
+    runs_triton,
+)
 
 Activation = Literal["silu"]
 L2_EPS = 1e-6  # of the norm of queries and keys
+MAX_TAPS, MAX_DIM = 4, 1024  # of the kernels; more of them take the reference
+# Tokens that a program walks over, at most: the longest that leaves work for all multiprocessors
+CHUNKS = (128, 64, 32, 16)
+STEP = 4  # tokens whose loads are in flight together
+PER_SM = 4  # programs, at least
+FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 8, 4  # of a tile, per thread
+SHORT = 16  # tokens, in rows of which one program updates the state
 
 
 def causal_conv_ref(
@@ -29,15 +48,15 @@ def causal_conv_ref(
     """
     (B, T, C), W = x.shape, weight.shape[1]
     before = x.new_zeros(B, W - 1, C) if state is None else state.to(x.dtype)
-    inputs = torch.cat((before, x), 1)
-    y = x.float() * weight[:, -1].float()
-    cut = torch.zeros(B, T, 1, dtype=torch.bool, device=x.device)  # whether another sequence's
+    inputs, taps = torch.cat((before, x), 1), weight.float().unbind(1)
+    y = x.float() * taps[-1]
+    cut = x.new_zeros(B, T, dtype=torch.bool)  # whether another sequence's
     for back in range(1, W):
-        tap = inputs[:, W - 1 - back : W - 1 - back + T].float()
+        tap = inputs.narrow(1, W - 1 - back, T).float()
         if starts is not None:
-            cut = cut | F.pad(starts, (back - 1, 0))[:, :T, None]
-            tap = tap.masked_fill(cut, 0.0)
-        y = y + tap * weight[:, W - 1 - back].float()
+            cut = cut | F.pad(starts, (back - 1, 0)).narrow(1, 0, T)
+            tap = tap.masked_fill(cut.unsqueeze(2), 0.0)
+        y = y + tap * taps[W - 1 - back]
     y = y.to(x.dtype)
     return F.silu(y) if activation == "silu" else y
 
@@ -65,6 +84,183 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
+class ConvLaunch(NamedTuple):
+    """Launch parameters: not tuned on a GPU yet."""
+
+    groups: int  # of `width` channels: one head each
+    width: int
+    block: int  # columns, a power of two
+    rows: int  # chunks of tokens of a program
+    chunk: int  # tokens
+    chunks: int  # of all rows
+    step: int
+    warps: int
+
+    @property
+    def blocks(self) -> int:
+        """Returns how many programs have the same channels."""
+        return -(-self.chunks // self.rows)
+
+
+def _launch(x: Tensor, key_dim: int, elements: int, whole: bool = False) -> ConvLaunch:
+    """Chooses the launch with `elements` of a tile per thread; `whole`: rows in one chunk."""
+    B, T, C = x.shape
+    width = key_dim or min(128, next_power_of_2(C))
+    block, groups = next_power_of_2(width), -(-C // width)
+    rows, warps = max(128 * elements // block, 1), 4
+    for chunk in (T,) if whole else CHUNKS:
+        chunks = B * -(-T // chunk)
+        fitting = min(rows, next_power_of_2(chunks))
+        if groups * (chunks // fitting) >= PER_SM * num_sms(x):
+            break
+    warps = max(1, fitting * block // (32 * elements))
+    step = 1 if whole else STEP
+    return ConvLaunch(groups, width, block, fitting, chunk, chunks, step, min(warps, 8))
+
+
+def _rows_of(x: Tensor) -> tuple[Tensor, int]:
+    """Returns [B, T, C] as rows with adjacent columns, and the step from row to row."""
+    x = as_rows(x)
+    return x, x.stride(0)
+
+
+def _parts_of(parts: list[Tensor]) -> list[tuple[Tensor, int]]:
+    """Returns q, k and v as the kernels take them; y alone stands for each."""
+    rows = [_rows_of(t.flatten(2)) for t in parts]
+    return rows if len(rows) == 3 else 3 * rows
+
+
+def _outputs(
+    x: Tensor, weight: Any, starts: Any, state: Any, key_heads: int, key_dim: int, *_: Any
+) -> list[Tensor]:
+    """Allocates y, or q, k and v."""
+    B, T, C = x.shape
+    if not key_heads:
+        return [x.new_empty(B, T, C)]
+    q, k = (x.new_empty(B, T, key_heads, key_dim) for _ in range(2))
+    return [q, k, x.new_empty(B, T, C - 2 * key_heads * key_dim)]
+
+
+def _run_forward(
+    x: Tensor,
+    weight: Tensor,
+    starts: Tensor | None,
+    state: Tensor | None,
+    key_heads: int,
+    key_dim: int,
+    silu: bool,
+    update: bool,
+) -> list[Tensor]:
+    """Launches the forward kernel."""
+    outputs = _outputs(x, weight, starts, state, key_heads, key_dim)
+    if x.numel() == 0:
+        return outputs
+    launch = _launch(x, key_dim, FORWARD_ELEMENTS, update)
+    conv_forward_kernel[(launch.groups * launch.blocks,)](
+        *(_rows_of(x), *_parts_of(outputs), weight.contiguous(), starts, state),
+        *(launch.chunks, x.shape[1], launch.chunk, key_dim**-0.5 if key_heads else 1.0),
+        *(*weight.shape, key_heads, launch.width, silu, update),
+        *(launch.block, launch.rows, launch.step),
+        num_warps=launch.warps,
+        **pdl_options(x),
+    )
+    return outputs
+
+
+@operator("causal_conv", _outputs)
+def _forward(
+    x: Tensor,  # [B, T, C]
+    weight: Tensor,  # [C, W]
+    starts: Tensor | None,  # [B, T]
+    state: Tensor | None,  # [B, W - 1, C]
+    key_heads: int,  # 0: no queries and keys
+    key_dim: int,
+    silu: bool,
+) -> list[Tensor]:
+    """Returns what `_outputs` allocates, by the kernel."""
+    state = None if state is None else state.contiguous()
+    starts = None if starts is None else starts.contiguous()
+    return _run_forward(x, weight, starts, state, key_heads, key_dim, silu, False)
+
+
+@operator("causal_conv_step", _outputs, mutates=("state",))
+def _forward_and_update(
+    x: Tensor, weight: Tensor, starts: Tensor | None, state: Tensor, key_heads: int, key_dim: int,
+    silu: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Does what `_forward` does, and updates the contiguous state in the same pass."""
+    return _run_forward(x, weight, starts, state, key_heads, key_dim, silu, True)
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, state: Tensor | None, needs: list[bool], *_: Any
+) -> list[Tensor]:
+    """Allocates the needed gradients of the first three arguments."""
+    expected = zip((x, weight, state), needs, strict=True)
+    return [
+        torch.empty_like(t, memory_format=torch.contiguous_format)
+        for t, needed in expected
+        if needed and t is not None
+    ]
+
+
+@operator("causal_conv_backward", _gradients)
+def _backward(
+    x: Tensor,
+    weight: Tensor,
+    state: Tensor | None,
+    needs: list[bool],  # the gradients of these three, returned in this order
+    starts: Tensor | None,
+    ups: list[Tensor],  # of y, or of q, k and v
+    key_heads: int,
+    key_dim: int,
+    silu: bool,
+) -> list[Tensor]:
+    """Returns the gradients that `_gradients` allocates."""
+    gradients = _gradients(x, weight, state, needs)
+    if x.numel() == 0:
+        return [g.zero_() for g in gradients]
+    made = iter(gradients)
+    dx, dweight, dstate = (next(made) if needed else None for needed in needs)
+    if dx is None and dstate is not None:
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    launch, (C, W) = _launch(x, key_dim, BACKWARD_ELEMENTS), weight.shape
+    partials = None
+    if dweight is not None:
+        partials = torch.empty(launch.blocks * C * W, dtype=torch.float32, device=x.device)
+    conv_backward_kernel[(launch.groups * launch.blocks,)](
+        *(_rows_of(x), *_parts_of(ups), weight.contiguous()),
+        *(None if t is None else t.contiguous() for t in (starts, state)),
+        *(dx, dstate, partials),
+        *(launch.chunks, x.shape[1], launch.chunk, key_dim**-0.5 if key_heads else 1.0),
+        *(C, W, key_heads, launch.width, silu, launch.block, launch.rows, launch.step),
+        num_warps=launch.warps,
+    )
+    if partials is not None and dweight is not None:
+        sum_partials(partials, launch.blocks, C * W, dweight)
+    return gradients
+
+
+class _CausalConv(torch.autograd.Function):
+    """The convolution, plain or of queries, keys and values, and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Any, state: Any, *how: Any) -> Any:
+        ctx.how = how
+        ctx.save_for_backward(x, weight, starts, state)
+        return _one_or_all(_forward(x, weight, starts, state, *how))
+
+    @staticmethod
+    def backward(ctx: Any, *ups: Tensor) -> Any:
+        refuse_second_derivative("causal_conv")
+        x, weight, starts, state = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_state = ctx.needs_input_grad[:4]
+        needs = [needs_x, needs_weight, needs_state]
+        made = iter(_backward(x, weight, state, needs, starts, list(ups), *ctx.how))
+        dx, dweight, dstate = (next(made) if needed else None for needed in needs)
+        return dx, dweight, None, dstate, None, None, None
+
+
 def _update(state: Tensor, x: Tensor) -> None:
     """Writes the W - 1 inputs before the next token to the state."""
     state.copy_(torch.cat((state, x.detach().to(state.dtype)), 1)[:, x.shape[1] :])
@@ -90,6 +286,34 @@ def _check(
     check_devices(x=x, weight=weight, starts=starts, state=state)
 
 
+def _serves(x: Tensor, weight: Tensor, state: Tensor | None, key_dim: int) -> bool:
+    """Whether the kernels run on these."""
+    fits = weight.shape[1] <= MAX_TAPS and key_dim <= MAX_DIM and weight.dtype in DTYPES
+    return runs_triton(x) and fits and (state is None or state.dtype == x.dtype)
+
+
+def _run(
+    x: Tensor, weight: Tensor, starts: Tensor | None, state: Tensor | None, update: bool, *how: Any
+) -> Any:
+    """Runs the kernels, and updates the state; returns y, or q, k and v."""
+    learned = (x, weight) if state is None else (x, weight, state)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in learned):
+        before = state.clone() if update and state is not None else state
+        outputs = _CausalConv.apply(x, weight, starts, before, *how)
+    elif update and state is not None and state.is_contiguous() and x.shape[1] <= SHORT:
+        return _one_or_all(_forward_and_update(x, weight, None, state, *how))
+    else:
+        outputs = _one_or_all(_forward(x, weight, starts, state, *how))
+    if update and state is not None:
+        _update(state, x)
+    return outputs
+
+
+def _one_or_all(outputs: list[Tensor]) -> Any:
+    """Returns y, or q, k and v."""
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
 def causal_conv(
     x: Tensor,  # [B, T, C]
     weight: Tensor,  # [C, W]; the last tap is the present token's
@@ -106,6 +330,9 @@ def causal_conv(
     if activation is not None and activation not in get_args(Activation):
         raise ValueError(f"activation={activation!r} is neither 'silu' nor None")
     _check(x, weight, starts, state, update_state)
+    if _serves(x, weight, state, 0):
+        y: Tensor = _run(x, weight, starts, state, update_state, 0, 0, activation == "silu")
+        return y
     y = causal_conv_ref(x, weight, activation=activation, starts=starts, state=state)
     if update_state and state is not None:
         _update(state, x)
@@ -134,8 +361,11 @@ def causal_conv_qkv(
             f"x has {x.shape[-1]} channels: queries and keys of {key_heads} heads of {key_dim} "
             f"would take {2 * key_heads * key_dim}"
         )
+    if _serves(x, weight, state, key_dim):
+        q, k, v = _run(x, weight, starts, state, update_state, key_heads, key_dim, True)
+        return q, k, v
     sizes = {"key_heads": key_heads, "key_dim": key_dim}
-    found = causal_conv_qkv_ref(x, weight, **sizes, starts=starts, state=state)
+    parts = causal_conv_qkv_ref(x, weight, **sizes, starts=starts, state=state)
     if update_state and state is not None:
         _update(state, x)
-    return found
+    return parts

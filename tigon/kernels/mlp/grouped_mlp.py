@@ -4,6 +4,9 @@
 # E experts, C model dim, I intermediate size; K the dimension summed over, O outputs of a product;
 # r rank of what is added to gate_up, q of what is added to down
 
+Transposed matrices are [E, C, 2I] and [E, I, C], as in gpt-oss. Experts may have biases, of which
+that of down is multiplied by the weight, too.
+
 With low-rank additions (LoRA) W_e becomes W_e + B_e A_e, which is never made: the rows that went to
 an expert are multiplied with its A_e, and that with its B_e. Source: Hu et al. (arXiv 2106.09685),
 for stacked matrices as PEFT has them (`target_parameters`). Backward saves the S rows of both
@@ -19,6 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.linear.linear import matmul_into
+from tigon.kernels.mlp.clamped_swiglu import (
+    ClampedSwiGLU,
+    clamped_swiglu,
+    clamped_swiglu_backward,
+    clamped_swiglu_ref,
+)
 from tigon.kernels.mlp.gated_act import (
     Activation,
     act_and_slope,
@@ -58,6 +67,7 @@ def _grouped_product_kernel(
     x,  # descriptor of [S, K]
     weight,  # descriptor of [E, O, K], TRANSPOSED [E, K, O]
     ends, y,
+    bias,  # [E, O], or None
     O,  # noqa: E741
     K,
     E: tl.constexpr, EXPERTS: tl.constexpr, TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
@@ -93,6 +103,8 @@ def _grouped_product_kernel(
             total = tl.dot(a, b, total)
         rows = row + tl.arange(0, ROWS)[:, None]
         columns = column + tl.arange(0, OUTPUTS)[None, :]
+        if bias is not None:
+            total += tl.load(bias + e * O + columns, mask=columns < O, other=0.0).to(tl.float32)
         at = y + rows.to(tl.int64) * O + columns
         # Rows past the last one are another expert's
         tl.store(at, total.to(y.dtype.element_ty), mask=(rows < last) & (columns < O))
@@ -148,13 +160,21 @@ def product_by_row(x: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
     return torch.matmul(x, matrices)[experts, torch.arange(len(x), device=x.device)]
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool = False) -> Tensor:
+def experts_of_rows(ends: Tensor, rows: int) -> Tensor:
+    """Returns the expert [S] of each sorted row; of rows after the last end the last one."""
+    row = torch.arange(rows, device=ends.device, dtype=ends.dtype)
+    return torch.searchsorted(ends, row, right=True).clamp_(max=len(ends) - 1)
+
+
+def grouped_product(
+    x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool = False, bias: Tensor | None = None
+) -> Tensor:
     """Multiplies rows x [S, K], those of expert e up to ends[e], by weight [E, O, K] -> [S, O].
 
-    If `transposed`, the weight is [E, K, O]. All are contiguous. Sums are fp32. With few rows, and
-    where the kernel runs (16 bits, from sm_90 on, K and O of whole 16 bytes), nothing waits for the
-    device; otherwise the host may ask it where the experts end. Rows after the last end belong to
-    no expert, and their results are undefined.
+    If `transposed`, the weight is [E, K, O]. `bias` [E, O] is added. All are contiguous. Sums are
+    fp32. With few rows, and where the kernel runs (16 bits, from sm_90 on, K and O of whole 16
+    bytes), nothing waits for the device; otherwise the host may ask it where the experts end. Rows
+    after the last end belong to no expert, and their results are undefined.
     """
     experts, width = len(weight), weight.shape[2 if transposed else 1]
     if not len(x):
@@ -165,23 +185,22 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool
         box = [1, step, outputs] if transposed else [1, outputs, step]
         _grouped_product_kernel[(num_sms(x),)](
             TensorDescriptor.from_tensor(x, [rows, step]),
-            TensorDescriptor.from_tensor(weight, box), ends, y, width, x.shape[1],
+            TensorDescriptor.from_tensor(weight, box), ends, y, bias, width, x.shape[1],
             E=experts, EXPERTS=triton.next_power_of_2(experts), TRANSPOSED=transposed, ROWS=rows,
             OUTPUTS=outputs, STEP=step, num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return y
     matrices = weight if transposed else weight.transpose(1, 2)
     if must_not_sync(x, len(x)):
-        row = torch.arange(len(x), device=x.device, dtype=ends.dtype)
-        expert = torch.searchsorted(ends, row, right=True).clamp_(max=experts - 1)
-        return product_by_row(x, matrices, expert)
-    if _torch_supports(x, weight):
-        return F.grouped_mm(x, matrices, offs=ends).contiguous()  # it pads rows to 16 bytes
-    y, start = x.new_empty(len(x), width), 0
-    for w, end in zip(matrices, ends.tolist(), strict=True):
-        torch.mm(x[start:end], w, out=y[start:end])
-        start = end
-    return y
+        y = product_by_row(x, matrices, experts_of_rows(ends, len(x)))
+    elif _torch_supports(x, weight):
+        y = F.grouped_mm(x, matrices, offs=ends).contiguous()  # it pads rows to 16 bytes
+    else:
+        y, start = x.new_empty(len(x), width), 0
+        for w, end in zip(matrices, ends.tolist(), strict=True):
+            torch.mm(x[start:end], w, out=y[start:end])
+            start = end
+    return y if bias is None else y.add_(bias[experts_of_rows(ends, len(x))])
 
 
 def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
@@ -200,6 +219,16 @@ def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
     return dw
 
 
+def grouped_bias_gradient(dy: Tensor, weights: Tensor | None, ends: Tensor) -> Tensor:
+    """Returns [E, O], each expert's sum of its rows of dy [S, O], times weights [S] if given.
+
+    It is the product with a matrix whose columns are equal, in rows of 16 bytes.
+    """
+    ones = dy.new_ones(len(dy), 16 // dy.element_size())
+    columns = ones if weights is None else ones * weights[:, None].to(dy.dtype)
+    return grouped_weight_gradient(dy, columns, ends)[..., 0]
+
+
 UNKNOWN_SLOTS = -1  # slots of which some may be absent, the host does not know how many
 ACT = (1024, 4)  # columns and warps of one program: the best of some tried on an H200
 
@@ -213,48 +242,81 @@ class LoRAFactors(NamedTuple):
     b_down: Tensor  # [E, C, q], with its scale
 
 
+class ExpertBiases(NamedTuple):
+    """The biases of the experts' matrices."""
+
+    gate_up: Tensor  # [E, 2I]
+    down: Tensor  # [E, C]
+
+
+ExpertActivation = Activation | ClampedSwiGLU
+
+
+def _activate(hidden: Tensor, act: ExpertActivation) -> Tensor:
+    """Returns [..., I] for [..., 2I], in plain torch."""
+    if isinstance(act, ClampedSwiGLU):
+        return clamped_swiglu_ref(hidden, act)
+    return gated_act_ref(hidden, act)
+
+
 def grouped_mlp_ref(
     x: Tensor,
     gate_up: Tensor,
     down: Tensor,
     experts: Tensor,
     weights: Tensor,
-    act: Activation,
+    act: ExpertActivation,
     slots: int | None = None,
     low: LoRAFactors | None = None,
+    *,
+    biases: ExpertBiases | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """Returns `sum_j weights[n, j] * down[e] @ gated_act(gate_up[e] @ x[n])` with e = experts[n,
     j].
 
     Each product is in the input's dtype, the sum over j in fp32 and rounded once. With `slots`,
     that many of the experts are in [0, E), or UNKNOWN_SLOTS, and the rest are E: absent. With
-    `low`, the matrices are sums.
+    `low`, the matrices are sums; with `biases`, they are added to both products.
     """
     if low is not None:
-        gate_up = torch.baddbmm(gate_up, low.b_up, low.a_up)
-        down = torch.baddbmm(down, low.b_down, low.a_down)
+        pairs = [(low.b_up, low.a_up), (low.b_down, low.a_down)]
+        if transposed:
+            pairs = [(a.mT, b.mT) for b, a in pairs]
+        gate_up, down = (torch.baddbmm(w, *p) for w, p in zip((gate_up, down), pairs, strict=True))
+    if not transposed:
+        gate_up, down = gate_up.mT, down.mT  # [E, C, 2I] and [E, I, C]
     n, k = experts.shape
     flat = experts.flatten()
     if slots == UNKNOWN_SLOTS:
         slots = int((flat < len(gate_up)).sum())
     if slots is None and must_not_sync(x, n * k) and not torch.is_grad_enabled():
         # A step of decoding
-        hidden = product_by_row(x.repeat_interleave(k, 0), gate_up.mT, flat)
-        y = product_by_row(gated_act_ref(hidden, act), down.mT, flat)
+        hidden = product_by_row(x.repeat_interleave(k, 0), gate_up, flat)
+        hidden = hidden if biases is None else hidden + biases.gate_up[flat]
+        y = product_by_row(_activate(hidden, act), down, flat)
+        y = y if biases is None else y + biases.down[flat]
     else:
         order = flat.argsort(stable=True)[:slots]
         each = flat.bincount(minlength=len(gate_up))[: len(gate_up)]
         rows = x.index_select(0, order // k).split(each.tolist())
         # unbind: the gradient of all experts is stacked once; indexing would add one for each
+        both = gate_up.unbind(), down.unbind()
+        added = [(None,) * len(gate_up)] * 2 if biases is None else [b.unbind() for b in biases]
         parts = [
-            F.linear(gated_act_ref(F.linear(r, g), act), d)
-            for r, g, d in zip(rows, gate_up.unbind(), down.unbind(), strict=True)
+            _product_ref(_activate(_product_ref(r, g, b), act), d, c)
+            for r, g, d, b, c in zip(rows, *both, *added, strict=True)
             if len(r) or not len(order)
         ]
         y = torch.cat(parts)
         y = y.new_zeros(n * k, x.shape[1]).index_copy(0, order, y)
     scale = _at_least_fp32(weights)[..., None]
     return (y.view(n, k, x.shape[1]) * scale).sum(1).to(y.dtype)
+
+
+def _product_ref(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns x [S, K] times [K, O], with the bias [O] added if there is one."""
+    return x @ matrix if bias is None else torch.addmm(bias, x, matrix)
 
 
 def _at_least_fp32(x: Tensor) -> Tensor:
@@ -295,13 +357,16 @@ def _act_backward_kernel(
 
 
 def _act_backward(
-    hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str
+    hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str, clamp: Sequence[float]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns gradients of hidden [S, 2I] and of weights, and h times its weight [S, I]."""
     dhidden, weighted = torch.empty_like(hidden), torch.empty_like(dh)
     absent = len(order) < weights.numel()
     dweights = torch.zeros_like(weights) if absent else torch.empty_like(weights)
-    if not runs_triton(hidden):
+    if clamp:
+        outputs = dhidden, weighted, dweights
+        clamped_swiglu_backward(hidden, dh, order, weights, ClampedSwiGLU(*clamp), outputs)
+    elif not runs_triton(hidden):
         gate, up = hidden.chunk(2, dim=-1)
         h, scale = gated_act_ref(hidden, cast(Activation, act)), weights.flatten()[order][:, None]
         dweights.view(-1)[order] = (_at_least_fp32(dh) * h).sum(-1).to(weights.dtype)
@@ -343,10 +408,15 @@ def sorted_slots(
 
 
 def _product(
-    x: Tensor, w: Tensor, factors: Sequence[Tensor], ends: Tensor
+    x: Tensor,
+    w: Tensor,
+    factors: Sequence[Tensor],
+    ends: Tensor,
+    transposed: bool,
+    bias: Tensor | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns x (W_e + B_e A_e)^T of sorted rows, and x A_e^T if there are factors."""
-    y = grouped_product(x, w, ends)
+    """Returns x (W_e + B_e A_e)^T plus a bias of sorted rows, and x A_e^T if there are factors."""
+    y = grouped_product(x, w, ends, transposed=transposed, bias=bias)
     if not factors:
         return y, []
     a, b = factors
@@ -357,10 +427,10 @@ def _product(
 
 
 def _product_backward(
-    dy: Tensor, w: Tensor, factors: Sequence[Tensor], ends: Tensor
+    dy: Tensor, w: Tensor, factors: Sequence[Tensor], ends: Tensor, transposed: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns dy (W_e + B_e A_e) of sorted rows, and dy B_e unless there are no factors."""
-    dx = grouped_product(dy, w, ends, transposed=True)
+    dx = grouped_product(dy, w, ends, transposed=not transposed)
     if not factors or not factors[0].shape[1]:
         return dx, None
     a, b = factors
@@ -377,13 +447,22 @@ def _outputs(
     weights: Tensor,
     act: str,
     slots: int | None,
+    biases: Sequence[Tensor],
+    clamp: Sequence[float],
+    transposed: bool,
 ) -> list[Tensor]:
     """Allocates the output and what backward needs: gate_up of the slots, and their order."""
     size = count_slots(experts, slots)
-    widths = (gate_up.shape[1], *(a.shape[1] for a in low[::2]))
+    widths = (2 * _widths(down, transposed)[1], *(a.shape[1] for a in low[::2]))
     numbers = [experts.new_empty(size), experts.new_empty(experts.numel())]
     ends = experts.new_empty(len(gate_up), dtype=torch.int32)
     return [torch.empty_like(x), *(x.new_empty(size, n) for n in widths), *numbers, ends]
+
+
+def _widths(down: Tensor, transposed: bool) -> tuple[int, int]:
+    """Returns C and I."""
+    _, rows, columns = down.shape
+    return (columns, rows) if transposed else (rows, columns)
 
 
 def count_slots(experts: Tensor, slots: int | None) -> int:
@@ -399,14 +478,23 @@ def _forward(
     low: list[Tensor],  # the fields of `LoRAFactors`, or empty
     experts: Tensor,
     weights: Tensor,
-    act: str,
+    act: str,  # of no meaning with `clamp`
     slots: int | None,
+    biases: list[Tensor],  # the fields of `ExpertBiases`, or empty
+    clamp: list[float],  # the fields of `ClampedSwiGLU`, or empty
+    transposed: bool,
 ) -> list[Tensor]:
     """Returns the output and, for backward, per slot gate_up and products with A, and the order."""
-    k = experts.shape[1]
+    k, (up_bias, down_bias) = experts.shape[1], biases or (None, None)
     order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
-    hidden, u = _product(spread_rows(x, inverse, k, len(order)), gate_up, low[:2], ends)
-    y, v = _product(gated_act(hidden, cast(Activation, act)), down, low[2:], ends)
+    rows = spread_rows(x, inverse, k, len(order))
+    hidden, u = _product(rows, gate_up, low[:2], ends, transposed, up_bias)
+    del rows
+    if clamp:
+        h = clamped_swiglu(hidden, ClampedSwiGLU(*clamp))
+    else:
+        h = gated_act(hidden, cast(Activation, act))
+    y, v = _product(h, down, low[2:], ends, transposed, down_bias)
     return [combine_rows(y, inverse, weights, k), hidden, *u, *v, order, inverse, ends]
 
 
@@ -417,10 +505,18 @@ def _gradients(
     low: Sequence[Tensor],
     weights: Tensor,
     needs_grad: list[bool],
+    hidden: Tensor,
+    low_rows: Sequence[Tensor],
+    order: Tensor,
+    inverse: Tensor,
+    ends: Tensor,
+    dy: Tensor,
+    act: str,
+    biases: Sequence[Tensor],
     *_: Any,
 ) -> list[Tensor]:
     """Allocates the needed gradients; the others are empty."""
-    likes = zip((x, gate_up, down, weights, *low), needs_grad, strict=True)
+    likes = zip((x, gate_up, down, weights, *low, *biases), needs_grad, strict=True)
     return [torch.empty_like(t) if want else t.new_empty(0) for t, want in likes]
 
 
@@ -431,7 +527,7 @@ def _backward(
     down: Tensor,
     low: list[Tensor],
     weights: Tensor,
-    needs_grad: list[bool],  # of x, gate_up, down, weights and those of low
+    needs_grad: list[bool],  # of x, gate_up, down, weights, those of low and of biases
     hidden: Tensor,
     low_rows: list[Tensor],  # both products with A
     order: Tensor,
@@ -439,17 +535,29 @@ def _backward(
     ends: Tensor,
     dy: Tensor,  # [N, C]
     act: str,
+    biases: list[Tensor],
+    clamp: list[float],
+    transposed: bool,
 ) -> list[Tensor]:
     """Returns the gradients that are needed; the rest are empty."""
     k, size = weights.shape[1], len(order)
     gradients: list[Tensor | None] = [None] * len(needs_grad)
-    needs_low = needs_grad[4:] or [False] * 4
+    needs_low = needs_grad[4:8] if low else [False] * 4
     rows = spread_rows(dy, inverse, k, size)
-    dh, dv = _product_backward(rows, down, low[2:], ends)
-    dhidden, weighted, gradients[3] = _act_backward(hidden, dh, order, weights, act)
+    dh, dv = _product_backward(rows, down, low[2:], ends, transposed)
+    dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act, clamp)
+    gradients[3] = dweights
     del dh
+    if biases:
+        if needs_grad[3]:
+            shares = (dy @ biases[1].mT)[order // k, experts_of_rows(ends, size)]
+            dweights.view(-1)[order] += shares.to(dweights.dtype)
+        if needs_grad[-2]:
+            gradients[-2] = grouped_bias_gradient(dhidden, None, ends)
+        if needs_grad[-1]:
+            gradients[-1] = grouped_bias_gradient(rows, weights.flatten()[order], ends)
     if needs_grad[2]:
-        gradients[2] = grouped_weight_gradient(rows, weighted, ends)
+        gradients[2] = _weight_gradient(rows, weighted, ends, transposed)
     if dv is not None:
         if needs_low[2]:
             gradients[6] = grouped_weight_gradient(dv, weighted, ends)
@@ -459,7 +567,7 @@ def _backward(
     del rows, weighted
     du = None
     if needs_grad[0] or low:
-        dx, du = _product_backward(dhidden, gate_up, low[:2], ends)
+        dx, du = _product_backward(dhidden, gate_up, low[:2], ends, transposed)
         gradients[0] = combine_rows(dx, inverse, None, k) if needs_grad[0] else None
         del dx
     if du is not None and needs_low[1]:
@@ -467,13 +575,20 @@ def _backward(
     if needs_grad[1] or (du is not None and needs_low[0]):
         rows = spread_rows(x, inverse, k, size)
         if needs_grad[1]:
-            gradients[1] = grouped_weight_gradient(dhidden, rows, ends)
+            gradients[1] = _weight_gradient(dhidden, rows, ends, transposed)
         if du is not None and needs_low[0]:
             gradients[4] = grouped_weight_gradient(du, rows, ends)
-    likes = zip((x, gate_up, down, weights, *low), gradients, needs_grad, strict=True)
+    given = x, gate_up, down, weights, *low, *biases
+    likes = zip(given, gradients, needs_grad, strict=True)
     return [
         t.new_zeros(t.shape if want else 0) if d is None or not want else d for t, d, want in likes
     ]
+
+
+def _weight_gradient(dy: Tensor, x: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    """Returns the gradient of the matrices of a product with sorted rows x [S, K], as stored."""
+    pair = (x, dy) if transposed else (dy, x)
+    return grouped_weight_gradient(*pair, ends)
 
 
 def forward_workspace(
@@ -485,21 +600,24 @@ def forward_workspace(
     weights: Tensor,
     act: str,
     slots: int | None = None,
+    biases: Sequence[Tensor] = (),
+    clamp: Sequence[float] = (),
+    transposed: bool = False,
 ) -> int:
     """Returns the most bytes that `_forward` uses besides its outputs.
 
     These are h and its product per slot; with low-rank additions the sorted rows and the addition
     to gate_up, or h, its product and the addition to that.
     """
-    c, inner = down.shape[1:]
+    c, inner = _widths(down, transposed)
     columns = max(c + 2 * inner, 2 * c + inner) if low else c + inner
     return count_slots(experts, slots) * columns * x.element_size()
 
 
 def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:
     """Returns the most bytes that `_backward` uses besides its outputs, made one by one."""
-    low, _, needs_grad, hidden, *_ = rest
-    c, inner = down.shape[1:]
+    low, _, needs_grad, hidden, *_, transposed = rest
+    c, inner = _widths(down, transposed)
     slots, size = len(hidden), x.element_size()
     if low:
         return slots * max(c + 4 * inner, 2 * c + 2 * inner) * size
@@ -514,39 +632,46 @@ class _GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        x, gate_up, down, experts, weights, ctx.act, slots, *low = args
-        y, *saved = _forward(x, gate_up, down, low, experts, weights, ctx.act, slots)
+        x, gate_up, down, experts, weights, act, slots, clamp, transposed, factors, *rest = args
+        low, biases = rest[:factors], rest[factors:]
+        form = biases, clamp, transposed
+        y, *saved = _forward(x, gate_up, down, low, experts, weights, act, slots, *form)
         if (recompute := find_recompute(x)) is not None:
             recompute.keep_gate_up()
+        ctx.form, ctx.counts = (act, clamp, transposed), (factors, len(biases))
         ctx.recompute_fn = None if recompute is None else recompute.fn
         saved_x = (x,) if recompute is None else recompute.saved
-        ctx.save_for_backward(gate_up, down, weights, *low, *saved, *saved_x)
+        ctx.save_for_backward(gate_up, down, weights, *low, *biases, *saved, *saved_x)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
-        needs_low = needs[7:]
-        factors, products = (4, 2) if needs_low else (0, 0)
-        refuse_second_derivative("lora_grouped_mlp" if needs_low else "grouped_mlp")
-        needs_grad = [*needs[:3], needs[4], *needs_low]
+        needs, (factors, others) = ctx.needs_input_grad, ctx.counts
+        needs_rest, products = needs[10:], factors // 2
+        refuse_second_derivative("lora_grouped_mlp" if factors else "grouped_mlp")
+        needs_grad = [*needs[:3], needs[4], *needs_rest]
         # Read once: with activation checkpointing they are there only once
         gate_up, down, weights, *rest = ctx.saved_tensors
-        low, (hidden, *rest) = rest[:factors], rest[factors:]
+        low, biases, rest = (
+            rest[:factors],
+            rest[factors : factors + others],
+            rest[factors + others :],
+        )
+        hidden, *rest = rest
         low_rows, (order, inverse, ends, *saved_x) = rest[:products], rest[products:]
         dy = dy.contiguous()
         if ctx.recompute_fn is None:
             x = saved_x[0]
-        elif needs_grad[1] or any(needs_low[:1]):
+        elif needs_grad[1] or any(needs_rest[: min(factors, 1)]):
             x = run_recompute(ctx.recompute_fn, saved_x).view_as(dy)
         else:  # without the gradients of gate_up and A its shape and dtype alone are asked
             x = dy
-        saved = hidden, low_rows, order, inverse, ends
-        grads = _backward(x, gate_up, down, low, weights, needs_grad, *saved, dy, ctx.act)
-        dx, dgate_up, ddown, dweights, *dlow = (
-            g if want else None for g, want in zip(grads, needs_grad, strict=True)
+        saved, (act, clamp, transposed) = (hidden, low_rows, order, inverse, ends), ctx.form
+        given = gate_up, down, low, weights, needs_grad, *saved, dy, act, biases, clamp, transposed
+        dx, dgate_up, ddown, dweights, *drest = (
+            g if want else None for g, want in zip(_backward(x, *given), needs_grad, strict=True)
         )
-        return dx, dgate_up, ddown, None, dweights, None, None, *dlow
+        return dx, dgate_up, ddown, None, dweights, *[None] * 5, *drest
 
 
 def grouped_mlp(
@@ -555,16 +680,22 @@ def grouped_mlp(
     down: Tensor,  # [E, C, I]
     experts: Tensor,  # [N, k] int64, in [0, E)
     weights: Tensor,  # [N, k], of any floating dtype
-    act: Activation,
+    act: ExpertActivation,
+    *,
+    biases: ExpertBiases | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """Returns the weighted sum [N, C] of k gated MLPs for each token. No token is dropped.
 
-    An expert that no token chose has gradients of 0. Raises ValueError on shapes, dtypes and expert
-    numbers that do not match. Source: the dropless mixture of experts of MegaBlocks (arXiv
+    An expert that no token chose has gradients of 0. The down bias is weighted, too. If
+    `transposed`, the matrices are [E, C, 2I] and [E, I, C]. Raises ValueError on shapes, dtypes and
+    expert numbers that do not match. Source: the dropless mixture of experts of MegaBlocks (arXiv
     2211.15841), defined by `grouped_mlp_ref`.
     """
-    _check(x, gate_up, down, experts, weights, act)
-    return unchecked_grouped_mlp(x, gate_up, down, experts, weights, act)
+    _check(x, gate_up, down, experts, weights, act, biases, transposed)
+    return unchecked_grouped_mlp(
+        x, gate_up, down, experts, weights, act, biases=biases, transposed=transposed
+    )
 
 
 def unchecked_grouped_mlp(
@@ -573,9 +704,12 @@ def unchecked_grouped_mlp(
     down: Tensor,
     experts: Tensor,
     weights: Tensor,
-    act: Activation,
+    act: ExpertActivation,
     slots: int | None = None,
     low: LoRAFactors | None = None,
+    *,
+    biases: ExpertBiases | None = None,
+    transposed: bool = False,
 ) -> Tensor:
     """`grouped_mlp` of valid expert numbers, as those of topk are: their check is six launches.
 
@@ -590,12 +724,17 @@ def unchecked_grouped_mlp(
             f"x is {x.dtype}, gate_up {gate_up.dtype} and down {down.dtype}: cast them to one"
         )
     low = None if low is None else LoRAFactors(*(t.to(x.dtype) for t in low))
+    biases = None if biases is None else ExpertBiases(*(t.to(x.dtype) for t in biases))
     # Plain torch has to know how many rows each expert has
     if runs_triton(x) or not has_values(x):
         tensors = (t.contiguous() for t in (x, gate_up, down, experts, weights))
         factors = () if low is None else (*pad_rank(low[:2]), *pad_rank(low[2:]))
-        return _GroupedMLP.apply(*tensors, act, slots, *(t.contiguous() for t in factors))
-    return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots, low)
+        name, clamp = ("", [*act]) if isinstance(act, ClampedSwiGLU) else (act, [])
+        rest = [t.contiguous() for t in (*factors, *(biases or ()))]
+        form = name, slots, clamp, transposed, len(factors)
+        return _GroupedMLP.apply(*tensors, *form, *rest)
+    options: dict[str, Any] = {"biases": biases, "transposed": transposed}
+    return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots, low, **options)
 
 
 def pad_rank(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -606,21 +745,37 @@ def pad_rank(factors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _check(
-    x: Tensor, gate_up: Tensor, down: Tensor, experts: Tensor, weights: Tensor, act: Activation
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    act: ExpertActivation,
+    biases: ExpertBiases | None,
+    transposed: bool,
 ) -> None:
     """Raises ValueError unless tokens, experts' matrices, indices and weights fit each other."""
-    check_act(act)
+    if not isinstance(act, ClampedSwiGLU):
+        check_act(act)
     dims = (x.dim(), gate_up.dim(), down.dim(), experts.dim(), weights.dim())
     fits = dims == (2, 3, 3, 2, 2) and experts.shape == weights.shape and experts.shape[1] > 0
     if fits:
-        (n, c), (e, _, inner) = x.shape, down.shape
-        fits = experts.shape[0] == n and gate_up.shape == (e, 2 * inner, c) and down.shape[1] == c
+        (n, c), e, (width, inner) = x.shape, len(down), _widths(down, transposed)
+        shape = (e, c, 2 * inner) if transposed else (e, 2 * inner, c)
+        fits = experts.shape[0] == n and gate_up.shape == shape and width == c
     if not fits:
         shapes = {"x": x, "gate_up": gate_up, "down": down, "experts": experts, "weights": weights}
         raise ValueError(
             ", ".join(f"{name} {tuple(t.shape)}" for name, t in shapes.items())
-            + " are not [N, C], [E, 2I, C], [E, C, I], [N, k] and [N, k]"
+            + (
+                " are not [N, C], [E, C, 2I], [E, I, C], [N, k] and [N, k]"
+                if transposed
+                else " are not [N, C], [E, 2I, C], [E, C, I], [N, k] and [N, k]"
+            )
         )
+    found = None if biases is None else [tuple(b.shape) for b in biases]
+    if found not in (None, [(e, 2 * inner), (e, c)]):
+        raise ValueError(f"biases {found} are not [{(e, 2 * inner)}, {(e, c)}]")
     check_devices(x=x, gate_up=gate_up, down=down, experts=experts, weights=weights)
     if experts.dtype != torch.int64 or not weights.is_floating_point():
         raise ValueError(

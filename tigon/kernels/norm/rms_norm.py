@@ -78,11 +78,13 @@ def sandwich_norm_ref(
     weight: Tensor,
     eps: float,
     *,
+    post_eps: float | None = None,
     offset: float = 1.0,
     cast: Cast = "after_weight",
 ) -> tuple[Tensor, Tensor]:
     """Returns the norm of residual + norm(x), and that sum: the definition."""
-    total = residual + rms_norm_ref(x, post_weight, eps, offset=offset, cast=cast)
+    post_eps = eps if post_eps is None else post_eps
+    total = residual + rms_norm_ref(x, post_weight, post_eps, offset=offset, cast=cast)
     return rms_norm_ref(total, weight, eps, offset=offset, cast=cast), total
 
 
@@ -214,6 +216,7 @@ def _forward_kernel(
     y, total,
     rstd,  # [N] of what is normed last, then [N] of x if that is normed, too
     N, eps,
+    post_eps,  # of the norm of x
     C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     REUSE_RSTD: tl.constexpr,  # rstd is known
@@ -232,7 +235,7 @@ def _forward_kernel(
     if weight is not None:
         scale = _load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if post_weight is not None:
-        r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
+        r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + post_eps)
         if rstd is not None:
             tl.store(rstd + N + rows, r, mask=inside)
         h = _scaled(h * r, post_weight, post_scale, dtype, BEFORE, False).to(dtype).to(tl.float32)
@@ -338,9 +341,7 @@ def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COL
         tl.store(out2 + columns, total.to(out2.dtype.element_ty), mask=inside)
 
 
-def _sum_partials(
-    partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None
-) -> None:
+def sum_partials(partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None) -> None:
     """Sums [P, C] or [2, P, C] to [C] each, in one step: the wait for memory is all."""
     grid = (-(-C // 16), 1 if out2 is None else 2)
     rows = min(next_power_of_2(P), 512)
@@ -391,6 +392,7 @@ def _forward(
     weight: Tensor | None,  # [C]
     post_weight: Tensor | None,  # [C]: x is normed before the residual is added
     eps: float,
+    post_eps: float,
     offset: float,
     before: bool,  # round before the weight
 ) -> list[Tensor]:  # normed; with a residual, the sum; to save, 1 / rms [N], of x, too, [2N]
@@ -398,13 +400,14 @@ def _forward(
     outputs = _outputs(x, residual, save, gate, weight, post_weight)
     y, total = outputs[0], None if residual is None else outputs[1]
     rstd = outputs[-1] if save else None
-    _launch(x, residual, gate, weight, post_weight, y, total, rstd, eps, offset, before)
+    norm = eps, post_eps, offset, before
+    _launch(x, residual, gate, weight, post_weight, y, total, rstd, *norm)
     return outputs
 
 
 def _launch(x: Tensor, *args: Any, reuse_rstd: bool = False) -> None:
     """Runs `_forward_kernel`, whose arguments without sizes these are."""
-    residual, gate, weight, post_weight, y, total, rstd, eps, offset, before = args
+    residual, gate, weight, post_weight, y, total, rstd, eps, post_eps, offset, before = args
     if x.numel() == 0:
         return
     C = x.shape[-1]
@@ -412,7 +415,20 @@ def _launch(x: Tensor, *args: Any, reuse_rstd: bool = False) -> None:
     _forward_kernel[(launch.programs(x, N),)](
         *(_rows_of(t, C) for t in (x, residual, gate)),
         *(None if t is None else t.contiguous() for t in (weight, post_weight)),
-        *(y, total, rstd, N, eps, C, offset, before, launch.block, launch.rows, reuse_rstd),
+        *(
+            y,
+            total,
+            rstd,
+            N,
+            eps,
+            post_eps,
+            C,
+            offset,
+            before,
+            launch.block,
+            launch.rows,
+            reuse_rstd,
+        ),
         num_warps=launch.warps,
         # A fused multiply-add would not round a normed branch
         **({} if post_weight is None else {"enable_fp_fusion": False}),
@@ -431,7 +447,8 @@ def recompute_norm(
 ) -> Tensor:
     """Recomputes the output bit for bit from the saved rstd."""
     y = _empty_like(x)
-    _launch(x, None, gate, weight, None, y, None, rstd, 0.0, offset, before, reuse_rstd=True)
+    norm = 0.0, 0.0, offset, before
+    _launch(x, None, gate, weight, None, y, None, rstd, *norm, reuse_rstd=True)
     return y
 
 
@@ -480,7 +497,7 @@ def _backward(
         num_warps=launch.warps,
     )
     if partials is not None and dweight is not None:
-        _sum_partials(partials, grid, C, dweight, dpost)
+        sum_partials(partials, grid, C, dweight, dpost)
     return gradients
 
 
@@ -492,7 +509,7 @@ class _RMSNorm(torch.autograd.Function):
         """With `through`, x is returned beside its norm, as a sum is."""
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
-        x, _, _, gate, weight, post_weight, _, *constants = args
+        x, _, _, gate, weight, post_weight, _, _, *constants = args
         ctx.constants = constants
         y, *total, rstd = _forward(*args)
         stream = total[0] if total else x
@@ -511,7 +528,7 @@ class _RMSNorm(torch.autograd.Function):
         refuse_second_derivative("rms_norm" if branch is None else "sandwich_norm")
         needs_x, needs_residual, _, needs_gate, *needs_weights = ctx.needs_input_grad[1:7]
         if dy is None and branch is None:  # only the sum was used
-            return None, dtotal, dtotal if needs_residual else None, *7 * (None,)
+            return None, dtotal, dtotal if needs_residual else None, *8 * (None,)
         dy = torch.zeros_like(x) if dy is None else dy
         inputs, weights = needs_x or needs_residual, any(needs_weights)
         needs = [inputs, needs_gate, inputs and branch is not None]
@@ -522,7 +539,7 @@ class _RMSNorm(torch.autograd.Function):
         x_gradient = (dx if branch is None else dbranch) if needs_x else None
         dweight, dpost = (d if n else None for d, n in zip(dweights, needs_weights, strict=True))
         gradients = x_gradient, dx if needs_residual else None, None, dgate, dweight, dpost
-        return None, *gradients, None, None, None
+        return None, *gradients, *4 * (None,)
 
 
 @overload
@@ -584,8 +601,9 @@ def rms_norm(
         return y if residual is None else (y, total)
     before = cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
-        return _RMSNorm.apply(False, x, residual, True, gate, weight, None, eps, offset, before)
-    outputs = _forward(x, residual, False, gate, weight, None, eps, offset, before)
+        norm = eps, eps, offset, before
+        return _RMSNorm.apply(False, x, residual, True, gate, weight, None, *norm)
+    outputs = _forward(x, residual, False, gate, weight, None, eps, eps, offset, before)
     return outputs[0] if residual is None else (outputs[0], outputs[1])
 
 
@@ -603,7 +621,8 @@ def rms_norm_with_input(
         return rms_norm(x, weight, eps, offset=offset, cast=cast), x
     check_norm(eps, offset, cast)
     before = cast == "before_weight"
-    y, stream = _RMSNorm.apply(True, x, None, True, None, weight, None, eps, offset, before)
+    norm = eps, eps, offset, before
+    y, stream = _RMSNorm.apply(True, x, None, True, None, weight, None, *norm)
     return y, stream
 
 
@@ -614,6 +633,7 @@ def sandwich_norm(
     weight: Tensor,  # [C]
     eps: float,
     *,
+    post_eps: float | None = None,  # of the norm of x; None: eps
     offset: float = 1.0,
     cast: Cast = "after_weight",
 ) -> tuple[Tensor, Tensor]:
@@ -621,7 +641,8 @@ def sandwich_norm(
 
     Source: Gemma 2 (arXiv 2408.00118), which norms the input and the output of each sublayer.
     """
-    check_norm(eps, offset, cast)
+    post_eps = eps if post_eps is None else post_eps
+    check_norm(min(eps, post_eps), offset, cast)
     served = residual.dtype == x.dtype
     differentiable = x.requires_grad
     expected = x.shape
@@ -634,8 +655,9 @@ def sandwich_norm(
         differentiable = differentiable or t.requires_grad
         expected = x.shape[-1:]
     if not (runs_triton(x) and served and x.shape[-1] <= MAX_SANDWICH_COLUMNS):
-        return sandwich_norm_ref(x, residual, post_weight, weight, eps, offset=offset, cast=cast)
-    args = None, weight, post_weight, eps, offset, cast == "before_weight"
+        options: dict[str, Any] = {"post_eps": post_eps, "offset": offset, "cast": cast}
+        return sandwich_norm_ref(x, residual, post_weight, weight, eps, **options)
+    args = None, weight, post_weight, eps, post_eps, offset, cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
         return _RMSNorm.apply(False, x, residual, True, *args)
     y, total = _forward(x, residual, False, *args)

@@ -79,7 +79,7 @@ def column_norms(rows: Tensor, weight: Tensor, low: LowRankEmbedding) -> Tensor:
     return low.column_norms(rows, row_group(weight) if isinstance(weight, DTensor) else None)
 
 
-def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
+def add_experts_deltas(layer: Experts, low: LowRankExperts) -> None:
     """Add scale B_e A_e to the matrices of this rank's experts, in place; computed in float32."""
     for part in low.parts:
         local, start = local_rows(part.name, layer.get_parameter(part.name))
@@ -87,7 +87,7 @@ def add_experts_deltas(layer: nn.Module, low: LowRankExperts) -> None:
         a, b = (_full_tensor(low.get_parameter(name)).float() for name in names)
         a = a.view(low.experts, part.rank, -1)
         b = b.view(part.size, part.rank, low.experts)
-        for e, matrix in enumerate(local, start):
+        for e, matrix in enumerate(local.mT if layer.transposed else local, start):
             matrix.copy_(matrix.float().addmm_(b[..., e], a[e], alpha=part.scale))
 
 
@@ -171,7 +171,7 @@ def _columns(layer: nn.Module, part: LoRAPart) -> int:
     if isinstance(layer, Embedding):
         return layer.embedding_dim
     if isinstance(layer, Experts):
-        return layer.get_parameter(part.name).shape[2]
+        return layer.matrix_shape(part.name)[1]
     assert isinstance(layer, Linear | LMHead)
     return layer.in_features if isinstance(layer, Linear) else layer.weight.shape[1]
 
@@ -424,6 +424,7 @@ def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
         elif isinstance(low, LowRankEmbedding):
             add_embedding_delta(layer.get_parameter("weight"), low)
         elif isinstance(low, LowRankExperts):
+            assert isinstance(layer, Experts)
             add_experts_deltas(layer, low)
     for weight, copy in _saved_weights(model, name):
         weight.copy_(copy)

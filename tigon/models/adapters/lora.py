@@ -107,13 +107,14 @@ class AdaptedModule(NamedTuple):
     projection: str  # such as q_proj
     first: int  # first of its rows in the layer's weight
     size: int
-    linear: bool = True  # whether "all-linear" includes it
-    experts: bool = False
+    linear: bool  # whether "all-linear" includes it
+    experts: bool
+    stored_path: str  # of the layer in the family's checkpoints
 
     @property
     def name(self) -> str:
         """The full name in the family's checkpoints."""
-        parent = self.path if self.experts else self.path.rpartition(".")[0]
+        parent = self.stored_path if self.experts else self.stored_path.rpartition(".")[0]
         return f"{parent}.{self.projection}" if parent else self.projection
 
 
@@ -122,27 +123,39 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
     but routers (parts of a packed one each), and stacked matrices of experts."""
     modules = dict(model.named_modules())
     routers = {id(moe.gate) for moe in modules.values() if isinstance(moe, SparseMoE)}
-    packed, targets = model.checkpoint_names.packed, []
+    packed, targets = model.checkpoint_names.packed, list[AdaptedModule]()
+
+    def add(
+        path: str,
+        projection: str,
+        first: int,
+        size: int,
+        linear: bool = True,
+        experts: bool = False,
+    ) -> None:
+        stored_path = model.checkpoint_names.stored_name(path)
+        targets.append(AdaptedModule(path, projection, first, size, linear, experts, stored_path))
+
     for path, module in modules.items():
         name = path.rpartition(".")[2]
         if isinstance(module, Embedding) or (
             isinstance(module, LMHead) and name in savable_modules(model)
         ):
-            targets.append(AdaptedModule(path, name, 0, module.weight.shape[0], linear=False))
+            add(path, name, 0, module.weight.shape[0], linear=False)
         if isinstance(module, Experts):
             for matrix in MATRICES:
-                size = module.get_parameter(matrix).shape[1]
-                target = AdaptedModule(path, matrix, 0, size, linear=False, experts=True)
-                targets.append(target)
+                size, _ = module.matrix_shape(matrix)
+                add(path, matrix, 0, size, linear=False, experts=True)
         if not isinstance(module, Linear) or id(module) in routers:
             continue
         if isinstance(module, FusedLinear) and name in packed:
             first = 0
             for part, size in zip(packed[name], module.parts, strict=True):
-                targets.append(AdaptedModule(path, part, first, size))
+                add(path, part, first, size)
                 first += size
         else:
-            targets.append(AdaptedModule(path, name, 0, module.out_features))
+            stored_name = model.checkpoint_names.stored_name(path).rpartition(".")[2]
+            add(path, stored_name, 0, module.out_features)
     return targets
 
 

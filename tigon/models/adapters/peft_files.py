@@ -42,7 +42,7 @@ from tigon.models.adapters.lora import (
 )
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
-from tigon.models.pretrained.names import EMBEDDING, HEAD, PREFIXES, experts_stem, layout
+from tigon.models.pretrained.names import HEAD, PREFIXES, experts_stem, layout
 from tigon.models.pretrained.save import SavePretrained, check_target, write_json, write_model
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.paths import expand_user
@@ -289,8 +289,8 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
         raise FileNotFoundError(f"{repository.name} has no {WEIGHTS}{hint}")
     tensors = dict(read_header(weights))
     file = f"{repository.name}/{WEIGHTS}"
-    names = _model_names(tensors, file)
-    _drop_duplicates(tensors, names)
+    names = _model_names(tensors, file, model)
+    _drop_duplicates(tensors, names, model.checkpoint_names.embedding)
     try:
         if single := next(filter(SINGLE_EXPERT.fullmatch, names), None):
             raise ValueError(
@@ -301,19 +301,21 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
     except ValueError as error:
         raise ValueError(f"{escape(repository.name)}: {error}") from None
     # Only of modules that have a weight to themselves: others are slices of one
-    modules = {m.name for m in find_target_modules(model) if m.path == m.name}
+    modules = {m.name: m.path for m in find_target_modules(model) if m.stored_path == m.name}
     matches = ((BASE_WEIGHT.fullmatch(name), file_name) for name, file_name in names.items())
-    base_names = {m[1]: file_name for m, file_name in matches if m is not None and m[1] in modules}
+    base_names = {
+        modules[m[1]]: file_name for m, file_name in matches if m is not None and m[1] in modules
+    }
     base_checkpoint = Checkpoint(file, {name: tensors.pop(name) for name in base_names.values()})
     tied = bool(values.get("ensure_weight_tying")) and model.ties_head
     tied = tied and changes_embedding_or_head(model, config)
     return PeftAdapter(config, Checkpoint(file, tensors), names, base_names, base_checkpoint, tied)
 
 
-def _drop_duplicates(tensors: dict[str, TensorInfo], names: dict[str, str]) -> None:
+def _drop_duplicates(tensors: dict[str, TensorInfo], names: dict[str, str], embedding: str) -> None:
     """Remove, from both dictionaries, the tensors that PEFT writes besides the trained embedding
     and head of a resized base: copies of both, and the base's weights."""
-    for name in (EMBEDDING, HEAD):
+    for name in (embedding, HEAD):
         module = name.removesuffix(".weight")
         for duplicate in ("modules_to_save", "original_module"):
             if name in names and (file_name := names.pop(f"{module}.{duplicate}.weight", None)):
@@ -341,9 +343,9 @@ def _check_features(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{escape(key, 100)}={quote(value)} is not supported")
 
 
-def _model_names(tensors: Collection[str], file: str) -> dict[str, str]:
-    """Map the names that Tigon's models have for the tensors to the file's names; raises ValueError
-    for two with one name."""
+def _model_names(tensors: Collection[str], file: str, model: LanguageModel) -> dict[str, str]:
+    """Map the names in the family's checkpoints of what the tensors belong to, to the file's names;
+    raises ValueError for two with one name."""
     names: dict[str, str] = {}
     for file_name in tensors:
         name = file_name.removeprefix(PREFIX)
@@ -353,6 +355,7 @@ def _model_names(tensors: Collection[str], file: str) -> dict[str, str]:
                 break
         if name.startswith(DECODER_PREFIXES):  # an adapter of AutoModel, the decoder alone
             name = f"model.{name}"
+        name = model.checkpoint_names.stored_name(name)
         if name in names:
             raise ValueError(f"{escape(file)}: {quote(file_name)} repeats {quote(names[name])}")
         names[name] = file_name
@@ -405,11 +408,11 @@ def _lora_config(
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise ValueError(f"modules_to_save={quote(saved)} is not a list of names")
-    savable = savable_modules(model)
+    savable, family = savable_modules(model), model.checkpoint_names
     # PEFT lists both names that the head of a sequence classifier may have
     saved_names = dict.fromkeys(name.rpartition(".")[2] for name in saved)
     # With ensure_weight_tying PEFT saves both and lists one, and for a resized base it lists none
-    paths = zip(savable, (EMBEDDING, model.checkpoint_names.head), strict=True)
+    paths = zip(savable, (family.embedding, family.head), strict=True)
     saved_names |= {name: None for name, path in paths if path in tensors}
     if "score" in savable:
         saved_names.pop("classifier", None)
@@ -436,8 +439,9 @@ def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | 
     """
     weights = repository.optional_file(WEIGHTS)
     header = {} if weights is None else read_header(weights)
-    names = _model_names(header, f"{repository.name}/{WEIGHTS}")
-    shapes = [header[names[name]].shape for name in (EMBEDDING, HEAD) if name in names]
+    names = _model_names(header, f"{repository.name}/{WEIGHTS}", model)
+    ends = model.checkpoint_names.embedding, HEAD
+    shapes = [header[names[name]].shape for name in ends if name in names]
     width = model.config.hidden_size
     return next((shape[0] for shape in shapes if shape[1:] == (width,)), None)
 
@@ -465,7 +469,8 @@ def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, 
         if module.experts:
             projections = [m.projection for m in targeted if m.path == module.path]
             if module.projection in projections:
-                stems[experts_stem(module.path, module.projection, projections)] = module
+                stem = experts_stem(module.stored_path, module.projection, projections)
+                stems[stem] = module
         else:
             stems[module.name] = module
     return stems

@@ -32,6 +32,7 @@ from tigon.models.pretrained.match import (
 from tigon.models.pretrained.names import (
     MULTIMODAL,
     SCORE,
+    UNTIED,
     base_tensors,
     embedding_and_head,
     module_buffers,
@@ -86,12 +87,19 @@ def open_model(
     # Configs of other families have infinities; ours are checked key by key
     content = read_json(config_file(repository), nan=True)
     with prefix_errors(file):
-        source = _text_config(content)
-        cls = _find_class(source, models)
+        cls = _find_class(_text_config(content), models)
         scales = read_quantization(content)
-        source = {key: value for key, value in source.items() if key != QUANTISATION}
-        config = cls.config_class.from_dict(source)
+        config = parse_config(cls, content)
         return file, cls, config, lambda: Checkpoint.open(repository, scales)
+
+
+def parse_config(cls: type[M], content: Mapping[str, Any]) -> ModelConfig:
+    """Read the config of this class from config.json's content, which may be a multimodal one."""
+    source = {k: v for k, v in _text_config(content).items() if k != QUANTISATION}
+    config = cls.config_class.from_dict(source)
+    if content.get("model_type") not in MULTIMODAL:
+        return config
+    return replace(config, source=replace(config.source, wrapper=content))
 
 
 def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
@@ -102,13 +110,15 @@ def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> typ
     return models[kind]
 
 
-def _text_config(source: dict[str, Any]) -> dict[str, Any]:
+def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
     """Extract the language model's config from a multimodal one; others are returned unchanged."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
         return source
     text = dict(config.check_type("text_config", source.get("text_config") or {}, dict))
     text.setdefault("model_type", MULTIMODAL[kind])
+    if kind in UNTIED:
+        text["tie_word_embeddings"] = source.get("tie_word_embeddings", False)
     text.setdefault("tie_word_embeddings", source.get("tie_word_embeddings", True))
     dtype = source.get("dtype") or source.get("torch_dtype")
     if dtype is not None and not (text.get("dtype") or text.get("torch_dtype")):
@@ -440,7 +450,7 @@ def from_config(
     """Build a model with random weights: matrices are drawn from Normal(0, initializer_range),
     biases and the padding row are zeros, norms are ones."""
     if not isinstance(config, ModelConfig):
-        config = cls.config_class.from_dict(config)
+        config = parse_config(cls, config)
     if not isinstance(config, cls.config_class):
         raise ConfigError(f"{cls.__name__} is not for model_type {config.model_type!r}")
     model = build_on_meta(cls, config, dtype or torch.get_default_dtype())

@@ -92,9 +92,10 @@ def warn_of_extra_tensors(model: LanguageModel, checkpoint: Checkpoint) -> None:
 def match_arguments(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
     """Make the keywords of `load_into` and `match_tensors` for a model and a checkpoint."""
     present = checkpoint.tensors.keys()
-    parts_of = layout(model, model.checkpoint_names, model.checkpoint_names.stacked_in(present))
+    family = model.checkpoint_names
+    parts_of = layout(model, family, family.stacked_in(present))
     names = {part.name for parts in parts_of.values() for part in parts}
-    source_of, ignored = find_sources(names, present)
+    source_of, ignored = find_sources(names, present, family)
     ignored |= extra_tensors(model, present)
     arguments = {"layout": parts_of, "source_of": source_of, "ignored": ignored}
     return arguments | {"checkpoint": checkpoint}

@@ -228,7 +228,7 @@ def write_description(
 ) -> None:
     """Write all files of a checkpoint but its weights: config.json, generation_config.json (only
     special tokens' ids if `generation` is empty) and the tokenizer's."""
-    write_json(root / "config.json", config.to_dict())
+    write_json(root / "config.json", config.to_file())
     if not generation:
         ids = {key: getattr(config, f"{key}_token_id") for key in ("bos", "eos", "pad")}
         generation = {"_from_model_config": True}

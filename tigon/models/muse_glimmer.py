@@ -1,0 +1,112 @@
+"""Muse Glimmer (text): sandwich norms, gated attention, and no RoPE in every fourth layer.
+
+Checked against transformers' modeling_muse_glimmer, which has no class of the text model alone:
+exports have its multimodal config around the text's, and lack the weights of the vision tower.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.layers import Attention, GatedMLP, LMHead, RMSNorm
+from tigon.models.causal_lm import CausalLM
+from tigon.models.config import ConfigError, WindowedConfig, activation
+from tigon.models.decoder import Decoder, SandwichBlock, gated_mlp, layer_window
+from tigon.models.pretrained.names import CheckpointNames
+from tigon.utils.json import quote
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuseGlimmerConfig(WindowedConfig):
+    """The config of Muse Glimmer's text model: sliding windows, a choice of layers without RoPE,
+    multipliers of queries and logits, and an eps of its own for norms behind branches."""
+
+    model_type = "muse_glimmer_text"
+    architecture = "MuseGlimmerForConditionalGeneration"
+    wrapper_type = "muse_glimmer"
+
+    @classmethod
+    def classifier(cls) -> None:
+        """None: transformers has no sequence classifier of Muse."""
+
+    vocab_size: int = 202048
+    hidden_size: int = 6656
+    intermediate_size: int = 19968
+    num_hidden_layers: int = 52
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 2
+    head_dim: int = 128
+    hidden_activation: str = "silu"
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    bos_token_id: int | None = 200000
+    eos_token_id: int | list[int] | None = 200001
+    sliding_window: int | None = 2048
+    attention_bias: bool = False
+    final_logit_softcapping: float = 20.0
+    qk_scale_factor: float = 3.87
+    output_multiplier: float = 0.19611613513818404
+    post_norm_eps: float = 1e-8
+    layer_rope_theta: list[float] | None = None  # 0: no RoPE; else rope_parameters' own
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers, thetas = self.num_hidden_layers, self.layer_rope_theta
+        if thetas is not None and len(thetas) != layers:
+            raise ConfigError(
+                f"layer_rope_theta={quote(thetas)} is not a number for each of {layers} layers"
+            )
+
+    def rotates(self, layer: int) -> bool:
+        """Whether the layer has RoPE: by layer_rope_theta, or else by the rule of `slides`."""
+        thetas = self.layer_rope_theta
+        return self.slides(layer) if thetas is None else thetas[layer] != 0
+
+    def slides(self, layer: int) -> bool:
+        """Whether the layer has a sliding window if `layer_types` is None: all have but every
+        fourth, counted back from the last."""
+        return (self.num_hidden_layers - 1 - layer) % 4 != 0
+
+
+class MuseGlimmerBlock(SandwichBlock):
+    """A `SandwichBlock` whose norms multiply by 1 + weight, with gated attention whose queries and
+    keys are normed without weights."""
+
+    norm_offset = 1.0
+    norm_cast = "after_weight"
+
+    def make_mixer(self, c: MuseGlimmerConfig, layer: int) -> Attention:
+        """Make gated attention with qk_scale_factor in the scale of scores, and the layer's sliding
+        window."""
+        options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "qk_norm_weight": False}
+        options |= {"bias": c.attention_bias, "gate": True, "window": layer_window(c, layer)}
+        return self.make_attention(c, scale=c.qk_scale_factor * c.head_dim**-0.5, **options)
+
+    def make_mlp(self, c: MuseGlimmerConfig, layer: int) -> GatedMLP:
+        """Make a gated MLP with the config's `hidden_activation`."""
+        return gated_mlp(c, activation(c.hidden_activation))
+
+    def make_norm(self, c: Any) -> RMSNorm:
+        """Make a norm behind a branch, with post_norm_eps."""
+        return RMSNorm(c.hidden_size, c.post_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
+
+    def layer_rope(self, c: MuseGlimmerConfig, layer: int) -> tuple[int, dict[str, Any]]:
+        """The layer's head dim, and the RoPE parameters, {} if it has no RoPE."""
+        return c.head_dim, c.rope_parameters if c.rotates(layer) else {}
+
+
+class MuseGlimmer(CausalLM):
+    """Muse Glimmer's text model: normed embeddings, `MuseGlimmerBlock`s, a last norm that
+    multiplies by its weight, and logits that are scaled and capped."""
+
+    config_class = MuseGlimmerConfig
+    block_class = MuseGlimmerBlock
+    checkpoint_names = CheckpointNames(decoder="model.language_model.")
+
+    def make_decoder(self, c: MuseGlimmerConfig, **options: Any) -> Decoder:
+        """Make a decoder that norms the embeddings of token ids, whose last norm has no offset."""
+        return super().make_decoder(c, embedding_eps=c.rms_norm_eps, norm_offset=0.0, **options)
+
+    def make_head(self, c: MuseGlimmerConfig, **options: Any) -> LMHead:
+        """Make a head with the config's multiplier and softcap of the logits."""
+        scale, softcap = c.output_multiplier, c.final_logit_softcapping
+        return super().make_head(c, logit_scale=scale, softcap=softcap, **options)

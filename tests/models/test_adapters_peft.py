@@ -27,6 +27,7 @@ EVERY = {
     "mixtral": ATTENTION,
     "qwen2_moe": [*ATTENTION, *SHARED, "shared_expert_gate"],
     "qwen3_moe": ATTENTION,
+    "glm4_moe": ATTENTION,
     # PEFT takes every up_proj of these types for that of experts
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), LATENT),
     "mistral4": LATENT + DENSE,

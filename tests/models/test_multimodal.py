@@ -30,7 +30,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
 }
 # The type of the whole, and of the text in it
 PAIRS = [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
-PAIRS += [("muse_glimmer", "muse_glimmer_text")]
+PAIRS += [("mistral3", "mistral4"), ("muse_glimmer", "muse_glimmer_text")]
 IDS = torch.arange(4, 44).view(2, 20)
 
 

@@ -455,6 +455,19 @@ CASES |= {
             "rope_parameters": SCALED_YARN | {"mscale": None},
         },
     },
+    "glm4_moe": {
+        "plain": {**GROUPS, "use_qk_norm": True},
+        "one group, biases": {
+            **GROUPS,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.8},
+        },
+    },
     "glm4_moe_lite": {
         "plain": {**LATENTS, **GROUPS, "v_head_dim": 20},
         "listed": {
@@ -498,7 +511,7 @@ IN_BF16: dict[str, Overrides] = {
     },
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
-        for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")
+        for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4")
     },
 }
 # Families with scores that are not scaled: with queries of norm 1 attention would see one token

@@ -35,6 +35,8 @@ BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
 
 # What published configs say beside the keys that transformers writes, or in place of them
+GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+GPT_OSS_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "_sliding_window_pattern": 6,
@@ -45,6 +47,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_bidirectional_attention": True,  # EmbeddingGemma
     },
     "glm4": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
+    "gpt_oss": {
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "rope_scaling": GPT_OSS_YARN,
+        "rope_theta": 150000,
+        "torch_dtype": "bfloat16",
+    },
     "granite": {"rope_theta": 1e7, "rope_scaling": None, "torch_dtype": "bfloat16"},
     "ministral3": {"rope_parameters": MINISTRAL_YARN},
     "olmo3": {"rope_theta": 500000, "rope_scaling": YARN, "torch_dtype": "bfloat16"},
@@ -173,6 +182,8 @@ SPELLINGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "granite: scaling": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 300.0},
+    "gpt_oss: nothing": {},
+    "gpt_oss: theta": {"rope_theta": 300.0},
     "olmo2: scaling": {"rope_scaling": YARN, "rope_theta": 300.0},
 }
 
@@ -215,6 +226,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "mixtral: everywhere": {"sliding_window": 7},
     "muse_glimmer_text": {},
+    "gpt_oss": {},
     "qwen2_moe: by rule": {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3},
     "qwen2_moe: nowhere": {"sliding_window": 7, "max_window_layers": 3},
     "qwen3_moe: everywhere": {"sliding_window": 7, "use_sliding_window": True},

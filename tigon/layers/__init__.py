@@ -4,9 +4,10 @@ from tigon.distributed.context_attention import ContextShard
 from tigon.layers.attention import Attention
 from tigon.layers.context import BlockInputs
 from tigon.layers.embedding import Embedding, LowRankEmbedding
+from tigon.layers.gated_delta_net import GatedDeltaNet
 from tigon.layers.kv_cache import Cache, KVCache, LayerState, StaticCache
 from tigon.layers.latent_attention import LatentAttention, LatentSizes
-from tigon.layers.linear import FusedLinear, GatedLinear, Linear
+from tigon.layers.linear import FusedLinear, GatedLinear, Linear, RowOrder
 from tigon.layers.lm_head import LMHead
 from tigon.layers.lora import (
     Adapters,
@@ -20,7 +21,7 @@ from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
 from tigon.layers.norm import AddRMSNorm, RMSNorm, UnitRMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
-from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, yarn_magnitude
+from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, rotated_dims, yarn_magnitude
 from tigon.layers.router import GroupRouter
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Experts",
     "FP8Weight",
     "FusedLinear",
+    "GatedDeltaNet",
     "GatedLinear",
     "GatedMLP",
     "GroupRouter",
@@ -56,11 +58,13 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "Rotation",
+    "RowOrder",
     "SavedModules",
     "SparseMoE",
     "StaticCache",
     "UnitRMSNorm",
     "balance",
     "count_routing",
+    "rotated_dims",
     "yarn_magnitude",
 ]

@@ -252,6 +252,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "mixtral: everywhere": {"sliding_window": 7},
     "muse_glimmer_text": {},
     "gpt_oss": {},
+    "granite_swa": {},
     "qwen2_moe: by rule": {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3},
     "qwen2_moe: nowhere": {"sliding_window": 7, "max_window_layers": 3},
     "qwen3_moe: everywhere": {"sliding_window": 7, "use_sliding_window": True},

@@ -389,6 +389,28 @@ CASES |= {
         "some dense": {**DELTA, **SHARED, "mlp_only_layers": [1], "attention_bias": True},
     },
 }
+GRANITE = {"embedding_multiplier": 5.3, "attention_multiplier": 0.3, "logits_scaling": 1.7}
+CASES |= {
+    "granite_swa": {
+        "plain": {
+            **WINDOW,
+            **GRANITE,
+            "residual_multiplier": 0.7,
+            "rope_parameters": YARN,
+            "layer_rope_theta": [500.0, 0, 9e3],
+            "tie_word_embeddings": False,
+        },
+        "one theta, tied": {**WINDOW, "num_hidden_layers": 5, "attention_bias": True},
+        "listed": {
+            **WINDOW,
+            **GRANITE,
+            "layer_types": [FULL, SLIDING, FULL],
+            "layer_rope_theta": [0.0, 70.0, 70],
+            "mlp_bias": True,
+            "pad_token_id": 3,
+        },
+    }
+}
 CLAMPED: Overrides = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
 UNCUT = YARN | {"truncate": False, "beta_fast": 1.0, "beta_slow": 0.05}
 CASES |= {

@@ -106,6 +106,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5, **BALANCED}),
     "qwen2_moe": ("qwen2_moe", SHARED),
     "qwen3_moe": ("qwen3_moe", {**MOE, "mlp_only_layers": [0]}),
+    "granite_swa": ("granite_swa", WINDOW),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 5, "swiglu_limit": 0.5, **BALANCED, **WINDOW}),
     "deepseek_v3": ("deepseek_v3", LATENTS),
     "no latent of queries": ("deepseek_v3", LATENTS | {"q_lora_rank": None, "topk_group": 3}),

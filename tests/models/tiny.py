@@ -254,6 +254,14 @@ CASES |= {
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 3,
         },
+        "experts": {
+            **GEMMA4,
+            **PER_LAYER,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
     },
     "gemma4_unified_text": {
         "keys are values": {
@@ -420,6 +428,7 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True
 IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
     **{name: {"num_experts": 6, "num_experts_per_tok": 6} for name in ("qwen2_moe", "qwen3_moe")},
+    "gemma4_text": {"num_experts": 6, "top_k_experts": 6},
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
         for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")

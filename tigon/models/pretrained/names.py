@@ -26,7 +26,13 @@ SCORE = "score.weight"  # the head of a model that scores sequences
 # Prefixes of the decoder's names in files; a checkpoint of the decoder alone has none
 PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # model_type of a multimodal config -> default model_type of its text_config
-MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral", "muse_glimmer": "muse_glimmer_text"}
+MULTIMODAL = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
+    "mistral3": "mistral",
+    "muse_glimmer": "muse_glimmer_text",
+}
 # Those whose own tie_word_embeddings counts and not that in text_config; by default false
 UNTIED = ("muse_glimmer",)
 OTHER_MODALITIES = (
@@ -34,6 +40,10 @@ OTHER_MODALITIES = (
     "multi_modal_projector.",
     "vision_adapter.",
     "vision_projection.",
+    "vision_embedder.",
+    "embed_vision.",
+    "embed_audio.",
+    "audio_tower.",
 )
 # Buffers that old versions of transformers saved
 IGNORED_ENDINGS = ("rotary_emb.inv_freq",)

@@ -55,10 +55,11 @@ def theirs_of(directory: Path, model_type: str, case: str, **options: Any) -> An
 def gradients(model: CausalLM) -> dict[str, Tensor]:
     """Under PEFT's names."""
     parameters, found = dict(model.named_parameters()), {}
-    for name, parts in model.layout().items():
-        grad = parameters[name].grad
+    layout = model.layout()
+    for name, parameter in parameters.items():
+        grad = parameter.grad
         if grad is not None:
-            for part in parts:
+            for part in layout[name]:
                 ((_, start, rows),) = part.rows
                 found[f"base_model.model.{part.name}"] = grad.narrow(0, start, rows)
     return found

@@ -291,6 +291,32 @@ CASES |= {
         "tied": {**WINDOW, "output_multiplier": 2.0, "tie_word_embeddings": True},
     }
 }
+CASES |= {
+    "ernie4_5": {
+        "grouped": {"pad_token_id": 3},
+        "biases": {"use_bias": True, "tie_word_embeddings": False, "pad_token_id": None},
+        "yarn": {"rope_parameters": YARN},
+    },
+    "exaone4": {
+        "three slide": {**WINDOW, "num_hidden_layers": 5},
+        "no window": {"sliding_window": None, "layer_types": [FULL] * 3, "pad_token_id": 3},
+        "listed": {
+            **WINDOW,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    },
+    "hunyuan_v1_dense": {
+        "plain": {"pad_token_id": 3},
+        "rope alpha": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 1.0}
+            | {"alpha": 9.0}
+        },
+        "rope dynamic": {"rope_parameters": ROPES["dynamic"]},
+        "attention_bias, tied": {"attention_bias": True, "tie_word_embeddings": True},
+    },
+}
 # No token chooses some of the experts where there are many
 EXPERTS: Overrides = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 MANY: Overrides = {**EXPERTS, "num_experts": 90, "num_experts_per_tok": 1}
@@ -322,6 +348,53 @@ CASES |= {
         "window": {**EXPERTS, **WINDOW, "use_sliding_window": True},
         "window unused": {**EXPERTS, **WINDOW},
         "one of many": MANY,
+    },
+}
+# transformers has no other size of heads
+OLMOE: Overrides = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3}
+CASES |= {
+    "olmoe": {
+        "plain": OLMOE,
+        "clipped, biases": {**OLMOE, "clip_qkv": 0.9, "attention_bias": True},
+        "normed, tied": {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True},
+        "one of many": {**OLMOE, "num_experts": 90, "num_experts_per_tok": 1},
+    }
+}
+LINEAR = "linear_attention"
+# Three value heads to a key head; a quarter of 24 head dims is rotated
+DELTA: Overrides = {
+    "head_dim": 24,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 10,
+}
+CASES |= {
+    "qwen3_5_text": {
+        "plain": DELTA,
+        "biases, tied": {
+            **DELTA,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 12,
+        },
+        "half, by interval": {
+            **DELTA,
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
+        },
+    },
+    "qwen3_5_moe_text": {
+        "plain": {**DELTA, **SHARED},
+        "tied": {**DELTA, **SHARED, "tie_word_embeddings": True, "attention_bias": True},
+    },
+    "qwen3_next": {
+        "plain": {**DELTA, **SHARED},
+        "not normed": {**DELTA, **SHARED, "norm_topk_prob": False, "linear_num_key_heads": 12},
+        "some dense": {**DELTA, **SHARED, "mlp_only_layers": [1], "attention_bias": True},
     },
 }
 CLAMPED: Overrides = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
@@ -427,8 +500,11 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
-    **{name: {"num_experts": 6, "num_experts_per_tok": 6} for name in ("qwen2_moe", "qwen3_moe")},
     "gemma4_text": {"num_experts": 6, "top_k_experts": 6},
+    **{
+        name: {"num_experts": 6, "num_experts_per_tok": 6}
+        for name in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
+    },
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
         for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")
@@ -500,7 +576,9 @@ def reference(
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
     with torch.no_grad():
         for name, p in model.named_parameters():
-            if p.dim() == 1:
+            if name.endswith("A_log"):
+                p.uniform_(-5, 1)  # some heads remember
+            elif p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.3)
             else:
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
@@ -531,8 +609,8 @@ def on_meta(config: ModelConfig) -> CausalLM:
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """Of the attention of each layer."""
-    return [layer.self_attn.window for layer in on_meta(config).model.layers]
+    """Of the attention of each layer; None where it has none."""
+    return [getattr(layer.mixer, "window", None) for layer in on_meta(config).model.layers]
 
 
 def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto") -> Any:

@@ -4,9 +4,10 @@ from tigon.distributed.context_attention import ContextShard
 from tigon.layers.attention import Attention
 from tigon.layers.context import BlockInputs
 from tigon.layers.embedding import Embedding, LowRankEmbedding
+from tigon.layers.gated_delta_net import GatedDeltaNet
 from tigon.layers.kv_cache import Cache, KVCache, LayerState, StaticCache
 from tigon.layers.latent_attention import LatentAttention, LatentSizes
-from tigon.layers.linear import FusedLinear, GatedLinear, Linear
+from tigon.layers.linear import FusedLinear, GatedLinear, Linear, RowOrder
 from tigon.layers.lm_head import LMHead
 from tigon.layers.lora import (
     Adapters,
@@ -35,6 +36,7 @@ __all__ = [
     "Experts",
     "FP8Weight",
     "FusedLinear",
+    "GatedDeltaNet",
     "GatedLinear",
     "GatedMLP",
     "GroupRouter",
@@ -56,6 +58,7 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "Rotation",
+    "RowOrder",
     "SavedModules",
     "ScaledRouter",
     "SparseMoE",

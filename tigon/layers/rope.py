@@ -113,7 +113,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dim, self.rope_parameters = dim, dict(rope_parameters)
         self.rope_type = rope_parameters["rope_type"]
-        if self.rope_type == "dynamic":
+        if self.rope_type == "dynamic" and not rope_parameters.get("alpha"):
             self.turn = max_position_embeddings
         elif self.rope_type == "longrope":
             self.turn = rope_parameters["original_max_position_embeddings"]
@@ -130,7 +130,10 @@ class RotaryEmbedding(nn.Module):
         Of dynamic RoPE and of longrope they are those before `_at` has chosen.
         """
         p = self.rope_parameters
-        powers = _powers(self.dim, p["rope_theta"])
+        theta = p["rope_theta"]
+        if self.rope_type == "dynamic" and p.get("alpha"):  # it grows as much at all lengths
+            theta *= p["alpha"] ** (self.dim / (self.dim - 2))
+        powers = _powers(self.dim, theta)
         if self.rope_type == "linear":
             return 1 / powers / p["factor"]
         if self.rope_type == "proportional":

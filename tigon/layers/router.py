@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.kernels.norm.rms_norm import rms_norm
+from tigon.kernels.runtime import without_autocast
 from tigon.layers.linear import Linear
 
 
@@ -88,7 +89,7 @@ class GroupRouter(Linear):
     def route(self, x: Tensor) -> Routing:
         """Returns the routing of x [N, C]."""
         if self.sigmoid:
-            with torch.autocast(x.device.type, enabled=False):
+            with without_autocast(x.device):
                 scores = F.linear(x.float(), self.values().float()).sigmoid()
             ranked = scores.detach() + self.e_score_correction_bias
         else:

@@ -56,7 +56,9 @@ class SharingAttention(Attention):
         self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: BlockInputs
     ) -> tuple[Tensor, SharedKV]:
         """As in the base; also returns the keys and values [B, S, K, D] that q has seen."""
-        q, k, v = self._project(x, rotation, *ctx.dropout_args)
+        unobserved = self._is_unobserved()
+        qkv = self.qkv_proj(x, *ctx.dropout_args)
+        q, k, v = self._rotate(qkv, rotation, overwrite=unobserved)
         kv = k, v
         if self.values_from == "layer":
             assert ctx.shared_kv is not None
@@ -76,15 +78,15 @@ class SharingAttention(Attention):
             out = state.read(q, *kv, ctx, **kwargs)
         return self.o_proj(out.flatten(2), *ctx.dropout_args), kv
 
-    def _project(
-        self, x: Tensor, rotation: Rotation, *keys: Tensor
+    def _rotate(
+        self, qkv: Tensor, rotation: Rotation, *, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base, with normed values; k and v have no heads if another layer's are read."""
         q_norm = cast(RMSNorm, self.q_norm)
         if self.values_from == "projection":
-            q, k, v = super()._project(x, rotation, *keys)
+            q, k, v = super()._rotate(qkv, rotation, overwrite=overwrite)
             return q, k, rms_norm(v, None, q_norm.eps)
-        packed = self.qkv_proj(x, *keys).unflatten(-1, (-1, self.head_dim))
+        packed = qkv.unflatten(-1, (-1, self.head_dim))
         q, k = packed.split((self.heads, packed.shape[2] - self.heads), 2)
         v = k
         if self.k_norm is not None:

@@ -1,5 +1,4 @@
-"""Mistral Small 4: DeepSeek-V3's blocks with YaRN, queries scaled with the logarithm of their
-position, and a softmax router.
+"""Mistral Small 4: DeepSeek-V3 with YaRN, queries scaled by their position, and a softmax router.
 
 Checked against transformers' modeling_mistral4; also the text model of Mistral 3 checkpoints whose
 text_config names it.

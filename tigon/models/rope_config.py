@@ -36,6 +36,8 @@ RANGES = _range_of_names(
     (SIZE, "hidden_size intermediate_size moe_intermediate_size vocab_size num_attention_heads"),
     (SIZE, "max_position_embeddings original_max_position_embeddings"),
     (SIZE, "decoder_sparse_step no_rope_layer_interval sliding_window_pattern"),
+    (SIZE, "full_attention_interval linear_num_key_heads linear_num_value_heads"),
+    ((1, 2**16), "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim"),
     (COUNT, "hidden_size_per_layer_input num_kv_shared_layers"),
     (SIZE, "global_head_dim num_global_key_value_heads vocab_size_per_layer_input"),
     (SIZE, "kv_lora_rank n_group n_shared_experts q_lora_rank topk_group v_head_dim"),
@@ -50,7 +52,7 @@ RANGES = _range_of_names(
     ((1, MOST_LAYERS), "num_hidden_layers"),
 )
 ROPE_RANGES = _range_of_names(  # of rope_parameters
-    (POSITIVE, "attention_factor factor high_freq_factor low_freq_factor"),
+    (POSITIVE, "alpha attention_factor factor high_freq_factor low_freq_factor"),
     (POSITIVE, "long_factor short_factor"),
     (WEIGHT, "beta_fast beta_slow mscale mscale_all_dim"),  # a beta of 0 means the default
     (FACTOR, "llama_4_scaling_beta"),

@@ -27,7 +27,9 @@ from tigon.layers import (
     Attention,
     Embedding,
     Experts,
+    GatedDeltaNet,
     GatedMLP,
+    LatentAttention,
     Linear,
     LMHead,
     LoRAPart,
@@ -51,6 +53,7 @@ from tigon.parallel.tensor_modules import (
     RowParallelLinear,
     TensorParallelDecoder,
     TensorParallelExperts,
+    TensorParallelLatentAttention,
     TensorParallelMoE,
     TensorParallelNorm,
     TensorPass,
@@ -315,11 +318,12 @@ def key_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 
 def qkv_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
-    """This rank's rows [(H + K + K), D] of packed q, k and v."""
+    """This rank's rows [(H + K + K), D] of packed q, k and v, behind those of gates of q."""
     assert isinstance(module, Attention)
     d = module.head_dim
     q, *others = module.qkv_proj.parts  # none, keys, or keys and values
-    pieces, begin, target = [_head_rows(0, q, 0, ranks)], q, q // ranks.size
+    sections = (q // 2, q // 2) if module.gate == "q_proj" else (q,)
+    pieces, begin, target = [*_section_rows(sections, ranks)], q, q // ranks.size
     for size in others:
         pieces.append(_kv_head_rows(begin, size // d, d, target, ranks))
         begin, target = begin + size, target + pieces[-1][0].length
@@ -330,6 +334,34 @@ def gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """This rank's rows of packed gate and up: the same units of both."""
     gate = _local_rows(0, size // 2, 0, ranks)
     return gate, _local_rows(size // 2, size // 2, gate[0].length, ranks)
+
+
+def delta_input_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """This rank's rows of packed q, k, v, z, b and a: the same heads of each."""
+    assert isinstance(module, GatedDeltaNet)
+    h = module.value_heads
+    return _section_rows((*_delta_channels(module), h * module.value_dim, h, h), ranks)
+
+
+def delta_channel_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """This rank's channels of the convolution of q, k and v."""
+    assert isinstance(module, GatedDeltaNet)
+    return _section_rows(_delta_channels(module), ranks)
+
+
+def _delta_channels(module: GatedDeltaNet) -> tuple[int, int, int]:
+    """The rows of q, k and v."""
+    keys = module.key_heads * module.key_dim
+    return keys, keys, module.value_heads * module.value_dim
+
+
+def _section_rows(sizes: Iterable[int], ranks: Ranks) -> Pieces:
+    """This rank's share of each of several runs of rows, whose sizes the ranks divide."""
+    pieces, begin = [], 0
+    for size in sizes:
+        pieces.append(_head_rows(begin, size, begin // ranks.size, ranks))
+        begin += size
+    return tuple(pieces)
 
 
 def expert_gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
@@ -355,12 +387,25 @@ def vocabulary_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 # For each kind of module, the parameters that are sharded, by name
 PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
+    LatentAttention: {  # before Attention, of which it is one
+        "q_proj.weight": ShardRule(0, query_rows),
+        "q_b_proj.weight": ShardRule(0, query_rows),
+        "kv_b_proj.weight": ShardRule(0, query_rows),  # keys and values of a head in a row
+        "o_proj.weight": ShardRule(1, query_rows),
+    },
     Attention: {
         "qkv_proj.weight": ShardRule(0, qkv_rows),
         "qkv_proj.bias": ShardRule(0, qkv_rows),
         "o_proj.weight": ShardRule(1, query_rows),
         "gate_proj.weight": ShardRule(0, query_rows),
         "sinks": ShardRule(0, query_rows),
+    },
+    GatedDeltaNet: {
+        "in_proj.weight": ShardRule(0, delta_input_rows),
+        "conv1d.weight": ShardRule(0, delta_channel_rows),
+        "A_log": ShardRule(0, query_rows),
+        "dt_bias": ShardRule(0, query_rows),
+        "out_proj.weight": ShardRule(1, query_rows),
     },
     GatedMLP: {
         "gate_up_proj.weight": ShardRule(0, gate_up_rows),
@@ -447,6 +492,9 @@ def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
     for module in model.modules():
         if isinstance(module, Attention):
             _set_local_heads(module, ranks)
+        elif isinstance(module, GatedDeltaNet):
+            module.key_heads //= ranks.size
+            module.value_heads //= ranks.size
         elif isinstance(module, LMHead) and model.config.labels:
             module.scorers = ranks
         elif isinstance(module, Embedding | LMHead):
@@ -478,10 +526,16 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
             _install(moe.experts, experts, tensor=tensor)
         inside = {module for moe in moes for module in moe.modules()}
         for module in block.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, LatentAttention):
+                _install(module, TensorParallelLatentAttention, tensor=tensor)
+                _install(module.o_proj, RowParallelLinear, tensor=tensor)
+            elif isinstance(module, Attention):
                 for projection in filter(None, (module.qkv_proj, module.gate_proj)):
                     _install(projection, ColumnParallelLinear, tensor=tensor)
                 _install(module.o_proj, RowParallelLinear, tensor=tensor)
+            elif isinstance(module, GatedDeltaNet):
+                _install(module.in_proj, ColumnParallelLinear, tensor=tensor)
+                _install(module.out_proj, RowParallelLinear, tensor=tensor)
             elif isinstance(module, GatedMLP) and module not in inside:  # a shared expert's
                 _install(module.gate_up_proj, ColumnParallelGatedLinear, tensor=tensor)
                 _install(module.down_proj, RowParallelLinear, tensor=tensor)
@@ -519,6 +573,12 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
                     "(parallel.tensor, --tp, mesh) must divide the heads, and divide the kv heads "
                     "or be a multiple of them"
                 )
+        if isinstance(module, GatedDeltaNet) and module.key_heads % ranks:
+            raise ValueError(
+                f"{ranks} ranks cannot share the {module.key_heads} key heads of Gated DeltaNet "
+                "(linear_num_key_heads): the number of ranks (parallel.tensor, --tp, mesh) must "
+                "divide them"
+            )
     if any(config.dropout for config in model.adapters.values()):
         excluded = _expert_parallel_modules(model)
         every_rank = (Ranks("", rank, ranks) for rank in range(ranks))

@@ -155,7 +155,8 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
                 add(path, part, first, size)
                 first += size
         else:
-            add(path, name, 0, module.out_features)
+            stored_name = model.checkpoint_names.stored_name(path).rpartition(".")[2]
+            add(path, stored_name, 0, module.out_features)
     return targets
 
 

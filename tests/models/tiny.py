@@ -254,6 +254,14 @@ CASES |= {
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 3,
         },
+        "experts": {
+            **GEMMA4,
+            **PER_LAYER,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
     },
     "gemma4_unified_text": {
         "keys are values": {
@@ -527,6 +535,7 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
+    "gemma4_text": {"num_experts": 6, "top_k_experts": 6},
     **{
         name: {"num_experts": 6, "num_experts_per_tok": 6}
         for name in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")

@@ -18,14 +18,23 @@ from tigon.models import CausalLM
 
 # PEFT's "all-linear" has the experts and the router of mixtures, too
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 SHARED = [f"shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
 EVERY = {
     "mixtral": ATTENTION,
     "qwen2_moe": [*ATTENTION, *SHARED, "shared_expert_gate"],
     "qwen3_moe": ATTENTION,
+    "qwen3_5_moe_text": [*ATTENTION, *DELTA, *SHARED, "shared_expert_gate"],
+    # PEFT takes the projections of a shared expert for those of all experts
+    "qwen3_next": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
 }
 # Stored packed, so that PEFT sees no q_proj
 PACKED = {"phi3": ("qkv_proj", "down_proj"), "glm4": ("q_proj", "gate_up_proj")}
+# Some layers have no attention
+PACKED |= dict.fromkeys(
+    ("qwen3_5_text", "qwen3_5_moe_text"), ("q_proj", "in_proj_qkv", "in_proj_a")
+)
+PACKED |= {"qwen3_next": ("q_proj", "in_proj_qkvz", "in_proj_ba")}
 
 
 def some(model_type: str) -> tuple[str, ...]:
@@ -59,8 +68,9 @@ def gradients(model: CausalLM) -> dict[str, Tensor]:
         grad = parameters[name].grad
         if grad is not None:
             for part in parts:
-                ((_, start, rows),) = part.rows
-                found[f"base_model.model.{part.name}"] = grad.narrow(0, start, rows)
+                runs = [(at, grad.narrow(0, start, rows)) for at, start, rows in part.rows]
+                whole = torch.cat([x for _, x in sorted(runs, key=lambda run: run[0])])
+                found[f"base_model.model.{part.name}"] = whole
     return found
 
 

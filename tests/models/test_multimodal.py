@@ -22,15 +22,20 @@ SIGLIP = {
     "image_size": 28,
     "patch_size": 14,
 }
+QWEN_VISION = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+QWEN_VISION |= {"out_hidden_size": 96, "num_position_embeddings": 16}
 PIXTRAL = SIGLIP | {"model_type": "pixtral", "head_dim": 8}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": SIGLIP, "mm_tokens_per_image": 4},
     "mistral3": {"vision_config": PIXTRAL},
+    "qwen3_5": {"vision_config": QWEN_VISION},
+    "qwen3_5_moe": {"vision_config": QWEN_VISION},
     **dict(WRAPPED.values()),
 }
 # The type of the whole, and of the text in it
 PAIRS = [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
 PAIRS += [("muse_glimmer", "muse_glimmer_text")]
+PAIRS += [("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")]
 IDS = torch.arange(4, 44).view(2, 20)
 
 

@@ -82,6 +82,9 @@ SMALL_KERNELS = [
     kernels.streamed("gated_act", 24, 32, variant="gelu_tanh"),
     kernels.streamed("rope", 2, 7, 4, 2, 16),
     kernels.streamed("qk_norm_rope", 2, 7, 4, 2, 16),
+    kernels.causal_conv_qkv(1, 7, 2, 3, 16),
+    kernels.linear_attention("causal_conv", "B2 T7 24", 2, 7, 24, 3, elements=336),
+    kernels.linear_attention("gated_norm", "24x16", 24, 16, elements=384, tensors=(3, 5)),
     kernels.cross_entropy(24, 97),
     *kernels.linear_cross_entropy(48, 32, 97, 1.05),
 ]

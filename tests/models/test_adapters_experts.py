@@ -21,7 +21,7 @@ from tests.models.test_adapters_peft import (
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 
-KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss")
+KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss")
 BOTH = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 PATTERNS: dict[str, Any] = {
     "target_parameters": BOTH,

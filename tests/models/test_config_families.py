@@ -9,6 +9,9 @@ import torch
 from transformers import AutoConfig
 from transformers.activations import ACT2FN
 from transformers.models.gemma.modeling_gemma import GemmaMLP
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import (
+    HunYuanDenseV1RotaryEmbedding,
+)
 
 from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, on_meta, windows
 from tigon.layers import RotaryEmbedding
@@ -30,12 +33,20 @@ MINISTRAL_YARN = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+HUNYUAN = {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "beta_fast": 32, "beta_slow": 1}
+HUNYUAN |= {"mscale": 1.0, "mscale_all_dim": 1.0}
 SCALING = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
 
 # What published configs say beside the keys that transformers writes, or in place of them
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "exaone4": {
+        "rope_scaling": SCALING,
+        "rope_theta": 1000000,
+        "sliding_window_pattern": "LLLG",
+        "torch_dtype": "bfloat16",
+    },
     "gemma3_text": {
         "_sliding_window_pattern": 6,
         "rope_local_base_freq": 10000.0,
@@ -46,6 +57,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "glm4": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
     "granite": {"rope_theta": 1e7, "rope_scaling": None, "torch_dtype": "bfloat16"},
+    "hunyuan_v1_dense": {
+        "attention_head_dim": 128,
+        "eod_token_id": 127967,
+        "rope_scaling": HUNYUAN | {"rope_type": "dynamic"},
+        "rope_theta": 10000.0,
+        "use_qk_norm": True,
+    },
     "ministral3": {"rope_parameters": MINISTRAL_YARN},
     "olmo3": {"rope_theta": 500000, "rope_scaling": YARN, "torch_dtype": "bfloat16"},
     "qwen3_moe": {
@@ -167,6 +185,11 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "ministral3: nothing": {},
     "ministral3: theta without scaling": {"rope_theta": 300.0},
     "ministral3: scaling": {"rope_scaling": {**MINISTRAL_YARN, "llama_4_scaling_beta": 0.3}},
+    "ernie4_5: nothing": {},
+    "exaone4: scaling": {"rope_scaling": SCALING, "rope_theta": 1e6},
+    "hunyuan_v1_dense: alpha": {"rope_scaling": HUNYUAN, "rope_theta": 300.0},
+    "muse_glimmer_text: theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+    "olmoe: scaling": {"rope_scaling": YARN, "rope_theta": 300.0},
     "gemma3_text: old keys": {
         "rope_theta": 9e5,
         "rope_local_base_freq": 2e4,
@@ -203,6 +226,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "qwen2: from a layer on": {**GATED, "use_sliding_window": True},
     "qwen2: nowhere": GATED,
     "qwen3: from a layer on": {**GATED, "use_sliding_window": True},
+    "exaone4": {},
+    "exaone4: pattern": {"sliding_window_pattern": 3},
     "gemma2": {},
     "gemma3_text: pattern": {"sliding_window_pattern": 4},
     "smollm3: where nothing rotates": {
@@ -234,11 +259,39 @@ def test_layers_of_muse_rotate_where_those_of_transformers_do() -> None:
     for thetas in (None, [0, 1.0, 5e5, 0, 0.0, 2, 1, 0, 1, 1, 0, 1, 1]):
         raw = {"model_type": "muse_glimmer_text", "num_hidden_layers": 13}
         raw |= {} if thetas is None else {"layer_rope_theta": thetas}
-        decoder = on_meta(ours(raw)).model
-        found = [isinstance(decoder.rotary_embs[i], RotaryEmbedding) for i in decoder.rope_indices]
-        assert found == [theta != 0 for theta in theirs(raw).layer_rope_theta]
+        assert rotates(ours(raw)) == [theta != 0 for theta in theirs(raw).layer_rope_theta]
     with pytest.raises(ConfigError, match=r"layer_rope_theta=\[0\] is not a number for each of 13"):
         ours(raw | {"layer_rope_theta": [0]})
+
+
+def rotates(config: ModelConfig) -> list[bool]:
+    """Of each layer."""
+    decoder = on_meta(config).model
+    return [isinstance(decoder.rotary_embs[i], RotaryEmbedding) for i in decoder.rope_indices]
+
+
+def test_exaone_rotates_where_it_slides() -> None:
+    """Its patterns of letters and its models without windows make transformers raise."""
+    raw = {"model_type": "exaone4", "num_hidden_layers": 9}
+    for pattern, period in ((4, [1, 1, 1, 0]), ("LLLG", [1, 1, 1, 0]), ("LG", [1, 0]), ("G", [0])):
+        config = ours(raw | {"sliding_window_pattern": pattern})
+        expected = (period * 9)[:9]
+        assert windows(config) == [4096 if slides else None for slides in expected]
+        assert rotates(config) == [bool(slides) for slides in expected]
+    for pattern in (0, 4, None, "LLLG"):
+        config = ours(raw | {"sliding_window": None, "sliding_window_pattern": pattern})
+        assert windows(config) == [None] * 9
+        assert rotates(config) == [True] * 9
+    with pytest.raises(ConfigError, match="sliding_window_pattern='LX' is not a number or letters"):
+        ours(raw | {"sliding_window_pattern": "LX"})
+
+
+def test_hunyuan_stretches_theta_once() -> None:
+    raw = {"model_type": "hunyuan_v1_dense", "head_dim": 128, "rope_scaling": HUNYUAN}
+    model = on_meta(ours(raw))
+    assert model.turning_rope is None  # no table changes with the length
+    peer = HunYuanDenseV1RotaryEmbedding(theirs(raw))
+    assert torch.equal(model.model.rotary_embs[0].to("cpu").inv_freq, peer.inv_freq)
 
 
 def test_gemma_says_gelu_and_means_its_approximation() -> None:

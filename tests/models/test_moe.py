@@ -24,6 +24,8 @@ BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
 ROUTING = [
     ("mixtral", "plain"),
     ("mixtral", "two of many"),
+    ("olmoe", "plain"),
+    ("olmoe", "one of many"),
     ("qwen2_moe", "plain"),
     ("qwen2_moe", "normed, no bias"),
     ("qwen2_moe", "some dense"),

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 from transformers.utils.quantization_config import QuantizationMethod
 
 import tigon
 from tests.models.fp8_checkpoints import DYNAMIC, STATIC, Block, to_fp8
+from tests.models.mxfp4_checkpoints import SETTINGS, to_mxfp4
 from tests.models.test_adapters import gradients
 from tests.models.test_io import same, tensors
 from tests.models.test_parity import tokens
@@ -18,8 +19,8 @@ from tests.models.tiny import edit_config, reference
 from tigon import LoraConfig
 from tigon.layers import Linear
 from tigon.models.config import ConfigError
-from tigon.models.quantization_config import read_quantization
-from tigon.weights import BlockScales
+from tigon.models.quantization_config import READ, read_quantization
+from tigon.weights import BlockScales, Mxfp4Blocks
 
 # Sizes that blocks of 32 x 16 divide, as transformers asks for
 EVEN = {
@@ -75,6 +76,30 @@ def test_as_transformers_dequantises_and_as_they_are_kept(case: str, tmp_path: P
     assert same(again.state_dict(), theirs.state_dict())
 
 
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    sizes = EVEN | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    reference("gpt_oss", sizes, source, dtype=torch.bfloat16)
+    expected = to_mxfp4(source)
+    ours = tigon.from_pretrained(source)
+    assert ours.dtype == torch.bfloat16
+    ours.save_pretrained(target)
+    assert same(tensors(target), expected)
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
+    theirs = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=Mxfp4Config(dequantize=True), dtype=torch.bfloat16
+    )
+    again = AutoModelForCausalLM.from_pretrained(target)
+    assert same(again.state_dict(), theirs.state_dict())
+    ours.add_adapter(LoraConfig(rank=2, targets=("q_proj", "experts.down_proj")))
+    assert gradients(ours)
+    with pytest.raises(ValueError, match="has no projections in fp8"):
+        tigon.from_pretrained(source, quantize="keep")
+    edit_config(source, quantization_config=None)
+    with pytest.raises(ValueError, match="gate_up_proj_blocks"):
+        tigon.from_pretrained(source)
+
+
 def test_rounded_once_to_another_dtype(tmp_path: Path) -> None:
     reference("llama", EVEN, tmp_path, dtype=torch.float32)
     meant = to_fp8(tmp_path, (32, 16), DYNAMIC)
@@ -100,7 +125,7 @@ def test_a_multimodal_config_has_it_at_its_top(tmp_path: Path) -> None:
         tigon.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("method", sorted({m.value for m in QuantizationMethod} - {"fp8"}))
+@pytest.mark.parametrize("method", sorted({m.value for m in QuantizationMethod} - {*READ}))
 def test_other_formats_are_refused_by_name(method: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_quantization({"quantization_config": {"quant_method": method, "bits": 4}})
@@ -132,6 +157,7 @@ def test_published_settings_are_read_and_unknown_ones_said() -> None:
     assert read_quantization({"quantization_config": STATIC}) == BlockScales(None)
     assert read_quantization({"quantization_config": FP8}) == BlockScales((128, 128))
     assert read_quantization({"text_config": {"quantization_config": FP8}}) == BlockScales()
+    assert read_quantization({"quantization_config": SETTINGS}) == Mxfp4Blocks()
     assert read_quantization({"quantization_config": None, "text_config": 3}) is None
     with pytest.warns(UserWarning, match=r"keys not understood and ignored: \['colour'\]"):
         read_quantization({"quantization_config": FP8 | {"colour": 3}})

@@ -224,6 +224,48 @@ CASES |= {
         "default rope, tied": {"tie_word_embeddings": True},
     },
 }
+# Three kinds of layer: keys and values of layers 1 and 2 are read by 4 and 3, and by 5
+GEMMA4: Overrides = {
+    **WINDOW,
+    "num_hidden_layers": 6,
+    "head_dim": 20,
+    "global_head_dim": 32,
+    "layer_types": [FULL, SLIDING, FULL, FULL, SLIDING, FULL],
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+        FULL: {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
+    },
+}
+PER_LAYER: Overrides = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 211}
+CASES |= {
+    "gemma4_text": {
+        "shared": {**GEMMA4, **PER_LAYER, "num_kv_shared_layers": 3, "pad_token_id": 3},
+        "double wide, softcap": {
+            **GEMMA4,
+            **PER_LAYER,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+        },
+        "keys are values": {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+        },
+    },
+    "gemma4_unified_text": {
+        "keys are values": {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "final_logit_softcapping": 3.0,
+        },
+        "listed": {**GEMMA4, "layer_types": [FULL, *5 * [SLIDING]], "num_kv_shared_layers": 2},
+        "both sides": {**GEMMA4, "use_bidirectional_attention": "all", "num_kv_shared_layers": 2},
+    },
+}
 # A softcap that logits reach, and an eps behind branches that counts
 MUSE: Overrides = {**WINDOW, "output_multiplier": 1.7, "qk_scale_factor": 2.3}
 CAPPED: Overrides = {**MUSE, "post_norm_eps": 0.05, "final_logit_softcapping": 3.0}
@@ -240,6 +282,32 @@ CASES |= {
         },
         "tied": {**WINDOW, "output_multiplier": 2.0, "tie_word_embeddings": True},
     }
+}
+CASES |= {
+    "ernie4_5": {
+        "grouped": {"pad_token_id": 3},
+        "biases": {"use_bias": True, "tie_word_embeddings": False, "pad_token_id": None},
+        "yarn": {"rope_parameters": YARN},
+    },
+    "exaone4": {
+        "three slide": {**WINDOW, "num_hidden_layers": 5},
+        "no window": {"sliding_window": None, "layer_types": [FULL] * 3, "pad_token_id": 3},
+        "listed": {
+            **WINDOW,
+            "layer_types": [FULL, SLIDING, SLIDING],
+            "rope_parameters": LLAMA3,
+            "tie_word_embeddings": True,
+        },
+    },
+    "hunyuan_v1_dense": {
+        "plain": {"pad_token_id": 3},
+        "rope alpha": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0, "factor": 1.0}
+            | {"alpha": 9.0}
+        },
+        "rope dynamic": {"rope_parameters": ROPES["dynamic"]},
+        "attention_bias, tied": {"attention_bias": True, "tie_word_embeddings": True},
+    },
 }
 # No token chooses some of the experts where there are many
 EXPERTS: Overrides = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
@@ -273,6 +341,16 @@ CASES |= {
         "window unused": {**EXPERTS, **WINDOW},
         "one of many": MANY,
     },
+}
+# transformers has no other size of heads
+OLMOE: Overrides = {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 3}
+CASES |= {
+    "olmoe": {
+        "plain": OLMOE,
+        "clipped, biases": {**OLMOE, "clip_qkv": 0.9, "attention_bias": True},
+        "normed, tied": {**OLMOE, "norm_topk_prob": True, "tie_word_embeddings": True},
+        "one of many": {**OLMOE, "num_experts": 90, "num_experts_per_tok": 1},
+    }
 }
 LINEAR = "linear_attention"
 # Three value heads to a key head; a quarter of 24 head dims is rotated
@@ -416,13 +494,15 @@ IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
     **{
         name: {"num_experts": 6, "num_experts_per_tok": 6}
-        for name in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
+        for name in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
     },
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
         for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")
     },
 }
+# Families with scores that are not scaled: with queries of norm 1 attention would see one token
+UNSCALED = ("gemma4_text", "gemma4_unified_text")
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]
 
@@ -493,6 +573,8 @@ def reference(
                 p.add_(torch.randn_like(p) * 0.3)
             else:
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
+            if model_type in UNSCALED and name.endswith("q_norm.weight"):
+                p.mul_(0.2)
         for name, buffer in model.named_buffers():
             if name in model.state_dict():
                 buffer.add_(torch.randn_like(buffer) * 0.3)

@@ -17,6 +17,7 @@ from tests.parallel.ranks import run_on_ranks, selected_cases
 from tigon.distributed import collectives
 from tigon.kernels.recompute import recompute_above
 from tigon.models import MODELS, CausalLM, LoraConfig
+from tigon.models.pretrained.names import stored_tensors
 from tigon.parallel import TensorParallel, shard_model, share_context
 from tigon.parallel.tensor_parallel import check_tensor_ranks
 from tigon.train.optim.clip import clip_gradients
@@ -37,6 +38,20 @@ SIZES = {
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 3}
 MOE = {"num_experts": 5, "moe_intermediate_size": 22, **BALANCED}
 WINDOW = {"sliding_window": 7}
+LATENTS = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 22,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 22,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+}
 SHARED = {"shared_expert_intermediate_size": 28, **MOE}
 DELTA = {
     "full_attention_interval": 2,
@@ -45,6 +60,12 @@ DELTA = {
     "linear_num_value_heads": 12,
     "linear_key_head_dim": 14,
     "linear_value_head_dim": 10,
+}
+GEMMA4 = {
+    **WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 12,
 }
 # By name, the model type and what differs
 TWO: dict[str, tuple[str, dict[str, Any]]] = {
@@ -58,7 +79,21 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", WINDOW),
     "gemma3": ("gemma3_text", WINDOW),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 101,
+        },
+    ),
+    "gemma4_unified": ("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": True}),
     "muse_glimmer": ("muse_glimmer_text", WINDOW),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "exaone4": ("exaone4", {**WINDOW, "num_hidden_layers": 4}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {"attention_bias": True}),
+    "olmoe": ("olmoe", {"num_experts": 5, **BALANCED, "clip_qkv": 0.9}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "phi3": ("phi3", {"head_dim": 6}),  # packed in its files
     "seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
@@ -69,6 +104,11 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5, **BALANCED}),
     "qwen2_moe": ("qwen2_moe", SHARED),
     "qwen3_moe": ("qwen3_moe", {**MOE, "mlp_only_layers": [0]}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 5, "swiglu_limit": 0.5, **BALANCED, **WINDOW}),
+    "deepseek_v3": ("deepseek_v3", LATENTS),
+    "no latent of queries": ("deepseek_v3", LATENTS | {"q_lora_rank": None, "topk_group": 3}),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENTS),
+    "mistral4": ("mistral4", LATENTS | {"attention_bias": True}),
     "qwen3_5": ("qwen3_5_text", {**DELTA, "attention_bias": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA, **SHARED}),
     "qwen3_next": ("qwen3_next", {**DELTA, **SHARED}),
@@ -79,6 +119,7 @@ FOUR = {
     "one norm of keys that two ranks have": ("olmo2", {}),
     "experts": ("qwen2_moe", SHARED),
     "one key head each": ("qwen3_next", {**DELTA, **SHARED}),
+    "sinks and experts with biases": TWO["gpt_oss"],
 }
 
 
@@ -94,7 +135,7 @@ def random_model(model_type: str, changes: dict[str, Any]) -> CausalLM:
     values = {n: v for n, v in (SIZES | changes).items() if n in known}
     model = kind.from_config({"model_type": model_type, **values})
     with torch.no_grad():
-        for p in model.parameters():
+        for p in stored_tensors(model).values():
             p.add_(torch.randn_like(p) * (0.3 if p.dim() == 1 else 0.08))
     return model.train()
 

@@ -301,7 +301,7 @@ def test_evaluation_writes_the_same_files(workspace, make, way):
             }
 
 
-def test_hooks_of_each_rank_see_everything(workspace, make):
+def test_callbacks_of_each_rank_see_everything(workspace, make):
     """Where ranks have other rows, sums over ranks."""
     for way in ("one", "context", "fsdp"):
         make(way, "seen")

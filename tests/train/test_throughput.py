@@ -101,6 +101,10 @@ def test_every_matrix_of_a_family_is_counted(family):
         values["pad_token_id"] = 0  # of the small vocabulary
     if "num_local_experts" in known:
         values["num_local_experts"] = 5
+    if "n_routed_experts" in known:
+        values |= {"n_routed_experts": 5, "n_group": 1, "topk_group": 1}
+    if "kv_lora_rank" in known:  # keys of every head
+        values["num_key_value_heads"] = values["num_attention_heads"]
     if "num_experts_per_tok" in known:
         values["num_experts_per_tok"] = 5  # all, so that all count
     model = make(values)

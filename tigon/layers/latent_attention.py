@@ -118,7 +118,7 @@ class LatentAttention(Attention):
         out = self._attend(q, *self._expand(latent, turned, *keys), ctx)
         return self.o_proj(out.flatten(2), *keys)
 
-    def compress(self, x: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def compress(self, x: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
         """Returns what queries are projected from [B, T, ...], latents [B, T, L], and the dims that
         are yet to be rotated [B, T, R]."""
         queries = x

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels.runtime import without_autocast
 from tigon.layers.linear import Linear
 
 
@@ -63,7 +64,7 @@ class GroupRouter(Linear):
     def route(self, x: Tensor) -> Routing:
         """Returns the routing of x [N, C]."""
         if self.sigmoid:
-            with torch.autocast(x.device.type, enabled=False):
+            with without_autocast(x.device):
                 scores = F.linear(x.float(), self.values().float()).sigmoid()
             ranked = scores.detach() + self.e_score_correction_bias
         else:

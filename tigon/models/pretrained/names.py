@@ -64,7 +64,7 @@ class CheckpointNames(NamedTuple):
     packed: Mapping[str, tuple[str, ...]] = PACKED
     # Suffix of a parameter -> tensors of checkpoints with one for each expert, in row order
     experts: Mapping[str, tuple[str, ...]] = EXPERTS
-    # Suffix of a parameter -> that of the tensor, in every checkpoint
+    # Modules or parameters here -> their names in every checkpoint, such as "mlp" -> "feed_forward"
     renamed: Mapping[str, str] = MappingProxyType({})
     head: str = HEAD
     # Whether checkpoints have layers of multi-token prediction past the last one, which are skipped
@@ -79,8 +79,10 @@ class CheckpointNames(NamedTuple):
 
     def stored_name(self, name: str) -> str:
         """The name in checkpoints of a tensor or module of the model with this name."""
-        if end := next((end for end in self.renamed if name.endswith(f".{end}")), ""):
-            name = name.removesuffix(end) + self.renamed[end]
+        name = f".{name}."
+        for own, stored in self.renamed.items():
+            name = name.replace(f".{own}.", f".{stored}.")
+        name = name[1:-1]
         if not name.startswith("model."):
             return name
         return self.decoder + name.removeprefix("model.")

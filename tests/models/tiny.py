@@ -532,6 +532,33 @@ CASES |= {
     },
 }
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+# Two thirds of 136 and a bit are 94, up to 98 in sevens
+CONV: Overrides = {
+    "layer_types": ["conv", FULL, "conv"],
+    "norm_eps": 1e-3,
+    "block_multiple_of": 7,
+    "block_ffn_dim_multiplier": 1.05,
+    "pad_token_id": 3,
+}
+CASES |= {
+    "lfm2": {
+        "plain": CONV,
+        "untied, four taps, size as given": {
+            **CONV,
+            "tie_word_embeddings": False,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "pad_token_id": None,
+        },
+        "by indices, yarn": {
+            **CONV,
+            "layer_types": None,
+            "full_attn_idxs": [0, 2],
+            "rope_parameters": YARN,
+        },
+        "biases": {**CONV, "conv_bias": True},
+    }
+}
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},

@@ -128,7 +128,10 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA, **SHARED}),
     "qwen3_next": ("qwen3_next", {**DELTA, **SHARED}),
 }
+CONV = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 6, "conv_bias": True}
+TWO["lfm2"] = "lfm2", CONV
 FOUR = {
+    "short convolutions": ("lfm2", CONV),
     "kv heads on two ranks each": ("llama", {"attention_bias": True}),
     "one kv head": ("qwen3", {"num_key_value_heads": 1}),
     "one norm of keys that two ranks have": ("olmo2", {}),

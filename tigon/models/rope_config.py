@@ -42,6 +42,10 @@ RANGES = _range_of_names(
     (SIZE, "global_head_dim num_global_key_value_heads vocab_size_per_layer_input"),
     (SIZE, "kv_lora_rank n_group n_shared_experts q_lora_rank topk_group v_head_dim"),
     (SIZE, "qk_nope_head_dim qk_rope_head_dim"),
+    (SIZE, "block_multiple_of"),
+    ((1, 2**16), "conv_L_cache"),
+    ((1e-3, 1e3), "block_ffn_dim_multiplier"),
+    (COUNT, "full_attn_idxs"),
     (COUNT, "max_window_layers mlp_only_layers no_rope_layers num_experts_per_tok"),
     (COUNT, "first_k_dense_replace num_key_value_heads shared_expert_intermediate_size"),
     (COUNT, "sliding_window"),  # 0 where no layer slides

@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from tests.generation.common import padded
 from tests.models.contract import tiny_llama
 from tests.models.test_parity import gradients
-from tests.models.tiny import CASES, exact, load_case, reference
+from tests.models.tiny import CASES, FULL, exact, load_case, reference
 from tests.numbers import assert_as_near, float64
 from tigon.layers import GatedDeltaNet, KVCache
 from tigon.models import MODELS, CausalLM, from_pretrained
@@ -239,6 +240,19 @@ def test_tensors_of_further_predictions_are_skipped(model_type: str, tmp_path: P
         UserWarning, match=r"2 tensors are skipped, 'mtp.fc.weight' among them; they"
     ):
         from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("keys", [{}, {"full_attention_interval": 3}, {"num_hidden_layers": 3}])
+@families
+def test_what_a_config_leaves_out(model_type: str, keys: dict[str, int]) -> None:
+    theirs = AutoConfig.for_model(model_type, **keys)
+    ours = MODELS[model_type].config_class.from_dict({"model_type": model_type, **keys})
+    layers = range(theirs.num_hidden_layers)
+    assert [ours.attends(i) for i in layers] == [k == FULL for k in theirs.layer_types]
+    name = "partial_rotary_factor"
+    assert ours.rope_parameters[name] == theirs.rope_parameters[name] == 0.25
+    given = MODELS[model_type].config_class.from_dict({"model_type": model_type, name: 0.5})
+    assert given.rope_parameters[name] == 0.5
 
 
 def test_refusals(model: CausalLM) -> None:

@@ -45,7 +45,5 @@ class Qwen3Next(CausalLM):
     config_class = Qwen3NextConfig
     block_class = Qwen3NextBlock
     checkpoint_names = CheckpointNames(
-        packed=PACKED | {"in_proj": ("in_proj_qkvz", "in_proj_ba")},
-        renamed=DECAY,
-        extra=("mtp.",),
+        packed=PACKED | {"in_proj": ("in_proj_qkvz", "in_proj_ba")}, renamed=DECAY, extra=("mtp.",)
     )

@@ -29,6 +29,8 @@ PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # model_type of a multimodal config -> default model_type of its text_config
 MULTIMODAL = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "mistral3": "mistral",
     "muse_glimmer": "muse_glimmer_text",
     "qwen3_5": "qwen3_5_text",
@@ -41,6 +43,10 @@ OTHER_MODALITIES = (
     "multi_modal_projector.",
     "vision_adapter.",
     "vision_projection.",
+    "vision_embedder.",
+    "embed_vision.",
+    "embed_audio.",
+    "audio_tower.",
     "visual.",
 )
 # Buffers that old versions of transformers saved

@@ -4,6 +4,7 @@ from tigon.distributed.context_attention import ContextShard
 from tigon.layers.attention import Attention
 from tigon.layers.context import BlockInputs
 from tigon.layers.embedding import Embedding, LowRankEmbedding
+from tigon.layers.float32 import Float32Module
 from tigon.layers.gated_delta_net import GatedDeltaNet
 from tigon.layers.kv_cache import Cache, KVCache, LayerState, StaticCache
 from tigon.layers.latent_attention import LatentAttention, LatentSizes
@@ -36,6 +37,7 @@ __all__ = [
     "Embedding",
     "Experts",
     "FP8Weight",
+    "Float32Module",
     "FusedLinear",
     "GatedDeltaNet",
     "GatedLinear",

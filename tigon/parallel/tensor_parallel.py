@@ -417,8 +417,8 @@ PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
     GatedDeltaNet: {
         "in_proj.weight": ShardRule(0, delta_input_rows),
         "conv1d.weight": ShardRule(0, delta_channel_rows),
-        "A_log": ShardRule(0, query_rows),
-        "dt_bias": ShardRule(0, query_rows),
+        "decay.A_log": ShardRule(0, query_rows),
+        "decay.dt_bias": ShardRule(0, query_rows),
         "out_proj.weight": ShardRule(1, query_rows),
     },
     GatedMLP: {

@@ -39,10 +39,32 @@ SCALING = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
 
+DEEPSEEK_YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 # What published configs say beside the keys that transformers writes, or in place of them
 GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
 GPT_OSS_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": DEEPSEEK_YARN,
+        "rope_theta": 10000,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_method": "noaux_tc",
+    },
     "exaone4": {
         "rope_scaling": SCALING,
         "rope_theta": 1000000,
@@ -58,6 +80,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_bidirectional_attention": True,  # EmbeddingGemma
     },
     "glm4": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
+    "glm4_moe": {
+        "head_dim": 128,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "use_qk_norm": True,
+    },
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "topk_method": "noaux_tc",
+    },
     "gpt_oss": {
         "experts_per_token": 4,
         "initial_context_length": 4096,
@@ -199,6 +237,11 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense: alpha": {"rope_scaling": HUNYUAN, "rope_theta": 300.0},
     "muse_glimmer_text: theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "olmoe: scaling": {"rope_scaling": YARN, "rope_theta": 300.0},
+    "mistral4: nothing": {},
+    "mistral4: scaling": {"rope_scaling": {**MINISTRAL_YARN, "llama_4_scaling_beta": 0.3}},
+    "deepseek_v3: scaling": {"rope_scaling": DEEPSEEK_YARN, "rope_theta": 300.0},
+    "glm4_moe: half by default": {},
+    "glm4_moe: factor outside": {"partial_rotary_factor": 0.25},
     "gemma3_text: old keys": {
         "rope_theta": 9e5,
         "rope_local_base_freq": 2e4,

@@ -254,6 +254,14 @@ CASES |= {
             "attention_k_eq_v": True,
             "num_global_key_value_heads": 3,
         },
+        "experts": {
+            **GEMMA4,
+            **PER_LAYER,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
     },
     "gemma4_unified_text": {
         "keys are values": {
@@ -477,6 +485,19 @@ CASES |= {
             "rope_parameters": SCALED_YARN | {"mscale": None},
         },
     },
+    "glm4_moe": {
+        "plain": {**GROUPS, "use_qk_norm": True},
+        "one group, biases": {
+            **GROUPS,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.8},
+        },
+    },
     "glm4_moe_lite": {
         "plain": {**LATENTS, **GROUPS, "v_head_dim": 20},
         "listed": {
@@ -514,13 +535,14 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
+    "gemma4_text": {"num_experts": 6, "top_k_experts": 6},
     **{
         name: {"num_experts": 6, "num_experts_per_tok": 6}
         for name in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
     },
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
-        for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")
+        for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4")
     },
 }
 # Families with scores that are not scaled: with queries of norm 1 attention would see one token

@@ -22,7 +22,7 @@ from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, co
 from tigon.layers.norm import AddRMSNorm, RMSNorm, UnitRMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, rotated_dims, yarn_magnitude
-from tigon.layers.router import GroupRouter
+from tigon.layers.router import GroupRouter, ScaledRouter
 
 __all__ = [
     "Adapters",
@@ -60,6 +60,7 @@ __all__ = [
     "Rotation",
     "RowOrder",
     "SavedModules",
+    "ScaledRouter",
     "SparseMoE",
     "StaticCache",
     "UnitRMSNorm",

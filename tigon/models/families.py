@@ -9,6 +9,7 @@ from tigon.models.gemma3 import Gemma3 as Gemma3
 from tigon.models.gemma4 import Gemma4 as Gemma4
 from tigon.models.gemma4 import Gemma4Unified as Gemma4Unified
 from tigon.models.glm4 import Glm4 as Glm4
+from tigon.models.glm4_moe import Glm4Moe as Glm4Moe
 from tigon.models.glm4_moe_lite import Glm4MoeLite as Glm4MoeLite
 from tigon.models.gpt_oss import GptOss as GptOss
 from tigon.models.granite import Granite as Granite

@@ -5,19 +5,20 @@ Some models have experts beside the MLP. Checked against transformers' modeling_
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from tigon.kernels.mlp.gated_act import act_fn
-from tigon.layers import BlockInputs, GatedMLP, Linear, LMHead, Rotation
+from tigon.layers import BlockInputs, GatedMLP, Linear, LMHead, Rotation, ScaledRouter, SparseMoE
 from tigon.layers.shared_attention import SharingAttention, ValueSource
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import FULL, SLIDING, ConfigError, TwoRopesConfig, activation
 from tigon.models.decoder import BlockOutput, Decoder, SandwichBlock, TransformerBlock, layer_window
+from tigon.models.moe import ExpertsConfig
 from tigon.models.per_layer_inputs import PerLayerDecoder
+from tigon.models.pretrained.names import CheckpointNames
 from tigon.utils.config import check_type
 from tigon.utils.json import quote
 
@@ -161,24 +162,46 @@ class Gemma4UnifiedConfig(SharedKVConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Config(Gemma4UnifiedConfig):
-    """The config of Gemma 4's text models: that of the 12B with inputs for each layer."""
+class Gemma4Config(Gemma4UnifiedConfig, ExpertsConfig):
+    """The config of Gemma 4's text models: that of the 12B with inputs for each layer, and with
+    experts beside the MLP if `enable_moe_block`."""
 
     model_type = "gemma4_text"
     architecture = "Gemma4ForCausalLM"
-    neutral = MappingProxyType({"enable_moe_block": (None, False)})
-    ignored = Gemma4UnifiedConfig.ignored | {"moe_intermediate_size", "top_k_experts"}
 
     max_position_embeddings: int = 131072
     sliding_window: int | None = 512
     use_bidirectional_attention: str | None = None
     vocab_size_per_layer_input: int = 262144
     hidden_size_per_layer_input: int = 256
+    enable_moe_block: bool = False
+    num_experts: int | None = None
+    top_k_experts: int | None = None
+    moe_intermediate_size: int | None = None
+
+    def __post_init__(self) -> None:
+        sizes = self.num_experts, self.top_k_experts, self.moe_intermediate_size
+        if self.enable_moe_block and None in sizes:
+            raise ConfigError(
+                "enable_moe_block=true needs num_experts, top_k_experts and moe_intermediate_size"
+            )
+        object.__setattr__(self, "num_experts_per_tok", self.top_k_experts or 0)
+        super().__post_init__()
+
+    @property
+    def experts(self) -> int:
+        """The number of experts of a layer."""
+        return (self.num_experts or 0) if self.enable_moe_block else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ModelConfig's, without the name that other families have for top_k_experts."""
+        out = super().to_dict() | {"num_experts": self.num_experts}
+        return {key: value for key, value in out.items() if key != "num_experts_per_tok"}
 
 
 class Gemma4Block(SandwichBlock):
-    """A `SandwichBlock` with an optional input of its own and a factor of its output, whose
-    attention may read the keys and values of an earlier layer."""
+    """A `SandwichBlock` with a factor of its output and, in some models, an input of its own,
+    experts beside the MLP, and attention that reads the keys and values of an earlier layer."""
 
     layer_scalar: Tensor  # [1]
     norm_cast = "after_weight"
@@ -188,6 +211,18 @@ class Gemma4Block(SandwichBlock):
         self.kv_source = c.kv_source(layer)
         self.kv_is_read = c.kv_is_read(layer)
         self.register_buffer("layer_scalar", torch.empty(1))
+        self.moe: SparseMoE | None = None
+        if experts := getattr(c, "experts", 0):
+            sizes = c.hidden_size, c.moe_intermediate_size, experts, c.top_k_experts
+            self.moe = SparseMoE(
+                *sizes,
+                activation(c.hidden_activation),
+                normalize=True,
+                router=ScaledRouter(c.hidden_size, experts, c.top_k_experts, c.rms_norm_eps),
+                norm=self.make_norm(c),
+            )
+            self.post_feedforward_layernorm_1 = self.make_norm(c)
+            self.post_feedforward_layernorm_2 = self.make_norm(c)
         if dim := getattr(c, "hidden_size_per_layer_input", 0):
             self.act = activation(c.hidden_activation)
             self.per_layer_input_gate = Linear(c.hidden_size, dim, bias=False)
@@ -240,6 +275,10 @@ class Gemma4Block(SandwichBlock):
         x, kv = self.mixer(x, rotation, state, ctx)
         x, stream = pre_mlp(x, residual, post_mixer)
         y, routing = self.mlp_forward(x, ctx)
+        if self.moe is not None:
+            routed = self.moe(stream, *ctx.dropout_args)
+            y = self.post_feedforward_layernorm_1(y) + self.post_feedforward_layernorm_2(routed.x)
+            routing = self.moe.count_routing(routed, ctx.real) if ctx.routing else None
         stream = stream + post_mlp(y)
         if ctx.layer_input is not None:
             gate = act_fn(self.per_layer_input_gate(stream, *ctx.dropout_args), self.act)
@@ -274,6 +313,18 @@ class Gemma4(Gemma4Unified):
     """Gemma 4's text model: that of the 12B, with inputs for each layer."""
 
     config_class = Gemma4Config
+    checkpoint_names = CheckpointNames(
+        experts={},  # stacked in every checkpoint
+        renamed={
+            "moe.gate.weight": "router.proj.weight",
+            "moe.gate.scale": "router.scale",
+            "moe.gate.per_expert_scale": "router.per_expert_scale",
+            "moe.norm.weight": "pre_feedforward_layernorm_2.weight",
+            "moe.experts.gate_up_proj": "experts.gate_up_proj",
+            "moe.experts.down_proj": "experts.down_proj",
+            "moe.experts": "experts",
+        },
+    )
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
         """Make a decoder with scaled embeddings that gives blocks inputs of their own."""

@@ -22,6 +22,8 @@ SIGLIP = {
     "image_size": 28,
     "patch_size": 14,
 }
+QWEN_VISION = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+QWEN_VISION |= {"out_hidden_size": 96, "num_position_embeddings": 16}
 PIXTRAL = SIGLIP | {"model_type": "pixtral", "head_dim": 8}
 GEMMA4_VISION = {
     "hidden_size": 16,
@@ -36,12 +38,15 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {"vision_config": PIXTRAL},
     "gemma4": {"vision_config": GEMMA4_VISION},
     "gemma4_unified": {"vision_config": {"mm_embed_dim": 16, "output_proj_dims": 16}},
+    "qwen3_5": {"vision_config": QWEN_VISION},
+    "qwen3_5_moe": {"vision_config": QWEN_VISION},
     **dict(WRAPPED.values()),
 }
 # The type of the whole, and of the text in it
 PAIRS = [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
 PAIRS += [("gemma4", "gemma4_text"), ("gemma4_unified", "gemma4_unified_text")]
-PAIRS += [("muse_glimmer", "muse_glimmer_text")]
+PAIRS += [("mistral3", "mistral4"), ("muse_glimmer", "muse_glimmer_text")]
+PAIRS += [("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")]
 IDS = torch.arange(4, 44).view(2, 20)
 
 

@@ -14,7 +14,7 @@ from tigon.models import MODELS, CausalLM, from_pretrained
 
 B, T = 2, 40  # longer than max_position_embeddings
 # Where transformers has no second implementation of what rounds most
-NO_SDPA = ("gemma2", "gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+NO_SDPA = ("gemma2", "gpt_oss", "granite_swa", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 # A token's position matters, not only its distance to others
 ABSOLUTE = ("hunyuan_v1_dense", "ministral3", "mistral4")
 

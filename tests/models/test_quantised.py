@@ -31,6 +31,10 @@ EVEN = {
     "num_hidden_layers": 2,
 }
 EXPERTS = {**EVEN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENTS = {**EVEN, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 48}
+LATENTS |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 2}
+LATENTS |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENTS |= {"topk_group": 1, "first_k_dense_replace": 1}
 MODELS: dict[str, tuple[str, dict[str, Any], bool, Block, dict[str, Any]]] = {
     "blocks": ("qwen3", EVEN, True, (32, 16), DYNAMIC),
     "blocks that divide nothing": ("qwen2", EVEN, True, (40, 56), DYNAMIC),
@@ -39,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool, Block, dict[str, Any]]] = {
     "one scale a matrix": ("ministral3", EVEN, True, None, STATIC),
     "experts apart": ("qwen3_moe", EXPERTS, True, (32, 16), DYNAMIC),
     "experts stacked": ("qwen3_moe", EXPERTS, False, (32, 16), DYNAMIC),
+    "latents": ("deepseek_v3", LATENTS, True, (32, 16), DYNAMIC),
     "stored packed": ("phi3", EVEN | {"pad_token_id": None}, True, (32, 16), DYNAMIC),
 }
 

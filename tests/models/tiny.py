@@ -424,6 +424,28 @@ CASES |= {
         "some dense": {**DELTA, **SHARED, "mlp_only_layers": [1], "attention_bias": True},
     },
 }
+GRANITE = {"embedding_multiplier": 5.3, "attention_multiplier": 0.3, "logits_scaling": 1.7}
+CASES |= {
+    "granite_swa": {
+        "plain": {
+            **WINDOW,
+            **GRANITE,
+            "residual_multiplier": 0.7,
+            "rope_parameters": YARN,
+            "layer_rope_theta": [500.0, 0, 9e3],
+            "tie_word_embeddings": False,
+        },
+        "one theta, tied": {**WINDOW, "num_hidden_layers": 5, "attention_bias": True},
+        "listed": {
+            **WINDOW,
+            **GRANITE,
+            "layer_types": [FULL, SLIDING, FULL],
+            "layer_rope_theta": [0.0, 70.0, 70],
+            "mlp_bias": True,
+            "pad_token_id": 3,
+        },
+    }
+}
 CLAMPED: Overrides = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
 UNCUT = YARN | {"truncate": False, "beta_fast": 1.0, "beta_slow": 0.05}
 CASES |= {
@@ -490,6 +512,19 @@ CASES |= {
             "rope_parameters": SCALED_YARN | {"mscale": None},
         },
     },
+    "glm4_moe": {
+        "plain": {**GROUPS, "use_qk_norm": True},
+        "one group, biases": {
+            **GROUPS,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.8},
+        },
+    },
     "glm4_moe_lite": {
         "plain": {**LATENTS, **GROUPS, "v_head_dim": 20},
         "listed": {
@@ -534,7 +569,7 @@ IN_BF16: dict[str, Overrides] = {
     },
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
-        for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")
+        for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4")
     },
 }
 # Families with scores that are not scaled: with queries of norm 1 attention would see one token

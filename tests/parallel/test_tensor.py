@@ -39,19 +39,21 @@ SIZES = {
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 3}
 MOE = {"num_experts": 5, "moe_intermediate_size": 22, **BALANCED}
 WINDOW = {"sliding_window": 7}
-LATENTS = {
-    "num_key_value_heads": 8,
-    "q_lora_rank": 22,
-    "kv_lora_rank": 18,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 6,
-    "v_head_dim": 10,
+GROUPS = {
     "n_routed_experts": 6,
     "moe_intermediate_size": 22,
     "num_experts_per_tok": 3,
     "first_k_dense_replace": 1,
     "n_group": 3,
     "topk_group": 2,
+}
+LATENTS = GROUPS | {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 22,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
 }
 SHARED = {"shared_expert_intermediate_size": 28, **MOE}
 DELTA = {
@@ -125,9 +127,11 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 5, **BALANCED}),
     "qwen2_moe": ("qwen2_moe", SHARED),
     "qwen3_moe": ("qwen3_moe", {**MOE, "mlp_only_layers": [0]}),
+    "granite_swa": ("granite_swa", WINDOW),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 5, "swiglu_limit": 0.5, **BALANCED, **WINDOW}),
     "deepseek_v3": ("deepseek_v3", LATENTS),
     "no latent of queries": ("deepseek_v3", LATENTS | {"q_lora_rank": None, "topk_group": 3}),
+    "glm4_moe": ("glm4_moe", GROUPS | {"use_qk_norm": True}),
     "glm4_moe_lite": ("glm4_moe_lite", LATENTS),
     "mistral4": ("mistral4", LATENTS | {"attention_bias": True}),
     "qwen3_5": ("qwen3_5_text", {**DELTA, "attention_bias": True}),

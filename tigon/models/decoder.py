@@ -371,7 +371,8 @@ class Decoder(nn.Module):
         offloading = None
         if offload and training:
             offloading = ActivationOffload(x.device, [t for r in ropes for t in r if t is not None])
-        residual, router_stats, shared = None, [], dict[int, SharedKV]()
+        residual, router_stats = None, []
+        shared: dict[int, SharedKV] = {}  # Dynamo does not trace dict[...]()
         for i, (block, rope) in enumerate(zip(layers, self.rope_indices, strict=True)):
             state = None if states is None else states[self.state_indices[i]]
             block_ctx = self._block_inputs(ctx, i, dropout_keys, layer_inputs, shared)

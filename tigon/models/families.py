@@ -10,9 +10,11 @@ from tigon.models.gemma3n import Gemma3n as Gemma3n
 from tigon.models.gemma4 import Gemma4 as Gemma4
 from tigon.models.gemma4 import Gemma4Unified as Gemma4Unified
 from tigon.models.glm4 import Glm4 as Glm4
+from tigon.models.glm4_moe import Glm4Moe as Glm4Moe
 from tigon.models.glm4_moe_lite import Glm4MoeLite as Glm4MoeLite
 from tigon.models.gpt_oss import GptOss as GptOss
 from tigon.models.granite import Granite as Granite
+from tigon.models.granite_swa import GraniteSWA as GraniteSWA
 from tigon.models.hunyuan_v1_dense import HunYuanV1Dense as HunYuanV1Dense
 from tigon.models.llama import Llama as Llama
 from tigon.models.ministral3 import Ministral3 as Ministral3

@@ -124,4 +124,4 @@ class Qwen3_5(CausalLM):
 
     config_class = Qwen3_5Config
     block_class = GatedDeltaBlock
-    checkpoint_names = CheckpointNames(packed=PROJECTIONS)
+    checkpoint_names = CheckpointNames(packed=PROJECTIONS, extra=("mtp.",))

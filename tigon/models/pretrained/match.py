@@ -70,12 +70,15 @@ def find_misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
 
 
 def extra_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:
-    """Find the tensors of layers past the last one, if the family's checkpoints may have them."""
-    if not model.checkpoint_names.extra_layers:
-        return set()
+    """Find the tensors of multi-token prediction, if the family's checkpoints may have them: in
+    layers past the last one, or under prefixes of their own."""
+    names = model.checkpoint_names
+    extra = {name for name in present if names.extra and name.startswith(names.extra)}
+    if not names.extra_layers:
+        return extra
     layers = {name: re.match(r"(?:model\.)?layers\.(\d{1,9})\.", name) for name in present}
     count = model.config.num_hidden_layers
-    return {name for name, layer in layers.items() if layer and int(layer[1]) >= count}
+    return extra | {name for name, layer in layers.items() if layer and int(layer[1]) >= count}
 
 
 def unread_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:
@@ -87,12 +90,11 @@ def unread_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:
 
 
 def warn_of_extra_tensors(model: LanguageModel, checkpoint: Checkpoint) -> None:
-    """Warns of tensors of layers past the last one, which are not read and an export lacks."""
+    """Warns of tensors of multi-token prediction, which are not read and an export lacks."""
     if names := extra_tensors(model, checkpoint.tensors):
         warnings.warn(
-            f"{checkpoint.name}: {len(names)} tensors of layers from "
-            f"{model.config.num_hidden_layers} on are skipped; they predict further tokens "
-            "(multi-token prediction), and an export will lack them",
+            f"{checkpoint.name}: {len(names)} tensors are skipped, {quote(min(names))} among them; "
+            "they predict further tokens (multi-token prediction), and an export will lack them",
             stacklevel=4,
         )
 

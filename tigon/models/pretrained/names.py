@@ -76,6 +76,7 @@ class CheckpointNames(NamedTuple):
     head: str = HEAD
     # Whether checkpoints have layers of multi-token prediction past the last one, which are skipped
     extra_layers: bool = False
+    extra: tuple[str, ...] = ()  # prefixes of other tensors of multi-token prediction
     decoder: str = "model."  # prefix of the decoder's tensors
 
     @property

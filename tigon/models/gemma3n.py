@@ -269,7 +269,9 @@ class Gemma3nDecoder(PerLayerDecoder):
 
 def _rescale(x: Tensor, like: Tensor) -> Tensor:
     """Give x [B, T, C] the magnitude of another tensor, token by token."""
-    magnitude = like.square().mean(-1, keepdim=True).sqrt()
+    # A row of zeros, as that of padding, has no finite gradient otherwise
+    least = torch.finfo(like.dtype).tiny
+    magnitude = like.square().mean(-1, keepdim=True).clamp(min=least).sqrt()
     return x * magnitude / x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
 
 

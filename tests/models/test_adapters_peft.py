@@ -122,9 +122,9 @@ def check_removal(ours: CausalLM, plain: Tensor, root: Path) -> None:
         assert torch.equal(ours(tokens()).logits, plain)
     adapted = ours(tokens()).logits
     ours.merge_adapter()
-    near(ours(tokens()).logits, adapted)
+    near(ours(tokens()).logits, adapted, within=3e-5)  # as weights are rounded
     ours.save_pretrained(root / "merged")
-    near(from_pretrained(root / "merged")(tokens()).logits, adapted)
+    near(from_pretrained(root / "merged")(tokens()).logits, adapted, within=3e-5)
 
 
 def check_ours_there(base: Any, config: LoraConfig, root: Path) -> tuple[CausalLM, Any]:

@@ -6,6 +6,7 @@ from tigon.models.exaone4 import Exaone4 as Exaone4
 from tigon.models.gemma import Gemma as Gemma
 from tigon.models.gemma2 import Gemma2 as Gemma2
 from tigon.models.gemma3 import Gemma3 as Gemma3
+from tigon.models.gemma3n import Gemma3n as Gemma3n
 from tigon.models.gemma4 import Gemma4 as Gemma4
 from tigon.models.gemma4 import Gemma4Unified as Gemma4Unified
 from tigon.models.glm4 import Glm4 as Glm4

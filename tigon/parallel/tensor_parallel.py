@@ -40,6 +40,7 @@ from tigon.layers import (
     SparseMoE,
 )
 from tigon.layers.lora import LORA_B, MAGNITUDE
+from tigon.layers.mlp import TopKMLP
 from tigon.models import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.parallel.context_parallel import share_context
@@ -586,6 +587,11 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
     for module in model.modules():
         if isinstance(module, Linear) and module.quantized is not None:
             raise ValueError("tensor parallelism does not work with quantised weights")
+        if isinstance(module, TopKMLP):
+            raise ValueError(
+                f"{ranks} ranks cannot share an MLP with activation_sparsity_pattern: its cutoff "
+                "needs the gates of all ranks; give parallel.tensor=1"
+            )
         if isinstance(module, Attention):
             q, kv = module.heads, module.kv_heads
             if q % ranks or (kv % ranks and ranks % kv):

@@ -31,6 +31,7 @@ FAMILIES: dict[str, Any] = {
         {"num_experts": 16, "num_experts_per_tok": 3, "moe_intermediate_size": 70},
     ),
     "mixtral": (tigon.Mixtral, {"num_local_experts": 8}),
+    "gpt_oss": (tigon.GptOss, {"num_local_experts": 16, "num_experts_per_tok": 3}),
 }
 
 

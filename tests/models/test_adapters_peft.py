@@ -19,6 +19,7 @@ from tigon.models.pretrained.names import stored_tensors
 
 # PEFT's "all-linear" has the experts and the router of mixtures, too
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 MLP = ("gate_proj", "up_proj", "down_proj")
 SHARED = [f"shared_expert.{name}" for name in MLP]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
@@ -27,6 +28,9 @@ EVERY = {
     "mixtral": ATTENTION,
     "qwen2_moe": [*ATTENTION, *SHARED, "shared_expert_gate"],
     "qwen3_moe": ATTENTION,
+    "qwen3_5_moe_text": [*ATTENTION, *DELTA, *SHARED, "shared_expert_gate"],
+    # PEFT takes the projections of a shared expert for those of all experts
+    "qwen3_next": [*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
     "glm4_moe": ATTENTION,
     # PEFT takes every up_proj of these types for that of experts
     **dict.fromkeys(("deepseek_v3", "glm4_moe_lite"), LATENT),
@@ -35,6 +39,11 @@ EVERY = {
 # Stored packed, so that PEFT sees no q_proj
 PACKED = {"phi3": ("qkv_proj", "down_proj"), "glm4": ("q_proj", "gate_up_proj")}
 PACKED |= dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "mistral4"), ("q_b_proj", "kv_b_proj"))
+# Some layers have no attention
+PACKED |= dict.fromkeys(
+    ("qwen3_5_text", "qwen3_5_moe_text"), ("q_proj", "in_proj_qkv", "in_proj_a")
+)
+PACKED |= {"qwen3_next": ("q_proj", "in_proj_qkvz", "in_proj_ba")}
 
 
 def some(model_type: str) -> tuple[str, ...]:
@@ -68,8 +77,9 @@ def gradients(model: CausalLM) -> dict[str, Tensor]:
         grad = p.grad
         if grad is not None:
             for part in layout[name]:
-                ((_, start, rows),) = part.rows
-                found[f"base_model.model.{part.name}"] = grad.narrow(0, start, rows)
+                runs = [(at, grad.narrow(0, start, rows)) for at, start, rows in part.rows]
+                whole = torch.cat([x for _, x in sorted(runs, key=lambda run: run[0])])
+                found[f"base_model.model.{part.name}"] = whole
     return found
 
 

@@ -51,6 +51,8 @@ DEEPSEEK_YARN = {
 }
 
 # What published configs say beside the keys that transformers writes, or in place of them
+GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+GPT_OSS_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
         "aux_loss_alpha": 0.001,
@@ -93,6 +95,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_scaling": None,
         "rope_theta": 1000000,
         "topk_method": "noaux_tc",
+    },
+    "gpt_oss": {
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "rope_scaling": GPT_OSS_YARN,
+        "rope_theta": 150000,
+        "torch_dtype": "bfloat16",
     },
     "granite": {"rope_theta": 1e7, "rope_scaling": None, "torch_dtype": "bfloat16"},
     "hunyuan_v1_dense": {
@@ -239,6 +248,8 @@ SPELLINGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "granite: scaling": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 300.0},
+    "gpt_oss: nothing": {},
+    "gpt_oss: theta": {"rope_theta": 300.0},
     "olmo2: scaling": {"rope_scaling": YARN, "rope_theta": 300.0},
 }
 
@@ -283,6 +294,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "mixtral: everywhere": {"sliding_window": 7},
     "muse_glimmer_text": {},
+    "gpt_oss": {},
+    "granite_swa": {},
     "qwen2_moe: by rule": {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3},
     "qwen2_moe: nowhere": {"sliding_window": 7, "max_window_layers": 3},
     "qwen3_moe: everywhere": {"sliding_window": 7, "use_sliding_window": True},

@@ -224,6 +224,56 @@ CASES |= {
         "default rope, tied": {"tie_word_embeddings": True},
     },
 }
+# Three kinds of layer: keys and values of layers 1 and 2 are read by 4 and 3, and by 5
+GEMMA4: Overrides = {
+    **WINDOW,
+    "num_hidden_layers": 6,
+    "head_dim": 20,
+    "global_head_dim": 32,
+    "layer_types": [FULL, SLIDING, FULL, FULL, SLIDING, FULL],
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+        FULL: {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
+    },
+}
+PER_LAYER: Overrides = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 211}
+CASES |= {
+    "gemma4_text": {
+        "shared": {**GEMMA4, **PER_LAYER, "num_kv_shared_layers": 3, "pad_token_id": 3},
+        "double wide, softcap": {
+            **GEMMA4,
+            **PER_LAYER,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+        },
+        "keys are values": {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+        },
+        "experts": {
+            **GEMMA4,
+            **PER_LAYER,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    },
+    "gemma4_unified_text": {
+        "keys are values": {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "final_logit_softcapping": 3.0,
+        },
+        "listed": {**GEMMA4, "layer_types": [FULL, *5 * [SLIDING]], "num_kv_shared_layers": 2},
+        "both sides": {**GEMMA4, "use_bidirectional_attention": "all", "num_kv_shared_layers": 2},
+    },
+}
 # A softcap that logits reach, and an eps behind branches that counts
 MUSE: Overrides = {**WINDOW, "output_multiplier": 1.7, "qk_scale_factor": 2.3}
 CAPPED: Overrides = {**MUSE, "post_norm_eps": 0.05, "final_logit_softcapping": 3.0}
@@ -347,6 +397,28 @@ CASES |= {
         "some dense": {**DELTA, **SHARED, "mlp_only_layers": [1], "attention_bias": True},
     },
 }
+GRANITE = {"embedding_multiplier": 5.3, "attention_multiplier": 0.3, "logits_scaling": 1.7}
+CASES |= {
+    "granite_swa": {
+        "plain": {
+            **WINDOW,
+            **GRANITE,
+            "residual_multiplier": 0.7,
+            "rope_parameters": YARN,
+            "layer_rope_theta": [500.0, 0, 9e3],
+            "tie_word_embeddings": False,
+        },
+        "one theta, tied": {**WINDOW, "num_hidden_layers": 5, "attention_bias": True},
+        "listed": {
+            **WINDOW,
+            **GRANITE,
+            "layer_types": [FULL, SLIDING, FULL],
+            "layer_rope_theta": [0.0, 70.0, 70],
+            "mlp_bias": True,
+            "pad_token_id": 3,
+        },
+    }
+}
 CLAMPED: Overrides = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
 UNCUT = YARN | {"truncate": False, "beta_fast": 1.0, "beta_slow": 0.05}
 CASES |= {
@@ -463,6 +535,7 @@ AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
+    "gemma4_text": {"num_experts": 6, "top_k_experts": 6},
     **{
         name: {"num_experts": 6, "num_experts_per_tok": 6}
         for name in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
@@ -472,6 +545,8 @@ IN_BF16: dict[str, Overrides] = {
         for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4")
     },
 }
+# Families with scores that are not scaled: with queries of norm 1 attention would see one token
+UNSCALED = ("gemma4_text", "gemma4_unified_text")
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]
 
@@ -542,6 +617,8 @@ def reference(
                 p.add_(torch.randn_like(p) * 0.3)
             else:
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
+            if model_type in UNSCALED and name.endswith("q_norm.weight"):
+                p.mul_(0.2)
         for name, buffer in model.named_buffers():
             if name in model.state_dict():
                 buffer.add_(torch.randn_like(buffer) * 0.3)

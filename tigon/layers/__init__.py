@@ -21,8 +21,8 @@ from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
 from tigon.layers.norm import AddRMSNorm, RMSNorm, UnitRMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
-from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, yarn_magnitude
-from tigon.layers.router import GroupRouter
+from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, rotated_dims, yarn_magnitude
+from tigon.layers.router import GroupRouter, ScaledRouter
 
 __all__ = [
     "Adapters",
@@ -60,10 +60,12 @@ __all__ = [
     "Rotation",
     "RowOrder",
     "SavedModules",
+    "ScaledRouter",
     "SparseMoE",
     "StaticCache",
     "UnitRMSNorm",
     "balance",
     "count_routing",
+    "rotated_dims",
     "yarn_magnitude",
 ]

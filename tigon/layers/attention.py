@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Attention(nn.Module):
     most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is None, and then
     capped by `softcap`, if there is one. With `sinks` each head has a learned score more in its
     softmax, whose value is 0. With `gate`, sigmoids of a projection of x multiply the heads'
-    outputs; with `output_gate`, this projection is a part of q_proj.
+    outputs: one of its own, `gate_proj`, or half of checkpoints' `q_proj`.
     """
 
     zero_init: Collection[str] = ()  # parameters that begin as zeros
@@ -54,9 +54,8 @@ class Attention(nn.Module):
         window: int | None = None,
         scale: float | None = None,
         softcap: float | None = None,
-        output_gate: bool = False,
         sinks: bool = False,
-        gate: bool = False,
+        gate: Literal["gate_proj", "q_proj"] | None = None,
     ):
         super().__init__()
         if window is not None and window < 1:
@@ -66,16 +65,13 @@ class Attention(nn.Module):
         self.rotates_first, self.clip = rotates_first, clip
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        self.output_gate = output_gate
-        if output_gate:  # checkpoints have [q | gate] in each head, and here gates precede q, k, v
-            order = RowOrder(heads, (head_dim, head_dim), (1, 0))
-            gated = (2 * parts[0], *parts[1:])
-            self.qkv_proj = FusedLinear(dim, gated, bias=bias, orders=(order, None, None))
-        else:
-            self.qkv_proj = FusedLinear(dim, parts, bias=bias)
+        self.gate, sizes, order = gate, parts, None
+        if gate == "q_proj":  # checkpoints have [q | gate] in each head, here gates precede q, k, v
+            sizes, order = (2 * parts[0], *parts[1:]), RowOrder(heads, (head_dim, head_dim), (1, 0))
+        self.qkv_proj = FusedLinear(dim, sizes, bias=bias, orders=(order, None, None))
         self.o_proj = Linear(heads * head_dim, dim, bias=out_bias)
         self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
-        self.gate_proj = FusedLinear(dim, parts[:1]) if gate else None
+        self.gate_proj = FusedLinear(dim, parts[:1]) if gate == "gate_proj" else None
         self.q_norm: RMSNorm | UnitRMSNorm | None = None
         self.k_norm: RMSNorm | UnitRMSNorm | None = None
         if qk_norm_eps is not None and not qk_norm_weight:
@@ -114,6 +110,14 @@ class Attention(nn.Module):
         With a `state`, stores keys and values there and attends to earlier ones too; with
         `ctx.shard`, attends to the tokens of all ranks.
         """
+        # Asked before the call, since a hook may keep what it sees and take itself away
+        unobserved = self._is_unobserved()
+        qkv, gates = self.qkv_proj(x, *ctx.dropout_args), None
+        if self.gate == "q_proj":
+            size = self.heads * self.head_dim
+            gates, qkv = qkv.split((size, qkv.shape[-1] - size), -1)
+        elif self.gate_proj is not None:
+            gates = self.gate_proj(x, *ctx.dropout_args)
         kwargs: dict[str, Any] = {
             "window": self.window,
             "scale": self.scale,
@@ -121,11 +125,10 @@ class Attention(nn.Module):
             "sinks": self.sinks,
         }
         if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
-            gate, qkv = self._qkv(x, *ctx.dropout_args)
             q, k, v = self._heads(qkv)
             kwargs["angles"] = rotation.cos, rotation.sin
         else:
-            gate, q, k, v = self._project(x, rotation, *ctx.dropout_args)
+            q, k, v = self._rotate(qkv, rotation, overwrite=unobserved)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         if ctx.shard is not None:
@@ -135,32 +138,19 @@ class Attention(nn.Module):
         else:
             out = state.attend(q, k, v, ctx, **kwargs)
         out = out.flatten(2)
-        if gate is not None:
-            out = out * gate.sigmoid()
-        elif self.gate_proj is not None:
-            out = out * self.gate_proj(x, *ctx.dropout_args).sigmoid()
+        if gates is not None:
+            out = out * gates.sigmoid()
         return self.o_proj(out, *ctx.dropout_args)
 
-    def _qkv(self, x: Tensor, *keys: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Returns the output gates [B, T, H D], or None, and packed q, k, v."""
-        y = self.qkv_proj(x, *keys)
-        if not self.output_gate:
-            return None, y
-        size = self.heads * self.head_dim
-        gate, qkv = y.split((size, y.shape[-1] - size), -1)
-        return gate, qkv
-
-    def _project(
-        self, x: Tensor, rotation: Rotation, *keys: Tensor
-    ) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """Returns the output gates, or None; q [B, T, H, D], k and v [B, T, K, D], normed and
-        rotated."""
-        # Asked before the call, since a hook may keep what it sees and take itself away
-        unobserved = self.q_norm is None and self._is_unobserved()
-        (gate, qkv), (cos, sin, _) = self._qkv(x, *keys), rotation
+    def _rotate(
+        self, qkv: Tensor, rotation: Rotation, *, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated, perhaps in the memory
+        of qkv."""
+        cos, sin, _ = rotation
         if self.flat_qk_norm:
             q, k, v = self._heads(qkv)
-            return gate, *rope(q, k, cos, sin, interleaved=self.interleaved), v
+            return *rope(q, k, cos, sin, interleaved=self.interleaved), v
         options: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None and not self.rotates_first:
             n = self.q_norm
@@ -173,12 +163,12 @@ class Attention(nn.Module):
             heads=self.heads,
             kv_heads=self.kv_heads,
             interleaved=self.interleaved,
-            overwrite=unobserved,
+            overwrite=overwrite and self.q_norm is None,
             **options,
         )
         if self.rotates_first and self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return gate, q, k, v
+        return q, k, v
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q [B, T, H, D], k and v [B, T, K, D]: views, or with `flat_qk_norm` normed."""

@@ -1,6 +1,7 @@
 """The inputs that all blocks of a forward pass share.
 
-# B batch, T new tokens of a row, N new tokens of all, R rows of the cache
+# B batch, T new tokens of a row, N new tokens of all, R rows of the cache, S tokens that are seen,
+# K kv heads, D head dim, P dims of a block's own input
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from tigon.distributed.context_attention import ContextShard
 from tigon.kernels.attention.api import AttentionMask
+
+SharedKV = tuple[Tensor, Tensor]  # keys and values [B, S, K, D], normed and rotated
 
 
 class TokenSlots(NamedTuple):
@@ -49,6 +52,8 @@ class BlockInputs:
     routing: bool = False  # whether blocks with experts return their routing
     append: CacheAppend | None = None  # None: there is no cache
     dropout_keys: Tensor | None = None  # int64 [B, T], seeds of an adapter's dropout in this block
+    layer_input: Tensor | None = None  # [B, T, P], what this block alone gets beside the stream
+    shared_kv: SharedKV | None = None  # of an earlier block, which this block's attention reads
     shard: ContextShard | None = None  # context parallelism: T are this rank's tokens
 
     @property

@@ -17,7 +17,8 @@ from tigon.kernels.mlp.grouped_mlp import ExpertActivation, ExpertBiases, unchec
 from tigon.layers.linear import Linear
 from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
-from tigon.layers.router import GroupRouter
+from tigon.layers.norm import RMSNorm
+from tigon.layers.router import GroupRouter, ScaledRouter
 
 
 class MoEOutput(NamedTuple):  # a tuple, so that FSDP and checkpointing find the tensors in it
@@ -123,7 +124,8 @@ class SparseMoE(nn.Module):
     The weights are probabilities over all experts, made to sum to 1 with `normalize`, and rounded
     to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert takes
     every token, weighted by a gate; `shared_experts` is the size of those that take every token
-    without one. A `router` replaces the choice of experts and their weights. `bias` is that of the
+    without one. A `router` replaces the choice of experts and their weights; a `norm` is that of
+    the experts' input alone. `bias` is that of the
     router and of all experts, whose matrices may be `transposed`. `dropout_args`: keys [B, T] of an
     adapter's dropout, if any.
     """
@@ -140,13 +142,15 @@ class SparseMoE(nn.Module):
         exact_weights: bool = False,
         shared: int = 0,
         shared_experts: int = 0,
-        router: GroupRouter | None = None,
+        router: GroupRouter | ScaledRouter | None = None,
+        norm: RMSNorm | None = None,
         bias: bool = False,
         transposed: bool = False,
     ):
         super().__init__()
         self.per_token, self.normalize, self.exact_weights = per_token, normalize, exact_weights
         self.gate = Linear(dim, experts, bias=bias) if router is None else router
+        self.norm = norm
         self.gate.zero_init = ()  # a router's bias is drawn, too
         form = {"bias": bias, "transposed": transposed}
         self.experts = Experts(dim, intermediate, experts, act, **form)
@@ -162,7 +166,7 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
         rows = x.flatten(0, -2)
-        if isinstance(self.gate, GroupRouter):
+        if isinstance(self.gate, GroupRouter | ScaledRouter):
             probs, chosen, weights = self.gate.route(rows)
             route = self.experts.route(chosen)
         else:
@@ -180,7 +184,7 @@ class SparseMoE(nn.Module):
             shared = share * self.shared_expert(rows, *keys)
         elif self.shared_experts is not None:
             shared = self.shared_experts(rows, *keys)
-        y = self.experts(rows, chosen, weights, route)
+        y = self.experts(rows if self.norm is None else self.norm(rows), chosen, weights, route)
         y = y if shared is None else y + shared
         # No view: FSDP2 warns of views among what a block returns
         return MoEOutput(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)

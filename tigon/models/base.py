@@ -239,7 +239,8 @@ class LanguageModel(CheckedCasts):
         router's statistics."""
         embeds = batch.inputs_embeds
         if embeds is None:
-            embeds = self.model.embed_tokens(batch.input_ids)
+            assert batch.input_ids is not None
+            embeds = self.model.embed(batch.input_ids)
         embeds, position_ids, mask, real_token_indices = batch.drop_padding(embeds)
         options: dict[str, Any] = {} if batch.shard is None else {"shard": batch.shard}
         if self.drops_elements and batch.cache is None:

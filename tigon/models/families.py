@@ -6,11 +6,14 @@ from tigon.models.exaone4 import Exaone4 as Exaone4
 from tigon.models.gemma import Gemma as Gemma
 from tigon.models.gemma2 import Gemma2 as Gemma2
 from tigon.models.gemma3 import Gemma3 as Gemma3
+from tigon.models.gemma4 import Gemma4 as Gemma4
+from tigon.models.gemma4 import Gemma4Unified as Gemma4Unified
 from tigon.models.glm4 import Glm4 as Glm4
 from tigon.models.glm4_moe import Glm4Moe as Glm4Moe
 from tigon.models.glm4_moe_lite import Glm4MoeLite as Glm4MoeLite
 from tigon.models.gpt_oss import GptOss as GptOss
 from tigon.models.granite import Granite as Granite
+from tigon.models.granite_swa import GraniteSWA as GraniteSWA
 from tigon.models.hunyuan_v1_dense import HunYuanV1Dense as HunYuanV1Dense
 from tigon.models.llama import Llama as Llama
 from tigon.models.ministral3 import Ministral3 as Ministral3

@@ -79,7 +79,7 @@ class GatedDeltaBlock(PreNormBlock):
         """Make attention with QK-norm and an output gate, or Gated DeltaNet."""
         if c.attends(layer):
             return self.make_attention(
-                c, bias=c.attention_bias, qk_norm_eps=c.rms_norm_eps, output_gate=True
+                c, bias=c.attention_bias, qk_norm_eps=c.rms_norm_eps, gate="q_proj"
             )
         self.mixer_name = "linear_attn"
         heads = c.linear_num_key_heads, c.linear_num_value_heads
@@ -124,4 +124,4 @@ class Qwen3_5(CausalLM):
 
     config_class = Qwen3_5Config
     block_class = GatedDeltaBlock
-    checkpoint_names = CheckpointNames(packed=PROJECTIONS)
+    checkpoint_names = CheckpointNames(packed=PROJECTIONS, extra=("mtp.",))

@@ -54,4 +54,4 @@ class Qwen3_5Moe(CausalLM):
 
     config_class = Qwen3_5MoeConfig
     block_class = Qwen3_5MoeBlock
-    checkpoint_names = CheckpointNames(packed=PROJECTIONS)
+    checkpoint_names = CheckpointNames(packed=PROJECTIONS, extra=("mtp.",))

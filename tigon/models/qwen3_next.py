@@ -44,4 +44,6 @@ class Qwen3Next(CausalLM):
 
     config_class = Qwen3NextConfig
     block_class = Qwen3NextBlock
-    checkpoint_names = CheckpointNames(packed=PACKED | {"in_proj": ("in_proj_qkvz", "in_proj_ba")})
+    checkpoint_names = CheckpointNames(
+        packed=PACKED | {"in_proj": ("in_proj_qkvz", "in_proj_ba")}, extra=("mtp.",)
+    )

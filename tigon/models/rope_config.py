@@ -38,6 +38,8 @@ RANGES = _range_of_names(
     (SIZE, "decoder_sparse_step no_rope_layer_interval sliding_window_pattern"),
     (SIZE, "full_attention_interval linear_num_key_heads linear_num_value_heads"),
     ((1, 2**16), "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim"),
+    (COUNT, "hidden_size_per_layer_input num_kv_shared_layers"),
+    (SIZE, "global_head_dim num_global_key_value_heads vocab_size_per_layer_input"),
     (SIZE, "kv_lora_rank n_group n_shared_experts q_lora_rank topk_group v_head_dim"),
     (SIZE, "qk_nope_head_dim qk_rope_head_dim"),
     (COUNT, "max_window_layers mlp_only_layers no_rope_layers num_experts_per_tok"),
@@ -81,6 +83,7 @@ ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor", "factor"),
+    "proportional": (),
 }
 ROPE_HINTS: dict[str, Any] = {
     "attention_factor": float | None,
@@ -128,6 +131,7 @@ def read_rope(
     if rope_type in ("llama3", "yarn", "longrope"):
         key = "original_max_position_embeddings"
         rope[key] = source.get(key) or rope.get(key) or longest
+    partial = partial or rope_type == "proportional"
     hints = ROPE_HINTS | dict(extras or {})
     known = {name: value for name, value in rope.items() if name in hints}
     for name, value in known.items():

@@ -321,15 +321,13 @@ def qkv_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """This rank's rows [(H + K + K), D] of packed q, k and v, behind those of gates of q."""
     assert isinstance(module, Attention)
     d = module.head_dim
-    q, k, _ = module.qkv_proj.parts
-    local_q = q // ranks.size
-    first = _kv_head_rows(q, k // d, d, local_q, ranks)
-    sections = (q // 2, q // 2) if module.output_gate else (q,)
-    return (
-        *_section_rows(sections, ranks),
-        first,
-        _kv_head_rows(q + k, k // d, d, local_q + first[0].length, ranks),
-    )
+    q, *others = module.qkv_proj.parts  # none, keys, or keys and values
+    sections = (q // 2, q // 2) if module.gate == "q_proj" else (q,)
+    pieces, begin, target = [*_section_rows(sections, ranks)], q, q // ranks.size
+    for size in others:
+        pieces.append(_kv_head_rows(begin, size // d, d, target, ranks))
+        begin, target = begin + size, target + pieces[-1][0].length
+    return tuple(pieces)
 
 
 def gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
@@ -491,8 +489,6 @@ def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
             setattr(module, leaf, nn.Parameter(spec.take(whole.detach()), whole.requires_grad))
     set_local_adapters(model, specs, ranks)
     size = model.config.vocab_size
-    ((rows, _),) = vocabulary_rows(model, size, ranks)
-    vocabulary = VocabularyShard.build(ranks.group, ranks.size, rows.source, rows.length, size)
     for module in model.modules():
         if isinstance(module, Attention):
             _set_local_heads(module, ranks)
@@ -502,7 +498,8 @@ def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
         elif isinstance(module, LMHead) and model.config.labels:
             module.scorers = ranks
         elif isinstance(module, Embedding | LMHead):
-            module.vocabulary = vocabulary
+            rows = module.num_embeddings if isinstance(module, Embedding) else size
+            module.vocabulary = _vocabulary_shard(rows, module, ranks)
     if tied:
         model.lm_head.weight = cast(nn.Parameter, model.model.embed_tokens.weight)
     model.tensor_ranks = ranks
@@ -510,6 +507,12 @@ def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
     model.model.set_state_kinds()
     if isinstance(mesh, DeviceMesh):
         model.tensor_parallel = TensorParallel(model, mesh)
+
+
+def _vocabulary_shard(size: int, module: nn.Module, ranks: Ranks) -> VocabularyShard:
+    """Which of the `size` rows of an embedding or head this rank has."""
+    ((rows, _),) = vocabulary_rows(module, size, ranks)
+    return VocabularyShard.build(ranks.group, ranks.size, rows.source, rows.length, size)
 
 
 def install_modules(model: CausalLM, tensor: TensorPass) -> None:
@@ -544,17 +547,21 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
 
 
 def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-    """Change the module's class to `kind`, a subclass of its own, and set the attributes on it."""
-    module.__class__ = kind
+    """Change the module's class to `kind` and set the attributes on it; of a class that `kind` does
+    not know, to a subclass of both."""
+    own = type(module)
+    module.__class__ = kind if issubclass(kind, own) else type(kind.__name__, (kind, own), {})
     for name, value in attributes.items():
         setattr(module, name, value)
 
 
 def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
     """Raises ValueError for a model that cannot be sharded over this number of ranks."""
-    size = model.config.vocab_size
-    if (ranks - 1) * -(-size // ranks) >= size:
-        raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
+    sizes = [model.config.vocab_size]
+    sizes += [m.num_embeddings for m in model.model.modules() if isinstance(m, Embedding)]
+    for size in sizes:
+        if (ranks - 1) * -(-size // ranks) >= size:
+            raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
     for module in model.modules():
         if isinstance(module, Linear) and module.quantized is not None:
             raise ValueError("tensor parallelism does not work with quantised weights")

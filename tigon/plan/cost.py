@@ -244,7 +244,7 @@ def kernel_bytes(
 def has_post_norms(block: nn.Module) -> bool:
     """Returns whether a block also norms its branches before it adds them to the residual
     stream."""
-    return sum(isinstance(module, RMSNorm) for module in block.children()) == 4
+    return sum(isinstance(module, RMSNorm) for module in block.children()) >= 4
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from tigon.models.adapters.adapters import init_adapter
 from tigon.models.adapters.lora import savable_modules
 from tigon.models.config import torch_dtype
 from tigon.models.init import init_sharded_weights
-from tigon.models.moe import ExpertsConfig, MoEConfig
+from tigon.models.moe import MoEConfig
 from tigon.models.pretrained.load import as_sequence_classifier, open_model, read_config
 from tigon.models.pretrained.quantization import quantize_model, quantized_bytes
 from tigon.parallel import (
@@ -299,9 +299,8 @@ def model_from_checkpoint_config(source: Path, dtype: torch.dtype) -> CausalLM:
 
 def has_experts(model: CausalLM) -> bool:
     """Returns whether any layer is a mixture of experts."""
-    return isinstance(model.config, ExpertsConfig) and any(
-        isinstance(module, SparseMoE) for module in model.modules()
-    )
+    may_have = bool(getattr(model.config, "experts", 0))  # in a few layers, or in none
+    return may_have and any(isinstance(module, SparseMoE) for module in model.modules())
 
 
 def named_projections(model: CausalLM) -> Iterator[tuple[str, Linear]]:

@@ -150,7 +150,8 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
             continue
         if isinstance(module, FusedLinear) and name in packed:
             first = 0
-            for part, size in zip(packed[name], module.parts, strict=True):
+            # A layer may have the first parts alone
+            for part, size in zip(packed[name], module.parts, strict=False):
                 add(path, part, first, size)
                 first += size
         else:

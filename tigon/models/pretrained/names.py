@@ -29,6 +29,8 @@ PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # model_type of a multimodal config -> default model_type of its text_config
 MULTIMODAL = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "mistral3": "mistral",
     "muse_glimmer": "muse_glimmer_text",
     "qwen3_5": "qwen3_5_text",
@@ -41,6 +43,10 @@ OTHER_MODALITIES = (
     "multi_modal_projector.",
     "vision_adapter.",
     "vision_projection.",
+    "vision_embedder.",
+    "embed_vision.",
+    "embed_audio.",
+    "audio_tower.",
     "visual.",
 )
 # Buffers that old versions of transformers saved
@@ -69,6 +75,7 @@ class CheckpointNames(NamedTuple):
     head: str = HEAD
     # Whether checkpoints have layers of multi-token prediction past the last one, which are skipped
     extra_layers: bool = False
+    extra: tuple[str, ...] = ()  # prefixes of other tensors of multi-token prediction
     decoder: str = "model."  # prefix of the decoder's tensors
 
     @property

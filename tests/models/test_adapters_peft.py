@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import LoraConfig, from_pretrained
-from tigon.models import CausalLM
+from tigon.models import MODELS, CausalLM
 
 # PEFT's "all-linear" has the experts and the router of mixtures, too
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -22,6 +22,8 @@ SHARED = [f"shared_expert.{name}" for name in ("gate_proj", "up_proj", "down_pro
 EVERY = {
     "mixtral": ATTENTION,
     "qwen2_moe": [*ATTENTION, *SHARED, "shared_expert_gate"],
+    "olmoe": ATTENTION,
+    "llama4_text": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],
     "qwen3_moe": ATTENTION,
 }
 # Stored packed, so that PEFT sees no q_proj
@@ -170,10 +172,11 @@ def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -
 @pytest.mark.parametrize(("model_type", "case"), FIRST)
 def test_ours_there(model_type: str, case: str, dora: bool, tmp_path: Path) -> None:
     base = reference(model_type, CASES[model_type][case], tmp_path / "base")
-    targets = (*some(model_type), "model.layers.1.*.o_proj")
+    decoder = MODELS[model_type].checkpoint_names.decoder
+    targets = (*some(model_type), f"{decoder}layers.1.*.o_proj")
     config = LoraConfig(
         rank=5, alpha=7.5, targets=targets, rslora=True, dora=dora,
-        rank_pattern={"o_proj": 3}, alpha_pattern={"model.layers.0.*": 2},
+        rank_pattern={"o_proj": 3}, alpha_pattern={f"{decoder}layers.0.*": 2},
     )  # fmt: skip
     again = check_reloaded(check_ours_there(base, config, tmp_path)[0], tmp_path)
     assert not trained(again)

@@ -15,7 +15,7 @@ from tigon.models import MODELS, CausalLM, from_pretrained
 B, T = 2, 40  # longer than max_position_embeddings
 NO_SDPA = ("gemma2", "gpt_oss")
 # A token's position matters, not only its distance to others
-ABSOLUTE = ("hunyuan_v1_dense", "ministral3", "mistral4")
+ABSOLUTE = ("hunyuan_v1_dense", "llama4_text", "ministral3", "mistral4")
 
 
 def tokens(vocab: int = 211) -> Tensor:
@@ -124,9 +124,13 @@ def test_bf16_is_rounded_where_transformers_rounds(
         if i == 0:
             assert torch.equal(x, expected)  # the embedding and its scale
         if isinstance(ours.model.rotary_embs[rope], RotaryEmbedding):
-            for mine, table in zip(rotation, given["position_embeddings"], strict=False):
+            tables = given["position_embeddings"]
+            slack = 0.0
+            if isinstance(tables, Tensor):  # complex numbers, from another function
+                tables, slack = (tables.real, tables.imag), 1e-6
+            for mine, table in zip(rotation, tables, strict=False):
                 assert mine.dtype == table.dtype
-                assert torch.equal(mine, table[..., : mine.shape[-1]])
+                assert (mine - table[..., : mine.shape[-1]]).abs().max() <= slack
 
 
 @pytest.mark.parametrize(("model_type", "case"), FIRST)

@@ -20,7 +20,7 @@ from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
 from tigon.layers.norm import AddRMSNorm, RMSNorm, UnitRMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
-from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, yarn_magnitude
+from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, make_rotary, yarn_magnitude
 from tigon.layers.router import GroupRouter
 
 __all__ = [
@@ -62,5 +62,6 @@ __all__ = [
     "UnitRMSNorm",
     "balance",
     "count_routing",
+    "make_rotary",
     "yarn_magnitude",
 ]

@@ -26,11 +26,17 @@ SCORE = "score.weight"  # the head of a model that scores sequences
 # Prefixes of the decoder's names in files; a checkpoint of the decoder alone has none
 PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # model_type of a multimodal config -> default model_type of its text_config
-MULTIMODAL = {"gemma3": "gemma3_text", "mistral3": "mistral", "muse_glimmer": "muse_glimmer_text"}
+MULTIMODAL = {
+    "gemma3": "gemma3_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "muse_glimmer": "muse_glimmer_text",
+}
 # Those whose own tie_word_embeddings counts and not that in text_config; by default false
 UNTIED = ("muse_glimmer",)
 OTHER_MODALITIES = (
     "vision_tower.",
+    "vision_model.",
     "multi_modal_projector.",
     "vision_adapter.",
     "vision_projection.",
@@ -56,7 +62,7 @@ class CheckpointNames(NamedTuple):
     packed: Mapping[str, tuple[str, ...]] = PACKED
     # Suffix of a parameter -> tensors of checkpoints with one for each expert, in row order
     experts: Mapping[str, tuple[str, ...]] = EXPERTS
-    # Suffix of a parameter -> that of the tensor, in every checkpoint
+    # Modules or parameters here -> their names in every checkpoint, such as "mlp" -> "feed_forward"
     renamed: Mapping[str, str] = MappingProxyType({})
     head: str = HEAD
     # Whether checkpoints have layers of multi-token prediction past the last one, which are skipped
@@ -70,8 +76,10 @@ class CheckpointNames(NamedTuple):
 
     def stored_name(self, name: str) -> str:
         """The name in checkpoints of a tensor or module of the model with this name."""
-        if end := next((end for end in self.renamed if name.endswith(f".{end}")), ""):
-            name = name.removesuffix(end) + self.renamed[end]
+        name = f".{name}."
+        for own, stored in self.renamed.items():
+            name = name.replace(f".{own}.", f".{stored}.")
+        name = name[1:-1]
         if not name.startswith("model."):
             return name
         return self.decoder + name.removeprefix("model.")

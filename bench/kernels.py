@@ -76,6 +76,21 @@ def streamed(operator: str, *sizes: int, variant: str = "") -> Case:
     return Case(operator, shape, sizes, aims, moved, variant, memory=memory)
 
 
+def linear_attention(
+    operator: str, shape: str, *sizes: int, elements: int, tensors: tuple[int, int] = (2, 3)
+) -> Case:
+    """What stands before and behind a gated delta rule: it moves so many tensors of `elements`
+    forward, and backward. 1.4 times their floor are 70 % of the bandwidth."""
+    moved = {"forward": BF16 * elements * tensors[0], "both": BF16 * elements * sum(tensors)}
+    return Case(operator, shape, sizes, {"forward": 1.4, "both": 1.4}, moved)
+
+
+def causal_conv_qkv(b: int, t: int, k: int, h: int, d: int) -> Case:
+    elements = b * t * (2 * k + h) * d
+    shape = f"B{b} T{t} {k}/{h}x{d}"
+    return linear_attention("causal_conv_qkv", shape, b, t, k, h, d, elements=elements)
+
+
 def cross_entropy(n: int, v: int) -> Case:
     moved = {"both": 2 * BF16 * n * v}  # every logit in once, every gradient out once
     memory = 1.01 * BF16 * n * v / MIB  # 1 % for what is kept per row
@@ -105,6 +120,10 @@ CASES: list[Case] = [
     ),
     streamed("rope", 2, 8192, 32, 8, 128),
     streamed("qk_norm_rope", 2, 8192, 32, 8, 128),
+    causal_conv_qkv(1, 8192, 16, 32, 128),
+    causal_conv_qkv(8, 1024, 16, 16, 128),
+    linear_attention("causal_conv", "B4 T4096 2048", 4, 4096, 2048, 3, elements=2**25),
+    linear_attention("gated_norm", "262144x128", 262144, 128, elements=2**25, tensors=(3, 5)),
     *(cross_entropy(n, v) for n, v in ((8192, 128256), (16384, 151936), (8192, 262144))),
     *linear_cross_entropy(8192, 4096, 128256, 1.05),
     *linear_cross_entropy(16384, 2048, 151936, 1.05),

@@ -21,6 +21,8 @@ EPS = 1e-6
 VALID = 0.3  # share of the targets that are not ignored in the sparse cases
 LIGER = "liger_kernel.transformers.functional:"
 QUACK_NORM = "rmsnorm:rmsnorm"
+FLA_NORM = "fla.modules.fused_norm_gate:rms_norm_gated"
+TAPS = 4  # of the convolution before the gated delta rule
 
 
 def by_rows(
@@ -126,6 +128,51 @@ def gated_act(n: int, i: int, act: str) -> Problem:
             Provider("Liger packed", lambda: partial(imported(path).apply, gate_up), **packed)
         )
     return by_rows(peers.gated, {"gate": gate, "up": up}, {}, [act], {"y": dy}, providers)
+
+
+def gated_norm(n: int, d: int) -> Problem:
+    x, gate, dy = leaf(n, d), leaf(n, d), randn(n, d)
+    w = leaf(d, scale=0.1, shift=1.0)
+    providers = [
+        tigon("rms_norm", x, w, EPS, gate=gate),
+        Provider("FLA", lambda: partial(imported(FLA_NORM), x, gate, w, None, eps=EPS)),
+    ]
+    rows = {"x": x, "gate": gate}
+    return by_rows(peers.gated_norm, rows, {"weight": w}, [EPS], {"y": dy}, providers)
+
+
+def causal_conv_qkv(b: int, t: int, k: int, h: int, d: int) -> Problem:
+    channels = (2 * k + h) * d
+    x, w = leaf(b, t, channels), leaf(channels, TAPS, scale=0.5)
+    upstream = {name: randn(b, t, n, d) for name, n in (("q", k), ("k", k))}
+    upstream["v"] = randn(b, t, h * d)
+
+    def of_fla() -> Run:
+        conv, norm = (
+            imported("fla.modules.conv:causal_conv1d"),
+            imported("fla.modules.l2norm:l2norm"),
+        )
+
+        def run() -> tuple[Tensor, ...]:
+            y, _ = conv(x, w, activation="silu")
+            q, k_, v = y.split((k * d, k * d, h * d), -1)
+            return norm(q.unflatten(-1, (k, d))) * d**-0.5, norm(k_.unflatten(-1, (k, d))), v
+
+        return run
+
+    providers = [tigon("causal_conv_qkv", x, w, key_heads=k, key_dim=d), Provider("FLA", of_fla)]
+    return by_rows(peers.conv_qkv, {"x": x}, {"weight": w}, [k, d], upstream, providers)
+
+
+def causal_conv(b: int, t: int, c: int, taps: int) -> Problem:
+    x, w, dy = leaf(b, t, c), leaf(c, taps, scale=0.5), randn(b, t, c)
+
+    def of_fla() -> Run:
+        conv = imported("fla.modules.conv:causal_conv1d")
+        return lambda: conv(x, w)[0]
+
+    providers = [tigon("causal_conv", x, w), Provider("FLA", of_fla)]
+    return by_rows(peers.conv, {"x": x}, {"weight": w}, [], {"y": dy}, providers)
 
 
 def tables(t: int, d: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

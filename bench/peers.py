@@ -16,6 +16,7 @@ from torch import Tensor
 from bench.measure import Provider, Run
 
 PACKAGES = {"Liger": "liger-kernel", "QuACK": "quack-kernels", "CCE": "cut-cross-entropy"}
+PACKAGES |= {"FLA": "fla-core"}
 
 
 def imported(path: str) -> Callable[..., Any]:
@@ -106,6 +107,30 @@ def sandwich(
 
 def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return (llama_norm(x, weight, eps) * F.silu(wide(gate))).to(x.dtype)
+
+
+def conv(x: Tensor, weight: Tensor) -> Tensor:
+    """x [B, T, C] and weight [C, W], as transformers' own code has it without other packages."""
+    taps, tokens = weight.shape[1], x.shape[1]
+    y = F.conv1d(x.mT, weight[:, None], padding=taps - 1, groups=len(weight))
+    return y[..., :tokens].mT
+
+
+def conv_qkv(
+    x: Tensor, weight: Tensor, key_heads: int, key_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    size = key_heads * key_dim
+    q, k, v = F.silu(conv(x, weight)).split((size, size, len(weight) - 2 * size), -1)
+
+    def unit(u: Tensor) -> Tensor:
+        u = wide(u.unflatten(-1, (key_heads, key_dim)))
+        return u * torch.rsqrt((u * u).sum(-1, keepdim=True) + 1e-6)
+
+    return (unit(q) * key_dim**-0.5).to(x.dtype), unit(k).to(x.dtype), v
 
 
 def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,6 +38,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "latents of 320 numbers": {"H": 32, "K": 1, "D": 320},
     "latents of 576 numbers": {"H": 128, "K": 1, "D": 576, "T": 4},
     "latents, fp32": {"H": 128, "K": 1, "D": 576, "dtype": FP32},
+    "heads of 512 numbers": {"D": 512},
+    "heads of 512 numbers, several tokens": {"D": 512, "K": 1, "T": 16},
+    "heads of 512 numbers, fp32, window": {"D": 512, "dtype": FP32, "window": 300},
+    "packed, heads of 512 numbers": PACKED | {"D": 512, "T": 4},
     "packed, latents": PACKED | {"H": 128, "K": 1, "D": 576},
     "large, one kv head": {"B": 16384, "H": 1, "K": 1, "D": 64},
 }

@@ -195,7 +195,7 @@ def test_sinks(
 
 @int8
 @pytest.mark.parametrize(("groups", "t"), [(1, 1), (8, 2), (3, 16)])
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256, 512])
 def test_sizes(dim: int, groups: int, t: int, int8: bool) -> None:
     rows = Rows([33], 64, heads=2 * groups, dim=dim, int8=int8)
     rows.check(t, scale=0.1)
@@ -204,7 +204,7 @@ def test_sizes(dim: int, groups: int, t: int, int8: bool) -> None:
 @pytest.mark.gpu
 @int8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128, 256, 512])
 def test_sizes_in_half_precision(
     dim: int, dtype: torch.dtype, int8: bool, kernels_only: None
 ) -> None:

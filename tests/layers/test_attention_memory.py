@@ -103,7 +103,7 @@ def kept(layer: Attention, x: Tensor) -> dict[int, int]:
         return t
 
     with saved_tensors_hooks(pack, lambda t: t):
-        for part in layer._project(x, rotation()):
+        for part in layer._rotate(layer.qkv_proj(x), rotation(), overwrite=layer._is_unobserved()):
             part.square()  # which keeps it, as attention does
     return {key: storage.nbytes() for key, storage in found.items()}
 

@@ -50,6 +50,8 @@ def to_fp8(
     meant: dict[str, Tensor] = {}
     path, content = directory / "model.safetensors", {}
     for name, tensor in load_file(path).items():
+        if name.endswith("e_score_correction_bias"):  # in fp32 in published ones
+            tensor = tensor.float()
         meant[name] = content[name] = tensor
         if tensor.dim() < 2 or "layers" not in name or "gate.weight" in name:
             continue

@@ -39,8 +39,32 @@ SCALING = {k: v for k, v in LLAMA3.items() if k != "rope_theta"}
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 300.0}
 
+DEEPSEEK_YARN = {
+    "type": "yarn",
+    "rope_type": "yarn",
+    "factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 # What published configs say beside the keys that transformers writes, or in place of them
+GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+GPT_OSS_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "aux_loss_alpha": 0.001,
+        "ep_size": 1,
+        "moe_layer_freq": 1,
+        "num_nextn_predict_layers": 1,
+        "rope_scaling": DEEPSEEK_YARN,
+        "rope_theta": 10000,
+        "scoring_func": "sigmoid",
+        "seq_aux": True,
+        "topk_method": "noaux_tc",
+    },
     "exaone4": {
         "rope_scaling": SCALING,
         "rope_theta": 1000000,
@@ -56,7 +80,48 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "use_bidirectional_attention": True,  # EmbeddingGemma
     },
     "glm4": {"partial_rotary_factor": 0.5, "rope_theta": 10000.0, "torch_dtype": "bfloat16"},
+    "glm4_moe": {
+        "head_dim": 128,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "use_qk_norm": True,
+    },
+    "glm4_moe_lite": {
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 1.0,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "topk_method": "noaux_tc",
+    },
+    "gpt_oss": {
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "rope_scaling": GPT_OSS_YARN,
+        "rope_theta": 150000,
+        "torch_dtype": "bfloat16",
+    },
     "granite": {"rope_theta": 1e7, "rope_scaling": None, "torch_dtype": "bfloat16"},
+    "lfm2": {
+        "block_auto_adjust_ff_dim": True,
+        "block_dim": 2048,
+        "block_ff_dim": 12288,
+        "block_mlp_init_scale": 1.0,
+        "block_norm_eps": 1e-05,
+        "block_out_init_scale": 1.0,
+        "block_use_swiglu": True,
+        "block_use_xavier_init": True,
+        "conv_dim": 2048,
+        "conv_dim_out": 2048,
+        "conv_use_xavier_init": True,
+        "num_heads": 32,
+        "rope_theta": 1000000.0,
+        "theta": 1000000.0,
+        "torch_dtype": "bfloat16",
+        "use_pos_enc": True,
+    },
     "hunyuan_v1_dense": {
         "attention_head_dim": 128,
         "eod_token_id": 127967,
@@ -190,12 +255,19 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense: alpha": {"rope_scaling": HUNYUAN, "rope_theta": 300.0},
     "muse_glimmer_text: theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "olmoe: scaling": {"rope_scaling": YARN, "rope_theta": 300.0},
+    "mistral4: nothing": {},
+    "mistral4: scaling": {"rope_scaling": {**MINISTRAL_YARN, "llama_4_scaling_beta": 0.3}},
+    "deepseek_v3: scaling": {"rope_scaling": DEEPSEEK_YARN, "rope_theta": 300.0},
+    "glm4_moe: half by default": {},
+    "glm4_moe: factor outside": {"partial_rotary_factor": 0.25},
     "gemma3_text: old keys": {
         "rope_theta": 9e5,
         "rope_local_base_freq": 2e4,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "granite: scaling": {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 300.0},
+    "gpt_oss: nothing": {},
+    "gpt_oss: theta": {"rope_theta": 300.0},
     "olmo2: scaling": {"rope_scaling": YARN, "rope_theta": 300.0},
 }
 
@@ -240,6 +312,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "olmo3": {},
     "mixtral: everywhere": {"sliding_window": 7},
     "muse_glimmer_text": {},
+    "gpt_oss": {},
+    "granite_swa": {},
     "qwen2_moe: by rule": {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3},
     "qwen2_moe: nowhere": {"sliding_window": 7, "max_window_layers": 3},
     "qwen3_moe: everywhere": {"sliding_window": 7, "use_sliding_window": True},

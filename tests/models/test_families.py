@@ -79,7 +79,8 @@ def test_packed_sequences_are_as_if_alone(model_type: str, case: str, tmp_path: 
 def two_layers(model_type: str, case: str) -> dict[str, Any]:
     """A case in as many, where it does not say what each layer is."""
     sizes = CASES[model_type][case]
-    return sizes if "layer_types" in sizes else sizes | {"num_hidden_layers": 2}
+    listed = {"layer_types", "layer_rope_theta"} & sizes.keys()
+    return sizes if listed else sizes | {"num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize(("model_type", "case"), FIRST)

@@ -31,6 +31,8 @@ ROUTING = [
     ("qwen2_moe", "some dense"),
     ("qwen3_moe", "plain"),
     ("qwen3_moe", "every other"),
+    ("qwen3_5_moe_text", "plain"),
+    ("qwen3_next", "some dense"),
     ("gpt_oss", "plain"),
 ]
 ROUTERS = ("mlp.gate.weight", "mlp.router.weight")
@@ -213,8 +215,9 @@ def test_recomputed_blocks_give_the_same(model_type: str) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 def test_routing_in_bf16(model_type: str, normed: bool, tmp_path: Path) -> None:
     """Experts and weights to the bit: rounding them would drown in the spread of the logits."""
+    known = AutoConfig.for_model(model_type).to_dict()
     overrides = CASES[model_type]["plain"] | (
-        {"norm_topk_prob": normed} if "qwen" in model_type else {}
+        {"norm_topk_prob": normed} if "norm_topk_prob" in known else {}
     )
     reference(model_type, overrides, tmp_path, dtype=torch.bfloat16)
     theirs, ours = load_reference(tmp_path), from_pretrained(tmp_path)
@@ -262,7 +265,7 @@ def test_both_forms_load_and_go_out_as_they_came(
     assert not any(info.values()), info
     assert same(again.state_dict(), theirs.state_dict())
     other = from_pretrained(tmp_path / "b", dtype=torch.bfloat16)
-    assert same(other.state_dict(), {k: v.bfloat16() for k, v in ours.state_dict().items()})
+    assert same(other.state_dict(), ours.bfloat16().state_dict())
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:

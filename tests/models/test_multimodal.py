@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 import tigon
-from tests.models.tiny import CASES, SIZES, WRAPPED
+from tests.models.tiny import CASES, SIZES, UNSCALED, WRAPPED
 
 SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -22,7 +22,17 @@ SIGLIP = {
     "image_size": 28,
     "patch_size": 14,
 }
+QWEN_VISION = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2}
+QWEN_VISION |= {"out_hidden_size": 96, "num_position_embeddings": 16}
 PIXTRAL = SIGLIP | {"model_type": "pixtral", "head_dim": 8}
+GEMMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
 WRAPPERS: dict[str, dict[str, Any]] = {
     "gemma3": {"vision_config": SIGLIP, "mm_tokens_per_image": 4},
     "llama4": {
@@ -39,11 +49,18 @@ WRAPPERS: dict[str, dict[str, Any]] = {
         }
     },
     "mistral3": {"vision_config": PIXTRAL},
+    "gemma4": {"vision_config": GEMMA4_VISION},
+    "gemma4_unified": {"vision_config": {"mm_embed_dim": 16, "output_proj_dims": 16}},
+    "qwen3_5": {"vision_config": QWEN_VISION},
+    "qwen3_5_moe": {"vision_config": QWEN_VISION},
     **dict(WRAPPED.values()),
 }
 # The type of the whole, and of the text in it
 PAIRS = [("gemma3", "gemma3_text"), ("mistral3", "mistral"), ("mistral3", "ministral3")]
-PAIRS += [("llama4", "llama4_text"), ("muse_glimmer", "muse_glimmer_text")]
+PAIRS += [("gemma4", "gemma4_text"), ("gemma4_unified", "gemma4_unified_text")]
+PAIRS += [("mistral3", "mistral4"), ("muse_glimmer", "muse_glimmer_text")]
+PAIRS += [("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")]
+PAIRS += [("llama4", "llama4_text")]
 IDS = torch.arange(4, 44).view(2, 20)
 
 
@@ -58,8 +75,10 @@ def multimodal(kind: str, text_type: str, tie: bool, directory: Path) -> Any:
     whole = kind == "llama4"  # the head is inside of it
     text_model = model.language_model if whole else model.model.language_model
     with torch.no_grad():
-        for p in text_model.parameters():
+        for name, p in text_model.named_parameters():
             p.copy_(1 + 0.3 * torch.randn_like(p) if p.dim() == 1 else 0.08 * torch.randn_like(p))
+            if text_type in UNSCALED and name.endswith("q_norm.weight"):
+                p.mul_(0.2)
         if not tie and not whole:
             model.lm_head.weight.copy_(0.08 * torch.randn_like(model.lm_head.weight))
     model.save_pretrained(directory)
@@ -132,3 +151,17 @@ def test_an_export_without_a_text_class(tmp_path: Path) -> None:
     made = tigon.MuseGlimmer.from_config(after)  # and of its config alone
     made.save_pretrained(tmp_path / "c")
     assert json.loads((tmp_path / "c" / "config.json").read_text()) == after
+
+
+def test_keys_and_values_of_layers_that_read_others_are_left_out(tmp_path: Path) -> None:
+    theirs = multimodal("gemma4", "gemma4_text", True, tmp_path)
+    path = tmp_path / "model.safetensors"
+    content = load_file(path)
+    for name in ("k_proj.weight", "v_proj.weight", "k_norm.weight"):
+        own, unread = (f"model.language_model.layers.{i}.self_attn.{name}" for i in (2, 5))
+        content[unread] = torch.randn_like(content[own])
+    save_file(content, path)
+    with torch.no_grad():
+        expected = theirs(IDS).logits
+        found = tigon.from_pretrained(tmp_path)(IDS).logits
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

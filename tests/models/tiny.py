@@ -224,6 +224,83 @@ CASES |= {
         "default rope, tied": {"tie_word_embeddings": True},
     },
 }
+# Three kinds of layer: keys and values of layers 1 and 2 are read by 4 and 3, and by 5
+GEMMA4: Overrides = {
+    **WINDOW,
+    "num_hidden_layers": 6,
+    "head_dim": 20,
+    "global_head_dim": 32,
+    "layer_types": [FULL, SLIDING, FULL, FULL, SLIDING, FULL],
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+        FULL: {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
+    },
+}
+GEMMA3N: Overrides = {
+    **WINDOW,
+    "num_hidden_layers": 5,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING],
+    "num_kv_shared_layers": 2,
+    "intermediate_size": [136, 120, 136, 152, 136],
+    "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.8],
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 150,
+    "laurel_rank": 10,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+        FULL: {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
+    },
+}
+PER_LAYER: Overrides = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 211}
+CASES |= {
+    "gemma3n_text": {
+        "shared": {**GEMMA3N, "pad_token_id": 3, "final_logit_softcapping": 3.0},
+        "three streams, dense": {
+            **GEMMA3N,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "activation_sparsity_pattern": None,
+            "intermediate_size": 136,
+            "num_kv_shared_layers": 0,
+            "tie_word_embeddings": False,
+        },
+    },
+    "gemma4_text": {
+        "shared": {**GEMMA4, **PER_LAYER, "num_kv_shared_layers": 3, "pad_token_id": 3},
+        "double wide, softcap": {
+            **GEMMA4,
+            **PER_LAYER,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+            "attention_bias": True,
+        },
+        "keys are values": {
+            **GEMMA4,
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+        },
+        "experts": {
+            **GEMMA4,
+            **PER_LAYER,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 40,
+        },
+    },
+    "gemma4_unified_text": {
+        "keys are values": {
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 3,
+            "final_logit_softcapping": 3.0,
+        },
+        "listed": {**GEMMA4, "layer_types": [FULL, *5 * [SLIDING]], "num_kv_shared_layers": 2},
+        "both sides": {**GEMMA4, "use_bidirectional_attention": "all", "num_kv_shared_layers": 2},
+    },
+}
 # A softcap that logits reach, and an eps behind branches that counts
 MUSE: Overrides = {**WINDOW, "output_multiplier": 1.7, "qk_scale_factor": 2.3}
 CAPPED: Overrides = {**MUSE, "post_norm_eps": 0.05, "final_logit_softcapping": 3.0}
@@ -310,6 +387,65 @@ CASES |= {
         "one of many": {**OLMOE, "num_experts": 90, "num_experts_per_tok": 1},
     }
 }
+LINEAR = "linear_attention"
+# Three value heads to a key head; a quarter of 24 head dims is rotated
+DELTA: Overrides = {
+    "head_dim": 24,
+    "layer_types": [LINEAR, FULL, LINEAR],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 10,
+}
+CASES |= {
+    "qwen3_5_text": {
+        "plain": DELTA,
+        "biases, tied": {
+            **DELTA,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "linear_conv_kernel_dim": 3,
+            "linear_num_key_heads": 12,
+        },
+        "half, by interval": {
+            **DELTA,
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.5},
+        },
+    },
+    "qwen3_5_moe_text": {
+        "plain": {**DELTA, **SHARED},
+        "tied": {**DELTA, **SHARED, "tie_word_embeddings": True, "attention_bias": True},
+    },
+    "qwen3_next": {
+        "plain": {**DELTA, **SHARED},
+        "not normed": {**DELTA, **SHARED, "norm_topk_prob": False, "linear_num_key_heads": 12},
+        "some dense": {**DELTA, **SHARED, "mlp_only_layers": [1], "attention_bias": True},
+    },
+}
+GRANITE = {"embedding_multiplier": 5.3, "attention_multiplier": 0.3, "logits_scaling": 1.7}
+CASES |= {
+    "granite_swa": {
+        "plain": {
+            **WINDOW,
+            **GRANITE,
+            "residual_multiplier": 0.7,
+            "rope_parameters": YARN,
+            "layer_rope_theta": [500.0, 0, 9e3],
+            "tie_word_embeddings": False,
+        },
+        "one theta, tied": {**WINDOW, "num_hidden_layers": 5, "attention_bias": True},
+        "listed": {
+            **WINDOW,
+            **GRANITE,
+            "layer_types": [FULL, SLIDING, FULL],
+            "layer_rope_theta": [0.0, 70.0, 70],
+            "mlp_bias": True,
+            "pad_token_id": 3,
+        },
+    }
+}
 CLAMPED: Overrides = {"num_local_experts": 8, "num_experts_per_tok": 3, "swiglu_limit": 0.5}
 UNCUT = YARN | {"truncate": False, "beta_fast": 1.0, "beta_slow": 0.05}
 CASES |= {
@@ -376,6 +512,19 @@ CASES |= {
             "rope_parameters": SCALED_YARN | {"mscale": None},
         },
     },
+    "glm4_moe": {
+        "plain": {**GROUPS, "use_qk_norm": True},
+        "one group, biases": {
+            **GROUPS,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "first_k_dense_replace": 0,
+            "tie_word_embeddings": True,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.8},
+        },
+    },
     "glm4_moe_lite": {
         "plain": {**LATENTS, **GROUPS, "v_head_dim": 20},
         "listed": {
@@ -439,19 +588,49 @@ CASES |= {
         },
     }
 }
+# Two thirds of 136 and a bit are 94, up to 98 in sevens
+CONV: Overrides = {
+    "layer_types": ["conv", FULL, "conv"],
+    "norm_eps": 1e-3,
+    "block_multiple_of": 7,
+    "block_ffn_dim_multiplier": 1.05,
+    "pad_token_id": 3,
+}
+CASES |= {
+    "lfm2": {
+        "plain": CONV,
+        "untied, four taps, size as given": {
+            **CONV,
+            "tie_word_embeddings": False,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "pad_token_id": None,
+        },
+        "by indices, yarn": {
+            **CONV,
+            "layer_types": None,
+            "full_attn_idxs": [0, 2],
+            "rope_parameters": YARN,
+        },
+        "biases": {**CONV, "conv_bias": True},
+    }
+}
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
+    "gemma4_text": {"num_experts": 6, "top_k_experts": 6},
     **{
         name: {"num_experts": 6, "num_experts_per_tok": 6}
-        for name in ("olmoe", "qwen2_moe", "qwen3_moe")
+        for name in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
     },
     "llama4_text": {"num_local_experts": 5, "num_experts_per_tok": 5},
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
-        for name in ("deepseek_v3", "glm4_moe_lite", "mistral4")
+        for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4")
     },
 }
+# Families with scores that are not scaled: with queries of norm 1 attention would see one token
+UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]
 
@@ -515,11 +694,15 @@ def reference(
     config = their_config(model_type, **SIZES | overrides, dtype=dtype)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(torch.float32)
     with torch.no_grad():
-        for p in model.parameters():
-            if p.dim() == 1:
+        for name, p in model.named_parameters():
+            if name.endswith("A_log"):
+                p.uniform_(-5, 1)  # some heads remember
+            elif p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.3)
             else:
                 p.copy_(torch.randn_like(p) * 0.08)  # 4 times transformers' own, the pad row too
+            if model_type in UNSCALED and name.endswith("q_norm.weight"):
+                p.mul_(0.2)
         for name, buffer in model.named_buffers():
             if name in model.state_dict():
                 buffer.add_(torch.randn_like(buffer) * 0.3)
@@ -545,9 +728,9 @@ def on_meta(config: ModelConfig) -> CausalLM:
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """Of the attention of each layer."""
-    mixers = [layer.self_attn for layer in on_meta(config).model.layers]
-    return [None if getattr(m, "chunked", False) else m.window for m in mixers]
+    """Of the attention of each layer; None where it has none, or chunks."""
+    mixers = [layer.mixer for layer in on_meta(config).model.layers]
+    return [None if getattr(m, "chunked", False) else getattr(m, "window", None) for m in mixers]
 
 
 def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto") -> Any:

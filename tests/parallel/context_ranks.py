@@ -16,6 +16,7 @@ from torch import Tensor
 from tigon.kernels.loss.terms import KL, CrossEntropy, LogProbs
 from tigon.models import MODELS, Batch, CausalLM, CausalLMOutput, LoraConfig, Targets
 from tigon.models.adapters.adapters import adapter_parameters
+from tigon.models.moe import MoEConfig
 from tigon.parallel import gather_output, share_context
 
 Result = dict[str, Tensor]
@@ -89,9 +90,7 @@ def upstream(x: Tensor) -> Tensor:
 
 
 def trained(model: CausalLM, batch: dict[str, Any]) -> CausalLMOutput:
-    routing = (
-        ("expert_load", "aux_loss") if model.config.model_type.endswith(("moe", "xtral")) else ()
-    )
+    routing = ("expert_load", "aux_loss") if isinstance(model.config, MoEConfig) else ()
     metrics = "predicted_tokens", "entropy", *routing
     return model(**batch, labels=labels_of(batch), metrics=metrics)
 

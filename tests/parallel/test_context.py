@@ -78,6 +78,7 @@ def cases_of_few_heads() -> dict[str, dict[str, Any]]:
         ("gemma2", "small caps"),
         ("gemma3_text", "both sides"),
         ("qwen3_moe", "window"),
+        ("gpt_oss", "plain"),
     ):
         config = SIZES | CASES[model_type][case] | {"model_type": model_type}
         heads[f"{model_type}, {case}, six heads on four"] = ((0, 1, 2, 3), config)

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.models.tiny import UNSCALED
 from tests.parallel.ranks import run_on_ranks, selected_cases
 from tigon.distributed import collectives
 from tigon.kernels.recompute import recompute_above
 from tigon.models import MODELS, CausalLM, LoraConfig
+from tigon.models.pretrained.names import stored_tensors
 from tigon.parallel import TensorParallel, shard_model, share_context
 from tigon.parallel.tensor_parallel import check_tensor_ranks
 from tigon.train.optim.clip import clip_gradients
@@ -39,6 +41,37 @@ MOE = {"num_experts": 5, "moe_intermediate_size": 22, **BALANCED}
 WINDOW = {"sliding_window": 7}
 CHUNKED = {"attention_chunk_size": 5, "floor_scale": 3, "num_local_experts": 4}
 CHUNKED |= {"no_rope_layers": [1, 0], "num_experts_per_tok": 2, "intermediate_size_mlp": 52}
+GROUPS = {
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 22,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "n_group": 3,
+    "topk_group": 2,
+}
+LATENTS = GROUPS | {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 22,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 10,
+}
+SHARED = {"shared_expert_intermediate_size": 28, **MOE}
+DELTA = {
+    "full_attention_interval": 2,
+    "head_dim": 24,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 14,
+    "linear_value_head_dim": 10,
+}
+GEMMA4 = {
+    **WINDOW,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "global_head_dim": 12,
+}
 # By name, the model type and what differs
 TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -51,6 +84,36 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", WINDOW),
     "gemma3": ("gemma3_text", WINDOW),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 101,
+            "laurel_rank": 7,
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 101,
+        },
+    ),
+    "gemma4 with experts": (
+        "gemma4_text",
+        {
+            **GEMMA4,
+            **MOE,
+            "enable_moe_block": True,
+            "top_k_experts": 3,
+            "hidden_size_per_layer_input": 0,
+        },
+    ),
+    "gemma4_unified": ("gemma4_unified_text", {**GEMMA4, "attention_k_eq_v": True}),
     "muse_glimmer": ("muse_glimmer_text", WINDOW),
     "ernie4_5": ("ernie4_5", {"use_bias": True}),
     "exaone4": ("exaone4", {**WINDOW, "num_hidden_layers": 4}),
@@ -65,14 +128,29 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("granite", {"residual_multiplier": 0.7, "logits_scaling": 1.7}),
     "glm4": ("glm4", {}),
     "mixtral": ("mixtral", {"num_local_experts": 5, **BALANCED}),
-    "qwen2_moe": ("qwen2_moe", {"shared_expert_intermediate_size": 28, **MOE}),
+    "qwen2_moe": ("qwen2_moe", SHARED),
     "qwen3_moe": ("qwen3_moe", {**MOE, "mlp_only_layers": [0]}),
+    "granite_swa": ("granite_swa", WINDOW),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 5, "swiglu_limit": 0.5, **BALANCED, **WINDOW}),
+    "deepseek_v3": ("deepseek_v3", LATENTS),
+    "no latent of queries": ("deepseek_v3", LATENTS | {"q_lora_rank": None, "topk_group": 3}),
+    "glm4_moe": ("glm4_moe", GROUPS | {"use_qk_norm": True}),
+    "glm4_moe_lite": ("glm4_moe_lite", LATENTS),
+    "mistral4": ("mistral4", LATENTS | {"attention_bias": True}),
+    "qwen3_5": ("qwen3_5_text", {**DELTA, "attention_bias": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA, **SHARED}),
+    "qwen3_next": ("qwen3_next", {**DELTA, **SHARED}),
 }
+CONV = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 6, "conv_bias": True}
+TWO["lfm2"] = "lfm2", CONV
 FOUR = {
+    "short convolutions": ("lfm2", CONV),
     "kv heads on two ranks each": ("llama", {"attention_bias": True}),
     "one kv head": ("qwen3", {"num_key_value_heads": 1}),
     "one norm of keys that two ranks have": ("olmo2", {}),
-    "experts": ("qwen2_moe", {"shared_expert_intermediate_size": 28, **MOE}),
+    "experts": ("qwen2_moe", SHARED),
+    "one key head each": ("qwen3_next", {**DELTA, **SHARED}),
+    "sinks and experts with biases": TWO["gpt_oss"],
 }
 
 
@@ -88,8 +166,10 @@ def random_model(model_type: str, changes: dict[str, Any]) -> CausalLM:
     values = {n: v for n, v in (SIZES | changes).items() if n in known}
     model = kind.from_config({"model_type": model_type, **values})
     with torch.no_grad():
-        for p in model.parameters():
+        for name, p in stored_tensors(model).items():
             p.add_(torch.randn_like(p) * (0.3 if p.dim() == 1 else 0.08))
+            if model_type in UNSCALED and name.endswith("q_norm.weight"):
+                p.mul_(0.2)
     return model.train()
 
 
@@ -125,7 +205,8 @@ def compare(count: int, cases: dict[str, tuple[str, dict[str, Any]]]) -> dict[st
 
 
 def differences(one: CausalLM, cut: CausalLM) -> list[float]:
-    """Of loss, gradients' norm, logits and parameters, over three steps."""
+    """Of loss, gradients' norm and logits, relative where they exceed 1, and of parameters, over
+    three steps."""
     tensor = cut.tensor_parallel
     models = {
         one: torch.optim.SGD(one.parameters(), 0.2),
@@ -153,7 +234,8 @@ def differences(one: CausalLM, cut: CausalLM) -> list[float]:
             optimizer.step()
             optimizer.zero_grad()
         for i, values in enumerate((loss, norm, logits)):
-            worst[i] = max(worst[i], float((values[one] - values[cut]).abs().max()))
+            scale = max(1.0, float(values[one].abs().max()))
+            worst[i] = max(worst[i], float((values[one] - values[cut]).abs().max()) / scale)
     whole = dict(one.named_parameters())
     for name, p in cut.named_parameters():
         worst[3] = max(
@@ -184,6 +266,13 @@ def test_what_ranks_cannot_share_is_an_error():
     model = random_model("llama", {})
     with pytest.raises(ValueError, match="3 ranks cannot share 8 heads with 2 kv heads"):
         check_tensor_ranks(model, 3)
+    sparse = {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.5]}
+    model = random_model("gemma3n_text", sparse | WINDOW)
+    with pytest.raises(ValueError, match="2 ranks cannot share an MLP with activation_sparsity"):
+        check_tensor_ranks(model, 2)
+    delta = random_model("qwen3_5_text", {**DELTA, "num_attention_heads": 6})
+    with pytest.raises(ValueError, match="3 ranks cannot share the 4 key heads of Gated DeltaNet"):
+        check_tensor_ranks(delta, 3)
 
 
 def test_a_cut_model_takes_no_new_adapter():

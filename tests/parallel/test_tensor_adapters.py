@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel import test_tensor
 from tests.parallel.ranks import run_on_ranks, selected_cases
-from tests.parallel.test_tensor import FOUR, TWO, batches, differences, random_model
+from tests.parallel.test_tensor import FOUR, LATENTS, TWO, batches, differences, random_model
 from tigon.models import CausalLM, LoraConfig
 from tigon.models.adapters.adapters import adapter_parameters, init_adapter
 from tigon.parallel import shard_model
@@ -21,6 +21,7 @@ from tigon.parallel import shard_model
 LLAMA, EXPERTS = TWO["llama"], TWO["qwen2_moe"]
 OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj", "shared_expert_gate", "q_proj")
 ENDS = ("embed_tokens", "lm_head", "q_proj")
+DIVIDED = {"v_head_dim": 16}  # draws of dropout are not cut
 Case = tuple[tuple[str, dict[str, Any]], dict[str, Any]]
 CASES: dict[int, dict[str, Case]] = {
     2: {
@@ -33,7 +34,14 @@ CASES: dict[int, dict[str, Case]] = {
         "packed in files": (TWO["phi3"], {}),
         "norms over all heads": (TWO["olmo2"], {}),
         "experts": (EXPERTS, {"targets": OF_EXPERTS}),
+        "transposed experts": (TWO["gpt_oss"], {"targets": (*OF_EXPERTS[:2], "q_proj")}),
         "shared expert": (EXPERTS, {}),
+        "latents": (TWO["deepseek_v3"], {}),
+        "dora, latents": (TWO["mistral4"], {"dora": True}),
+        "dropout, latents": (
+            ("deepseek_v3", LATENTS | DIVIDED),
+            {"dropout": 0.3, "targets": ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")},
+        ),
         "embedding and head": (LLAMA, {"targets": ENDS}),
         "dora of embedding and head": (LLAMA, {"targets": ENDS, "dora": True}),
         "a scaled embedding": (

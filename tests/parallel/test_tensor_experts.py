@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel import test_tensor
 from tests.parallel.ranks import run_on_ranks
-from tests.parallel.test_tensor import BALANCED, CHUNKED, MOE, differences, random_model
+from tests.parallel.test_tensor import BALANCED, CHUNKED, LATENTS, MOE, differences, random_model
 from tests.parallel.test_tensor_adapters import Case, adapted, keyed, save_all
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.models import CausalLM
@@ -28,10 +28,13 @@ MODELS = {
     "olmoe": ("olmoe", {"num_experts": 8, **BALANCED}),
     "qwen2_moe": QWEN2,
     "qwen3_moe": ("qwen3_moe", EIGHT | {"mlp_only_layers": [0]}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 8, "swiglu_limit": 0.5, **BALANCED}),
+    "deepseek_v3": ("deepseek_v3", LATENTS | {"n_routed_experts": 8, "n_group": 4}),
 }
 ALL = ("experts.gate_up_proj", "experts.down_proj", "shared_expert_gate", "q_proj", "o_proj")
 ADAPTERS: dict[str, Case] = {
     "experts": (QWEN2, {"targets": ALL, "rank_pattern": {"down_proj": 2}}),
+    "transposed experts": (MODELS["gpt_oss"], {"targets": (*ALL[:2], "q_proj")}),
     "dense": (QWEN2, {"targets": "all-linear"}),
     "dropout": (QWEN2, {"targets": ("v_proj", "up_proj", "shared_expert_gate"), "dropout": 0.3}),
 }

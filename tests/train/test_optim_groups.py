@@ -19,6 +19,7 @@ OTHERS = {
     "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 24},
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "gemma3_text": {"query_pre_attn_scalar": 16, "head_dim": 16, "sliding_window": 8},
+    "gpt_oss": {"num_local_experts": 3, "num_experts_per_tok": 2},
     "olmo2": {"tie_word_embeddings": True},
 }
 
@@ -32,6 +33,17 @@ def build(kind: str = "llama", **changes):
 def optimizer_of(model, *groups: str) -> torch.optim.Optimizer:
     text = f"parameter_groups=[{', '.join(f'{{{group}}}' for group in groups)}]"
     return build_optimizer(model, load(None, [*SETTINGS, text]))
+
+
+def test_stacked_biases_do_not_decay():
+    model = build("gpt_oss")
+    groups = optimizer_of(model).param_groups
+    names = {id(p): name for name, p in model.named_parameters()}
+    for group in groups:
+        for p in group["params"]:
+            matrix = p.dim() > 1 and "bias" not in names[id(p)]
+            assert (group["weight_decay"] > 0) == matrix, names[id(p)]
+    assert sum(len(group["params"]) for group in groups) == len(names)
 
 
 def test_the_first_group_that_matches_decides():

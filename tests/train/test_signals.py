@@ -194,14 +194,6 @@ def saved_steps(run) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def test_signal_stops_after_the_step(workspace, signal_in_step, capsys):
-    signal_in_step(2)
-    stop(workspace.settings("prompt", steps=9))
-    assert saved_steps(workspace.root / "prompt") == ["step-00000002"]
-    said = "stopped by a signal after step 2: resume=auto goes on from step-00000002"
-    assert said in capsys.readouterr().out
-
-
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_no_checkpoint_without_enough_time(

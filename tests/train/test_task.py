@@ -153,16 +153,3 @@ def test_a_new_objective_trains_evaluates_and_resumes(workspace, settings):
         assert len(resumed) == 2  # another run_dir has no evaluation of its first step yet
         assert resumed == curve[-len(resumed) :], key
         assert two == pytest.approx(curve, rel=1e-5), key
-
-
-def test_new_objective_in_every_layout(workspace, settings):
-    loss, accuracy = reference_loss(workspace, "pairs.jsonl")
-    ways = {"packed": {"batch_size": 64}, "padded": {"batch_size": 64, "packing": "false"}}
-    ways["parts"] = {"batch_size": 64, "micro_batch_size": 4, "activation_checkpointing": "true"}
-    for way, changes in ways.items():
-        main(settings(f"pairs-{way}", **changes, steps=2))
-        assert workspace.metrics(f"pairs-{way}", "loss")[0] == pytest.approx(loss, rel=1e-5)
-        assert workspace.metrics(f"pairs-{way}", "accuracy")[0] == pytest.approx(accuracy)
-        for key in KEYS:
-            expected = workspace.metrics("pairs-packed", key)
-            assert workspace.metrics(f"pairs-{way}", key) == pytest.approx(expected, rel=1e-4), key

@@ -6,7 +6,7 @@ import torch
 
 import tigon
 from tests.small import EXPERTS, LLAMA
-from tigon.layers import FusedLinear
+from tigon.layers import FusedLinear, GatedDeltaNet
 from tigon.train.throughput import PEAKS, model_flops, named_peak, peak_flops, positions_seen
 
 LLAMA_8B = {
@@ -93,7 +93,7 @@ def test_what_is_frozen_needs_fewer():
 
 @pytest.mark.parametrize("family", sorted(tigon.models.MODELS))
 def test_every_matrix_of_a_family_is_counted(family):
-    """But for the embedding: a new kind of layer must not be forgotten."""
+    """But for embeddings: a new kind of layer must not be forgotten."""
     sizes = {k: v for k, v in EXPERTS.items() if k != "mlp_only_layers"}
     known = tigon.models.MODELS[family].config_class.__dataclass_fields__
     values = {k: v for k, v in sizes.items() if k in known} | {"model_type": family}
@@ -101,15 +101,22 @@ def test_every_matrix_of_a_family_is_counted(family):
         values["pad_token_id"] = 0  # of the small vocabulary
     if "num_local_experts" in known:
         values["num_local_experts"] = 5
+    if "n_routed_experts" in known:
+        values |= {"n_routed_experts": 5, "n_group": 1, "topk_group": 1}
+    if "kv_lora_rank" in known:  # keys of every head
+        values["num_key_value_heads"] = values["num_attention_heads"]
     if "num_experts_per_tok" in known:
         values["num_experts_per_tok"] = 5  # all, so that all count
     model = make(values)
     matrices = {n: p.numel() for n, p in model.named_parameters() if p.dim() > 1}
-    if not model.config.tie_word_embeddings:
-        del matrices["model.embed_tokens.weight"]
+    head = "model.embed_tokens.weight" if model.config.tie_word_embeddings else ""
+    matrices = {n: x for n, x in matrices.items() if "embed_tokens" not in n or n == head}
     assert any(isinstance(m, FusedLinear) for m in model.modules())
-    attention = sum(12 * x.self_attn.heads * x.self_attn.head_dim for x in model.model.layers)
-    expected = 6 * sum(matrices.values()) + attention
+    mixers = [layer.mixer for layer in model.model.layers]
+    delta = [x for x in mixers if isinstance(x, GatedDeltaNet)]
+    attention = sum(12 * x.heads * x.head_dim for x in mixers if x not in delta)
+    recurrence = sum(18 * x.value_heads * x.key_dim * x.value_dim for x in delta)
+    expected = 6 * sum(matrices.values()) + attention + recurrence
     assert model_flops(model, [1]) == pytest.approx(expected, rel=1e-12)
 
 

@@ -40,7 +40,13 @@ class GenerationModel(Protocol):
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
     def static_cache(
-        self, rows: int, capacity: int, *, chunk: int = 16, quantize: Literal["int8"] | None = None
+        self,
+        rows: int,
+        capacity: int,
+        *,
+        chunk: int = 16,
+        quantize: Literal["int8"] | None = None,
+        rollback: int = 0,
     ) -> StaticCache:
         """Returns an empty cache with room for `capacity` tokens in each row; ValueError if it
         does not fit."""

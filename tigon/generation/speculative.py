@@ -6,6 +6,8 @@ Source: Leviathan et al. (arXiv 2211.17192), for every row of a batch on its own
 # B rows, T prompt tokens, k proposed tokens, V vocab
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -72,8 +74,9 @@ class SpeculativeSteps:
         self._final, chunk = max_tokens + proposals + 1, proposals + 1
         self._capacity = capacity = min(self._final, INITIAL_CAPACITY)  # tokens after the prompts
         self._max_generated = 1  # an upper bound of `_generated` before the next step
-        self._cache = make_cache(model, prompt, capacity, chunk=chunk, quantize=quantize)
-        self._draft_cache = make_cache(draft, prompt, capacity, chunk=chunk)
+        options: dict[str, Any] = {"chunk": chunk, "rollback": chunk}
+        self._cache = make_cache(model, prompt, capacity, quantize=quantize, **options)
+        self._draft_cache = make_cache(draft, prompt, capacity, **options)
         for name, cache in (("the model", self._cache), ("assistant_model", self._draft_cache)):
             try:
                 cache.check_crop()

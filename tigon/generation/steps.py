@@ -6,6 +6,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -312,15 +313,18 @@ def make_cache(
     *,
     chunk: int = 1,
     quantize: Quantize = None,
+    rollback: int = 0,
 ) -> StaticCache:
-    """A static cache for every prompt and `new` tokens after it; a step appends up to `chunk`.
+    """A static cache for every prompt and `new` tokens after it; a step appends up to `chunk`, and
+    up to `rollback` can be dropped again.
 
     Raises ValueError if the model cannot have so many tokens.
     """
     capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
     try:
         rows = len(prompt.ids)
-        return model.static_cache(rows, capacity, chunk=max(16, chunk), quantize=quantize)
+        options: dict[str, Any] = {"quantize": quantize, "rollback": rollback}
+        return model.static_cache(rows, capacity, chunk=max(16, chunk), **options)
     except ValueError as error:
         raise ValueError(f"{error}: ask for fewer than {new} new tokens") from None
 

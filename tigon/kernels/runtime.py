@@ -219,6 +219,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a context without autocast on the device; on meta there is none."""
+    if device.type == "meta":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def check_devices(**tensors: Tensor | None) -> None:
     """Raises ValueError with the device of each tensor unless all are on one."""
     devices = {name: t.device for name, t in tensors.items() if t is not None}

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from tigon.kernels.norm.rms_norm import Cast
 from tigon.kernels.rope.rope import qk_norm_rope, rope
 from tigon.layers.context import BlockInputs
 from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV
-from tigon.layers.linear import FusedLinear, Linear, is_unpatched
+from tigon.layers.linear import FusedLinear, Linear, RowOrder, is_unpatched
 from tigon.layers.norm import RMSNorm, UnitRMSNorm
 from tigon.layers.rope import Rotation
 
@@ -29,7 +29,7 @@ class Attention(nn.Module):
     most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is None, and then
     capped by `softcap`, if there is one. With `sinks` each head has a learned score more in its
     softmax, whose value is 0. With `gate`, sigmoids of a projection of x multiply the heads'
-    outputs.
+    outputs: one of its own, `gate_proj`, or half of checkpoints' `q_proj`.
     """
 
     zero_init: Collection[str] = ()  # parameters that begin as zeros
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
-        gate: bool = False,
+        gate: Literal["gate_proj", "q_proj"] | None = None,
     ):
         super().__init__()
         if window is not None and window < 1:
@@ -66,10 +66,13 @@ class Attention(nn.Module):
         self.rotates_first, self.clip = rotates_first, clip
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-        self.qkv_proj = FusedLinear(dim, parts, bias=bias)
+        self.gate, sizes, order = gate, parts, None
+        if gate == "q_proj":  # checkpoints have [q | gate] in each head, here gates precede q, k, v
+            sizes, order = (2 * parts[0], *parts[1:]), RowOrder(heads, (head_dim, head_dim), (1, 0))
+        self.qkv_proj = FusedLinear(dim, sizes, bias=bias, orders=(order, None, None))
         self.o_proj = Linear(heads * head_dim, dim, bias=out_bias)
         self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
-        self.gate_proj = FusedLinear(dim, parts[:1]) if gate else None
+        self.gate_proj = FusedLinear(dim, parts[:1]) if gate == "gate_proj" else None
         self.q_norm: RMSNorm | UnitRMSNorm | None = None
         self.k_norm: RMSNorm | UnitRMSNorm | None = None
         if qk_norm_eps is not None and not qk_norm_weight:
@@ -108,6 +111,14 @@ class Attention(nn.Module):
         With a `state`, stores keys and values there and attends to earlier ones too; with
         `ctx.shard`, attends to the tokens of all ranks.
         """
+        # Asked before the call, since a hook may keep what it sees and take itself away
+        unobserved = self._is_unobserved()
+        qkv, gates = self.qkv_proj(x, *ctx.dropout_args), None
+        if self.gate == "q_proj":
+            size = self.heads * self.head_dim
+            gates, qkv = qkv.split((size, qkv.shape[-1] - size), -1)
+        elif self.gate_proj is not None:
+            gates = self.gate_proj(x, *ctx.dropout_args)
         kwargs: dict[str, Any] = {
             "window": self.window,
             "scale": self.scale,
@@ -115,10 +126,10 @@ class Attention(nn.Module):
             "sinks": self.sinks,
         }
         if state is not None and self._rotates_last(rotation) and state.rotates(x, ctx):
-            q, k, v = self._heads(self.qkv_proj(x, *ctx.dropout_args))
+            q, k, v = self._heads(qkv)
             kwargs["angles"] = rotation.cos, rotation.sin
         else:
-            q, k, v = self._project(x, rotation, *ctx.dropout_args)
+            q, k, v = self._rotate(qkv, rotation, overwrite=unobserved)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
         if state is not None:
@@ -133,17 +144,16 @@ class Attention(nn.Module):
             else:
                 out = attention(q, k, v, mask=mask, **kwargs)
         out = out.flatten(2)
-        if self.gate_proj is not None:
-            out = out * self.gate_proj(x, *ctx.dropout_args).sigmoid()
+        if gates is not None:
+            out = out * gates.sigmoid()
         return self.o_proj(out, *ctx.dropout_args)
 
-    def _project(
-        self, x: Tensor, rotation: Rotation, *keys: Tensor
+    def _rotate(
+        self, qkv: Tensor, rotation: Rotation, *, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated."""
-        # Asked before the call, since a hook may keep what it sees and take itself away
-        unobserved = self.q_norm is None and self._is_unobserved()
-        qkv, (cos, sin, _) = self.qkv_proj(x, *keys), rotation
+        """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated, perhaps in the memory
+        of qkv."""
+        cos, sin, _ = rotation
         if self.flat_qk_norm:
             q, k, v = self._heads(qkv)
             return *rope(q, k, cos, sin, interleaved=self.interleaved), v
@@ -159,11 +169,11 @@ class Attention(nn.Module):
             heads=self.heads,
             kv_heads=self.kv_heads,
             interleaved=self.interleaved,
-            overwrite=unobserved,
+            overwrite=overwrite and self.q_norm is None,
             **options,
         )
         if self.rotates_first and self.q_norm is not None and self.k_norm is not None:
-            return self.q_norm(q), self.k_norm(k), v
+            q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:

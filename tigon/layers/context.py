@@ -1,6 +1,7 @@
 """The inputs that all blocks of a forward pass share.
 
-# B batch, T new tokens of a row, N new tokens of all, R rows of the cache
+# B batch, T new tokens of a row, N new tokens of all, R rows of the cache, S tokens that are seen,
+# K kv heads, D head dim, P dims of a block's own input
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from tigon.distributed.context_attention import ContextShard
 from tigon.kernels.attention.api import AttentionMask
+
+SharedKV = tuple[Tensor, Tensor]  # keys and values [B, S, K, D], normed and rotated
 
 
 class TokenSlots(NamedTuple):
@@ -49,6 +52,8 @@ class BlockInputs:
     routing: bool = False  # whether blocks with experts return their routing
     append: CacheAppend | None = None  # None: there is no cache
     dropout_keys: Tensor | None = None  # int64 [B, T], seeds of an adapter's dropout in this block
+    layer_input: Tensor | None = None  # [B, T, P], what this block alone gets beside the stream
+    shared_kv: SharedKV | None = None  # of an earlier block, which this block's attention reads
     shard: ContextShard | None = None  # context parallelism: T are this rank's tokens
 
     @property
@@ -65,13 +70,15 @@ class BlockInputs:
     def starts(self) -> Tensor | None:
         """Bool [B, T], True at the first token of each row and of each packed sequence.
 
-        None without packed sequences: each row continues its state.
+        None without packed sequences: each row continues its state. With `shard`, those of this
+        rank's tokens.
         """
         segments = self.mask.segment_ids
         if segments is None:
             return None
         first = torch.ones_like(segments[:, :1], dtype=torch.bool)
-        return torch.cat((first, segments[:, 1:] != segments[:, :-1]), 1)
+        starts = torch.cat((first, segments[:, 1:] != segments[:, :-1]), 1)
+        return starts if self.shard is None else self.shard.part(starts)
 
     def last(self, x: Tensor, before: Tensor) -> Tensor:
         """Returns x [B, T, ...] at the last new token of each row of the cache [R, ...].

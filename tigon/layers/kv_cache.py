@@ -31,6 +31,8 @@ class LayerState:
     # How many of a row's last tokens are held one by one, so that `Cache.crop` can forget some;
     # None: they cannot be told apart
     history: int | None = None
+    # How many can be taken back where that is fewer than a cache's `chunk`
+    kept: int | None = None
 
     @property
     def layout(self) -> str:
@@ -42,6 +44,9 @@ class LayerState:
     def nbytes(self) -> int:
         """The bytes of the layer's tensors."""
         return sum(x.nbytes for x in self._tensors())
+
+    def keep_history(self, tokens: int) -> None:
+        """Makes room in an empty state to take back a row's last `tokens`, if that needs any."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Returns a copy with `change` applied to the tensors."""
@@ -416,6 +421,9 @@ class StaticCache(Cache):
     to 1/254 of the largest of its token and head. Attention among prompts, or within a part of one,
     still uses the exact ones.
 
+    `rollback`: how many of a row's last tokens `crop` can drop where a layer keeps one state for
+    all tokens of a row, which it then keeps so many times more.
+
     `lengths` [rows] int32 is what a forward pass reads and changes in place without waiting, so
     that passes of up to `chunk` tokens can be captured in a CUDA graph. The host counts, too, to
     raise early: call `refresh` after replays, which it does not see. No gradients.
@@ -431,19 +439,29 @@ class StaticCache(Cache):
         device: torch.device | str,
         chunk: int = 16,
         quantize: Quantize = None,
+        rollback: int = 0,
     ):
         for name, value in (("rows", rows), ("capacity", capacity), ("chunk", chunk)):
             if value < 1:
                 raise ValueError(f"{name}={value}: a StaticCache needs at least 1")
         if quantize not in (None, "int8"):
             raise ValueError(f"quantize={quantize!r} is not None or 'int8'")
-        self.capacity, self.chunk = capacity, chunk
+        if rollback < 0:
+            raise ValueError(f"rollback={rollback} is not a number of tokens: give 0 or more")
+        self.capacity, self.chunk, self.rollback = capacity, chunk, rollback
+
+        def make_states(*sizes: int, **options: Any) -> list[LayerState]:
+            states = make(*sizes, **options)
+            for state in states if rollback else ():
+                state.keep_history(rollback)
+            return states
+
         options: dict[str, Any] = {"chunk": chunk, "dtype": dtype, "device": device}
         options["quantize"] = quantize
         with torch.inference_mode(False):  # what is made inside of it cannot be used outside
-            super().__init__(make(rows, capacity, **options))
+            super().__init__(make_states(rows, capacity, **options))
             self._make: Callable[[int, int], list[LayerState]] = functools.partial(
-                make, **options | {"device": "meta"}
+                make_states, **options | {"device": "meta"}
             )
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
             self._host_lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
@@ -502,7 +520,7 @@ class StaticCache(Cache):
         """Drops the tokens of each row beyond `lengths` [rows]; shorter rows stay as they are.
 
         With windows, only the last `chunk` tokens of a row can be dropped, or all: tokens that were
-        in view before them are gone.
+        in view before them are gone. With one state for all tokens of a row, `rollback` of them.
         """
         if lengths.shape != self.lengths.shape:
             raise ValueError(
@@ -510,11 +528,12 @@ class StaticCache(Cache):
             )
         values = f" {lengths.tolist()}" if on_host(lengths) else ""
         new, least = lengths.to(self.lengths.device, non_blocking=True), self.check_crop()
-        near = (new >= self.lengths - self.chunk) | (self.lengths <= least) | (new == 0)
+        back = min([self.chunk, *(s.kept for s in self.states if s.kept is not None)])
+        near = (new >= self.lengths - back) | (self.lengths <= least) | (new == 0)
         check_values(
             ((new >= 0) & near).all(),
-            f"crop to lengths{values}: they are negative, or more than the chunk={self.chunk} "
-            "tokens back that layers with a window still know",
+            f"crop to lengths{values}: they are negative, or more than the {back} tokens back that "
+            f"layers with a window (chunk={self.chunk}) or a state (rollback) still know",
         )
         self.lengths.clamp_(max=new)
         if on_host(lengths):
@@ -529,9 +548,10 @@ class StaticCache(Cache):
         """
         for layer, state in enumerate(self.states):
             if state.history is None:
+                hint = "" if self.rollback else ": give static_cache rollback="
                 raise ValueError(
                     f"layer {layer} keeps one {state.layout} for all tokens of a row, from which "
-                    "the last ones cannot be taken away"
+                    f"the last ones cannot be taken away{hint}"
                 )
         return min(state.history for state in self.states if state.history is not None)
 

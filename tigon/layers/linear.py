@@ -1,7 +1,8 @@
 """Linear layers, and those that Hugging Face stores separately and one product computes."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from types import NoneType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -101,15 +102,45 @@ class Linear(nn.Linear):
         return self.reduce_output(self._product(self.gather_input(x), dropout_keys))
 
 
+class RowOrder(NamedTuple):
+    """How checkpoints order the rows of a projection whose sections are apart here.
+
+    There each of `groups`, such as heads, has a run of rows of every section, of these `sizes`.
+    Here all groups of one section stand together, and the sections in the order `sections`.
+    """
+
+    groups: int
+    sizes: tuple[int, ...]
+    sections: tuple[int, ...]
+
+    def runs(self) -> Iterator[tuple[int, int, int]]:
+        """Yields runs of rows: the first in the checkpoint, the first here, and their number."""
+        target = 0
+        for section in self.sections:
+            first, size = sum(self.sizes[:section]), self.sizes[section]
+            for group in range(self.groups):
+                yield group * sum(self.sizes) + first, target, size
+                target += size
+
+
 class FusedLinear(Linear):
     """Linear layers over the same input, stacked by rows.
 
-    `parts` are their output sizes in row order; loading and export split by them.
+    `parts` are their output sizes in row order; loading and export split by them. `orders`: of each
+    part, how checkpoints order its rows, or None if they are the same; (): they all are.
     """
 
-    def __init__(self, in_features: int, parts: tuple[int, ...], *, bias: bool = False):
+    def __init__(
+        self,
+        in_features: int,
+        parts: tuple[int, ...],
+        *,
+        bias: bool = False,
+        orders: Sequence[RowOrder | None] = (),
+    ):
         super().__init__(in_features, sum(parts), bias=bias)
         self.parts = parts
+        self.orders = (*orders,) or (None,) * len(parts)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, parts={self.parts}"

@@ -17,7 +17,8 @@ from tigon.kernels.mlp.grouped_mlp import ExpertActivation, ExpertBiases, unchec
 from tigon.layers.linear import Linear
 from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
-from tigon.layers.router import GroupRouter
+from tigon.layers.norm import RMSNorm
+from tigon.layers.router import GroupRouter, ScaledRouter
 
 
 class MoEOutput(NamedTuple):  # a tuple, so that FSDP and checkpointing find the tensors in it
@@ -124,10 +125,10 @@ class SparseMoE(nn.Module):
     The weights are probabilities over all experts, made to sum to 1 with `normalize`, and rounded
     to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert takes
     every token, weighted by a gate; `shared_experts` is the size of those that take every token
-    without one. A `router` replaces the choice of experts and their weights. With `scales_input`,
-    the weights are sigmoids of the best logits, and multiply what experts read. `bias` is that of
-    the router and of all experts, whose matrices may be `transposed`. `dropout_args`: keys [B, T]
-    of an adapter's dropout, if any.
+    without one. A `router` replaces the choice of experts and their weights; a `norm` is that of
+    the experts' input alone. With `scales_input`, the weights are sigmoids of the best logits, and
+    multiply what experts read. `bias` is that of the router and of all experts, whose matrices may
+    be `transposed`. `dropout_args`: keys [B, T] of an adapter's dropout, if any.
     """
 
     def __init__(
@@ -142,7 +143,8 @@ class SparseMoE(nn.Module):
         exact_weights: bool = False,
         shared: int = 0,
         shared_experts: int = 0,
-        router: GroupRouter | None = None,
+        router: GroupRouter | ScaledRouter | None = None,
+        norm: RMSNorm | None = None,
         scales_input: bool = False,
         bias: bool = False,
         transposed: bool = False,
@@ -151,6 +153,7 @@ class SparseMoE(nn.Module):
         self.per_token, self.normalize, self.exact_weights = per_token, normalize, exact_weights
         self.scales_input = scales_input
         self.gate = Linear(dim, experts, bias=bias) if router is None else router
+        self.norm = norm
         self.gate.zero_init = ()  # a router's bias is drawn, too
         form = {"bias": bias, "transposed": transposed}
         self.experts = Experts(dim, intermediate, experts, act, **form)
@@ -168,9 +171,9 @@ class SparseMoE(nn.Module):
     def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
         rows = x.flatten(0, -2)
         probs, chosen, weights = self._choose(rows)
-        given, experts, scales = rows, chosen, weights
+        given, experts, scales = rows if self.norm is None else self.norm(rows), chosen, weights
         if self.scales_input:  # a copy of a token for each of its experts
-            given, experts = (rows[:, None] * weights[..., None]).flatten(0, 1), chosen.view(-1, 1)
+            given, experts = (given[:, None] * weights[..., None]).flatten(0, 1), chosen.view(-1, 1)
             scales = torch.ones_like(weights.view(-1, 1))
         route = self.experts.route(experts)
         shared, keys = None, [t.flatten() for t in dropout_args]
@@ -188,7 +191,7 @@ class SparseMoE(nn.Module):
 
     def _choose(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns probabilities [N, E], and the experts [N, k] of each token with their weights."""
-        if isinstance(self.gate, GroupRouter):
+        if isinstance(self.gate, GroupRouter | ScaledRouter):
             return self.gate.route(rows)
         logits = self.gate(rows)
         probs = logits.softmax(-1, dtype=torch.float32)

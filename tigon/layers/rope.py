@@ -13,12 +13,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 def _powers(dim: int, theta: float) -> Tensor:
     """Returns theta^(2i / dim) [dim / 2]: 1 / `inv_freq` of the default type."""
     return theta ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
+
+
+def rotated_dims(head_dim: int, p: Mapping[str, Any]) -> int:
+    """Returns how many dims of a head a RoPE rotates; a proportional one has them all, most of
+    them by angles of 0."""
+    partial = 1.0 if p.get("rope_type") == "proportional" else p.get("partial_rotary_factor", 1.0)
+    return int(head_dim * partial)
+
+
+def _proportional(dim: int, p: Mapping[str, Any]) -> Tensor:
+    """Returns `inv_freq` [dim / 2] of Gemma 4: the first partial_rotary_factor of the frequencies
+    of a whole head, then zeros."""
+    inv_freq = 1 / _powers(dim, p["rope_theta"]) / p.get("factor", 1.0)
+    rotated = int(p.get("partial_rotary_factor", 1.0) * dim // 2)
+    return torch.where(torch.arange(dim // 2, device="cpu") < rotated, inv_freq, 0.0)
 
 
 def _llama3(inv_freq: Tensor, p: Mapping[str, Any]) -> Tensor:
@@ -121,6 +136,8 @@ class RotaryEmbedding(nn.Module):
         powers = _powers(self.dim, theta)
         if self.rope_type == "linear":
             return 1 / powers / p["factor"]
+        if self.rope_type == "proportional":
+            return _proportional(self.dim, p)
         if self.rope_type == "llama3":
             return _llama3(1 / powers, p)
         if self.rope_type == "yarn":

@@ -1,6 +1,7 @@
-"""The router of DeepSeek-V3 and its descendants: experts are chosen by groups.
+"""Routers that choose experts otherwise than by the largest products: by groups, as DeepSeek-V3
+and its descendants do, and from scaled tokens.
 
-Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2.
+Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2; transformers' modeling_gemma4.
 
 # N tokens, C model dim, E experts in G groups of E / G, k of them per token
 """
@@ -10,8 +11,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from tigon.kernels.norm.rms_norm import rms_norm
+from tigon.kernels.runtime import without_autocast
 from tigon.layers.linear import Linear
 
 
@@ -21,6 +24,29 @@ class Routing(NamedTuple):
     probs: Tensor  # [N, E] fp32, sum to 1
     experts: Tensor  # [N, k] int64
     weights: Tensor  # [N, k]
+
+
+class ScaledRouter(Linear):
+    """Gemma 4's choice of k of E experts for tokens that it norms, and scales by dimension.
+
+    The weights of a token sum to 1, and are then multiplied by a number of each expert.
+    """
+
+    one_init = ("scale", "per_expert_scale")  # parameters that begin as ones
+
+    def __init__(self, dim: int, experts: int, per_token: int, eps: float):
+        super().__init__(dim, experts, bias=False)
+        self.per_token, self.eps = per_token, eps
+        self.scale = nn.Parameter(torch.empty(dim))
+        self.per_expert_scale = nn.Parameter(torch.empty(experts))
+
+    def route(self, x: Tensor) -> Routing:
+        """Returns the routing of x [N, C], with weights in fp32."""
+        normed = rms_norm(x, None, self.eps, cast="after_weight")
+        probs = self(normed * self.scale * x.shape[-1] ** -0.5).softmax(-1, torch.float32)
+        weights, experts = probs.topk(self.per_token)
+        weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(probs, experts, weights * self.per_expert_scale[experts])
 
 
 class GroupRouter(Linear):
@@ -63,7 +89,7 @@ class GroupRouter(Linear):
     def route(self, x: Tensor) -> Routing:
         """Returns the routing of x [N, C]."""
         if self.sigmoid:
-            with torch.autocast(x.device.type, enabled=False):
+            with without_autocast(x.device):
                 scores = F.linear(x.float(), self.values().float()).sigmoid()
             ranked = scores.detach() + self.e_score_correction_bias
         else:

@@ -122,16 +122,24 @@ class LanguageModel(CheckedCasts):
         return self
 
     def static_cache(
-        self, rows: int, capacity: int, *, chunk: int = 16, quantize: Literal["int8"] | None = None
+        self,
+        rows: int,
+        capacity: int,
+        *,
+        chunk: int = 16,
+        quantize: Literal["int8"] | None = None,
+        rollback: int = 0,
     ) -> StaticCache:
         """An empty cache for `past_key_values`, with room for `capacity` tokens in each row.
 
-        Inside `torch.autocast` it has autocast's dtype. Raises ValueError for a cache larger than
+        Inside `torch.autocast` it has autocast's dtype. `rollback`: how many tokens `crop` can drop
+        where layers keep one state for all tokens. Raises ValueError for a cache larger than
         the device's memory.
         """
         device = self.device
         dtype = autocast_dtype(device) or self.dtype
         options: dict[str, Any] = {"dtype": dtype, "chunk": chunk, "quantize": quantize}
+        options["rollback"] = rollback
         cache = partial(StaticCache, self.model.make_states, rows, capacity, **options)
         try:
             needed = cache(device=torch.device("meta")).nbytes
@@ -231,7 +239,8 @@ class LanguageModel(CheckedCasts):
         router's statistics."""
         embeds = batch.inputs_embeds
         if embeds is None:
-            embeds = self.model.embed_tokens(batch.input_ids)
+            assert batch.input_ids is not None
+            embeds = self.model.embed(batch.input_ids)
         embeds, position_ids, mask, real_token_indices = batch.drop_padding(embeds)
         options: dict[str, Any] = {} if batch.shard is None else {"shard": batch.shard}
         if self.drops_elements and batch.cache is None:

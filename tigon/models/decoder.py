@@ -31,13 +31,19 @@ from tigon.layers import (
     Rotation,
     SparseMoE,
     make_rotary,
+    rotated_dims,
 )
 from tigon.layers.activation_offload import ActivationOffload
+from tigon.layers.context import SharedKV
 from tigon.layers.kv_cache import KVState
 from tigon.models.config import SLIDING, ModelConfig, WindowedConfig, activation
 from tigon.utils.random import as_int64, mix
 
-BlockOutput = tuple[Tensor, Tensor, Tensor | None]  # branch, residual stream, router statistics
+# Branch, residual stream, router statistics; and keys and values, where later blocks read them
+BlockOutput = (
+    tuple[Tensor, Tensor | None, Tensor | None]
+    | tuple[Tensor, Tensor | None, Tensor | None, SharedKV]
+)
 
 
 class TransformerBlock(nn.Module):
@@ -45,7 +51,8 @@ class TransformerBlock(nn.Module):
 
     x [B, T, C] is a branch that the next norm adds to the stream `residual` [B, T, C], which is
     None before the first block. `state` is the mixer's cache, or None. `router_stats` [2, E] are
-    the counts of a layer with experts if `ctx.routing` is set, else None.
+    the counts of a layer with experts if `ctx.routing` is set, else None. A block whose keys and
+    values later blocks read returns these as well, and those get them as `ctx.shared_kv`.
 
     A mixer is a module (x, rotation, state, ctx) -> [B, T, C] with a `make_state`; an MLP is one
     x -> [B, T, C] or a `SparseMoE`. With dropout the MLP also takes `ctx.dropout_keys`.
@@ -55,6 +62,8 @@ class TransformerBlock(nn.Module):
     norm_cast: ClassVar[Cast] = "before_weight"  # where norms round to the model's dtype
     mlp: nn.Module
     mixer_name = "self_attn"  # in checkpoints
+    # The layer whose keys and values attention reads, and whose state it uses; None: its own
+    kv_source: int | None = None
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
         """Make the layer's attention, or another module that mixes tokens."""
@@ -267,16 +276,51 @@ class Decoder(nn.Module):
         self.rope_indices = [unique.index(rope) for rope in ropes]
         self.rotary_embs = nn.ModuleList()
         for dim, rope in unique:
-            dim = int(dim * rope.get("partial_rotary_factor", 1.0))
+            dim = rotated_dims(dim, rope)
             length = c.max_position_embeddings
             self.rotary_embs.append(make_rotary(dim, rope, length))
         turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
         first = min(turns, default=math.inf)
         self._first_turn = None if first == math.inf else turns.index(first)
+        sources = [i if b.kv_source is None else b.kv_source for i, b in enumerate(blocks)]
+        owners = sorted(set(sources))
+        self.state_indices = [owners.index(source) for source in sources]
         self.set_state_kinds()
 
+    @property
+    def needs_ids(self) -> bool:
+        """Whether inputs_embeds are not enough."""
+        return False
+
+    @property
+    def embeddings(self) -> list[nn.Module]:
+        """The modules with parameters that `embed` calls."""
+        return [self.embed_tokens]
+
+    @property
+    def first_modules(self) -> list[nn.Module]:
+        """The modules with parameters that `begin` calls."""
+        return []
+
+    @property
+    def last_modules(self) -> list[nn.Module]:
+        """The modules with parameters that `end` calls."""
+        return [self.norm]
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Embed ids [B, T]: returns what `forward` takes."""
+        return self.embed_tokens(input_ids)
+
+    def begin(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
+        """The first block's input, and what each block gets as `layer_input`, if it gets any."""
+        return (x if self.input_scale == 1.0 else x * self.input_scale), None
+
+    def end(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The last hidden states [B, T, C], from what the last block returns."""
+        return self.norm(x, residual)[0]
+
     def set_state_kinds(self) -> None:
-        """Set `state_kinds`, the kind of each layer's state in a cache, and `shares_prefixes`."""
+        """Set `state_kinds`, the kinds of the states in a cache, and `shares_prefixes`."""
         states = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
         self.state_kinds = tuple(state.layout for state in states)
         # Whether sequences may share a prefix, which only attention can read from another sequence
@@ -291,13 +335,14 @@ class Decoder(nn.Module):
         return cast(RotaryEmbedding, self.rotary_embs[self._first_turn])
 
     def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[LayerState]:
-        """Make an empty state for each layer; see MakeStates."""
+        """Make an empty state for each layer that does not read another's; see MakeStates."""
         blocks = cast(Iterable[TransformerBlock], self.layers)
-        return [block.make_state(rows, capacity, **options) for block in blocks]
+        owners = [block for block in blocks if block.kv_source is None]
+        return [block.make_state(rows, capacity, **options) for block in owners]
 
     def forward(
         self,
-        x: Tensor,  # [B, T, C]
+        x: Tensor,  # [B, T, C], as from `embed`
         position_ids: Tensor,  # [B or 1, T]
         mask: AttentionMask,
         cache: Cache | None,
@@ -314,17 +359,14 @@ class Decoder(nn.Module):
         dropout; None: no dropout. `shard`: x has the tokens of one context-parallel rank, and the
         mask is that of whole rows.
         """
-        if self.input_scale != 1.0:
-            x = x * self.input_scale
+        x, layer_inputs = self.begin(x)
         dtype = x.dtype if self.rounded_angles else torch.float32
         row_positions = None if shard is None else shard.positions
         ropes = [rope(position_ids, dtype, row_positions) for rope in self.rotary_embs]
         append = None if cache is None else cache.append
         ctx = BlockInputs(position_ids, mask, routing, append, shard=shard)
         layers = self.layers
-        states: Sequence[LayerState | None] = [None] * len(layers)
-        if cache is not None:
-            states = cache.open(self.make_states, x, mask)
+        states = None if cache is None else cache.open(self.make_states, x, mask)
         # A recomputed block would append to the cache again
         training = cache is None and torch.is_grad_enabled()
         recomputed = recomputed_blocks(recompute, len(layers)) if training else ()
@@ -332,31 +374,50 @@ class Decoder(nn.Module):
         if offload and training:
             offloading = ActivationOffload(x.device, [t for r in ropes for t in r if t is not None])
         residual, router_stats = None, []
-        for i, (block, rope, state) in enumerate(
-            zip(layers, self.rope_indices, states, strict=True)
-        ):
-            block_ctx = ctx
-            if dropout_keys is not None:  # a tensor: a layer number would recompile each block
-                block_ctx = replace(ctx, dropout_keys=dropout_keys + as_int64(mix(i)))
+        shared: dict[int, SharedKV] = {}  # Dynamo does not trace dict[...]()
+        for i, (block, rope) in enumerate(zip(layers, self.rope_indices, strict=True)):
+            state = None if states is None else states[self.state_indices[i]]
+            block_ctx = self._block_inputs(ctx, i, dropout_keys, layer_inputs, shared)
             # Not the last block: backward begins with it and would fetch at once
             with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():
                 if i in recomputed:
                     if residual is not None:  # save one tensor for the block, not two
                         x, residual = residual + x, None
-                    x, residual, counts = checkpoint(
+                    x, residual, counts, *kv = checkpoint(
                         *(self.recomputable(block), x, residual, ropes[rope], state, block_ctx),
                         use_reentrant=False,
                         preserve_rng_state=False,  # blocks use none, and CUDA graphs cannot
                     )
                 else:
-                    x, residual, counts = block(x, residual, ropes[rope], state, block_ctx)
+                    x, residual, counts, *kv = block(x, residual, ropes[rope], state, block_ctx)
+            if kv:
+                (shared[i],) = kv
             if counts is not None:
                 router_stats.append(counts)
         if offloading is not None:
             offloading.end()
         if cache is not None:
             cache.end(mask)
-        return self.norm(x, residual)[0], router_stats
+        return self.end(x, residual), router_stats
+
+    def _block_inputs(
+        self,
+        ctx: BlockInputs,
+        layer: int,
+        dropout_keys: Tensor | None,
+        layer_inputs: Sequence[Tensor] | None,
+        shared: Mapping[int, SharedKV],
+    ) -> BlockInputs:
+        """The inputs of one block: `ctx` with what the layer has for itself."""
+        changes: dict[str, Any] = {}
+        if dropout_keys is not None:  # a tensor: a layer number would recompile each block
+            changes["dropout_keys"] = dropout_keys + as_int64(mix(layer))
+        if layer_inputs is not None:
+            changes["layer_input"] = layer_inputs[layer]
+        source = cast(TransformerBlock, self.layers[layer]).kv_source
+        if source is not None:
+            changes["shared_kv"] = shared[source]
+        return replace(ctx, **changes) if changes else ctx
 
     def recomputable(self, block: nn.Module) -> Callable[..., BlockOutput]:
         """The function that is checkpointed, and called again in backward, in place of the block;

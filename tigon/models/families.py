@@ -6,11 +6,17 @@ from tigon.models.exaone4 import Exaone4 as Exaone4
 from tigon.models.gemma import Gemma as Gemma
 from tigon.models.gemma2 import Gemma2 as Gemma2
 from tigon.models.gemma3 import Gemma3 as Gemma3
+from tigon.models.gemma3n import Gemma3n as Gemma3n
+from tigon.models.gemma4 import Gemma4 as Gemma4
+from tigon.models.gemma4 import Gemma4Unified as Gemma4Unified
 from tigon.models.glm4 import Glm4 as Glm4
+from tigon.models.glm4_moe import Glm4Moe as Glm4Moe
 from tigon.models.glm4_moe_lite import Glm4MoeLite as Glm4MoeLite
 from tigon.models.gpt_oss import GptOss as GptOss
 from tigon.models.granite import Granite as Granite
+from tigon.models.granite_swa import GraniteSWA as GraniteSWA
 from tigon.models.hunyuan_v1_dense import HunYuanV1Dense as HunYuanV1Dense
+from tigon.models.lfm2 import Lfm2 as Lfm2
 from tigon.models.llama import Llama as Llama
 from tigon.models.llama4 import Llama4 as Llama4
 from tigon.models.ministral3 import Ministral3 as Ministral3
@@ -26,6 +32,9 @@ from tigon.models.phi3 import Phi3 as Phi3
 from tigon.models.qwen2 import Qwen2 as Qwen2
 from tigon.models.qwen2_moe import Qwen2Moe as Qwen2Moe
 from tigon.models.qwen3 import Qwen3 as Qwen3
+from tigon.models.qwen3_5 import Qwen3_5 as Qwen3_5
+from tigon.models.qwen3_5_moe import Qwen3_5Moe as Qwen3_5Moe
 from tigon.models.qwen3_moe import Qwen3Moe as Qwen3Moe
+from tigon.models.qwen3_next import Qwen3Next as Qwen3Next
 from tigon.models.seed_oss import SeedOss as SeedOss
 from tigon.models.smollm3 import SmolLM3 as SmolLM3

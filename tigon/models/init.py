@@ -65,9 +65,12 @@ def _init(module: nn.Module, model: LanguageModel) -> None:
         init()
         return
     zeros = getattr(module, "zero_init", ("bias",))
+    ones = getattr(module, "one_init", ())
     for name, p in module.named_parameters(recurse=False):
         if name in zeros:
             nn.init.zeros_(p)
+        elif name in ones:
+            nn.init.ones_(p)
         elif not (module is model.lm_head and model.ties_head):
             nn.init.normal_(p, std=model.config.initializer_range)
     for buffer in module_buffers(module).values():

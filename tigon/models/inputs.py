@@ -121,6 +121,11 @@ class Batch:
         _check_tensors({"input_ids": input_ids, **kwargs})
         inputs_embeds = kwargs.get("inputs_embeds")
         tokens = _check_tokens(input_ids, inputs_embeds, model.config)
+        if inputs_embeds is not None and model.model.needs_ids:
+            raise ValueError(
+                f"inputs_embeds {tuple(tokens.shape)}: {type(model).__name__} needs the ids of "
+                "tokens for the inputs of its layers; give input_ids"
+            )
         cache = kwargs.get("past_key_values")
         if cache is None and kwargs.get("use_cache"):
             cache = KVCache()

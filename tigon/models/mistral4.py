@@ -48,6 +48,11 @@ class Mistral4Config(LatentConfig, ScaledQueriesConfig):
     q_lora_rank: int | None = 1024
     qk_nope_head_dim: int = 64
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        share = {"partial_rotary_factor": self.qk_rope_head_dim / self.head_dim}
+        object.__setattr__(self, "rope_parameters", share | self.rope_parameters)
+
     @property
     def _rope_head_dim(self) -> int:
         """The head dim that transformers takes partial_rotary_factor of."""

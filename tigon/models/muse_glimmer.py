@@ -78,7 +78,7 @@ class MuseGlimmerBlock(SandwichBlock):
         """Make gated attention with qk_scale_factor in the scale of scores, and the layer's sliding
         window."""
         options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "qk_norm_weight": False}
-        options |= {"bias": c.attention_bias, "gate": True, "window": layer_window(c, layer)}
+        options |= {"bias": c.attention_bias, "gate": "gate_proj", "window": layer_window(c, layer)}
         return self.make_attention(c, scale=c.qk_scale_factor * c.head_dim**-0.5, **options)
 
     def make_mlp(self, c: MuseGlimmerConfig, layer: int) -> GatedMLP:

@@ -1,12 +1,12 @@
-"""quantization_config of config.json: fp8 is read, and an error names any other format."""
+"""quantization_config of config.json: fp8 and MXFP4 are read; an error names any other format."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from tigon.utils.config import ConfigError, check_type
 from tigon.utils.json import quote
-from tigon.weights import BlockScales
+from tigon.weights import BlockScales, Mxfp4Blocks
 
 KEY = "quantization_config"
 ORIGINAL = "use the model's unquantised repository (bf16)"
@@ -15,17 +15,17 @@ DEQUANTIZATION = {
     "bitsandbytes": "model.dequantize()",
     "compressed-tensors": "CompressedTensorsConfig(dequantize=True)",
     "higgs": "model.dequantize()",
-    "mxfp4": "Mxfp4Config(dequantize=True)",
 }
-# Keys of fp8 that change no weight
+READ = ("fp8", "mxfp4")
+# Keys of these that change no weight
 NEUTRAL_KEYS = {
     *("activation_scheme", "dequantize", "ignored_layers", "kv_cache_scheme", "quant_method"),
     *("modules_to_convert", "modules_to_not_convert"),
 }
 
 
-def read_quantization(config: Mapping[str, Any]) -> BlockScales | None:
-    """The block sizes of an fp8 checkpoint; None if the checkpoint is not quantised.
+def read_quantization(config: Mapping[str, Any]) -> BlockScales | Mxfp4Blocks | None:
+    """The blocks of an fp8 or MXFP4 checkpoint; None if the checkpoint is not quantised.
 
     A multimodal config has the key at its top or in text_config. Raises ConfigError, which names
     the format and an alternative, for other quantised checkpoints.
@@ -36,9 +36,13 @@ def read_quantization(config: Mapping[str, Any]) -> BlockScales | None:
         settings = text.get(KEY)
     if settings is None:
         return None
-    if quantization_method(settings) != "fp8":
+    method = quantization_method(settings)
+    if method not in READ:
         raise unsupported_error(settings)
-    return _read_fp8(settings)
+    if method == "fp8":
+        return _read_fp8(settings)
+    _warn_of_unknown(settings, set())
+    return Mxfp4Blocks()
 
 
 def quantization_method(settings: Any) -> Any:
@@ -55,12 +59,12 @@ def quantization_method(settings: Any) -> Any:
 def unsupported_error(settings: Any) -> ConfigError:
     """An error that says why the checkpoint is not read, and what to use instead."""
     method = quantization_method(settings)
-    if method == "fp8":
+    if method in READ:
         return ConfigError(
-            f"{KEY} (fp8) describes stored weights, and a config alone has none: leave it out"
+            f"{KEY} ({method}) describes stored weights, and a config alone has none: leave it out"
         )
     message = f"{KEY}: the checkpoint is quantised with quant_method {quote(method)}, which Tigon "
-    message += f"does not read, only plain checkpoints and block-scaled fp8 ones: {ORIGINAL}"
+    message += f"does not read, only plain checkpoints, block-scaled fp8 and mxfp4: {ORIGINAL}"
     if isinstance(method, str) and method in DEQUANTIZATION:
         recipe = DEQUANTIZATION[method]
         message += f", or dequantise it with transformers, {recipe}, and save_pretrained"
@@ -80,10 +84,7 @@ def _read_fp8(settings: Mapping[str, Any]) -> BlockScales:
                 f"{KEY}: {key}={quote(settings[key])} is not one of "
                 f"{', '.join(str(value) for value in values[:-1])}: {ORIGINAL}"
             )
-    if unknown := settings.keys() - supported.keys() - NEUTRAL_KEYS - {"weight_block_size"}:
-        warnings.warn(
-            f"{KEY} keys not understood and ignored: {quote(sorted(unknown))}", stacklevel=5
-        )
+    _warn_of_unknown(settings, supported.keys() | {"weight_block_size"})
     block = settings.get("weight_block_size", [128, 128])
     if block is None:
         return BlockScales(None)
@@ -92,3 +93,11 @@ def _read_fp8(settings: Mapping[str, Any]) -> BlockScales:
     if len(sizes) != 2 or min(sizes) < 1:
         raise ConfigError(f"{name}={quote(block)} is not two sizes, of rows and columns, or null")
     return BlockScales((sizes[0], sizes[1]))
+
+
+def _warn_of_unknown(settings: Mapping[str, Any], known: Set[str]) -> None:
+    """Warns of settings that are neither known nor without effect."""
+    if unknown := settings.keys() - known - NEUTRAL_KEYS:
+        warnings.warn(
+            f"{KEY} keys not understood and ignored: {quote(sorted(unknown))}", stacklevel=6
+        )

@@ -39,8 +39,18 @@ RANGES = _range_of_names(
     (COUNT, "moe_layers"),
     (FACTOR, "attn_scale"),
     (SIZE, "decoder_sparse_step no_rope_layer_interval sliding_window_pattern"),
+    (SIZE, "full_attention_interval linear_num_key_heads linear_num_value_heads"),
+    ((1, 2**16), "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim"),
+    (COUNT, "altup_active_idx hidden_size_per_layer_input num_kv_shared_layers"),
+    (SIZE, "altup_num_inputs laurel_rank"),
+    ((0, 0.999999), "activation_sparsity_pattern"),
+    (SIZE, "global_head_dim num_global_key_value_heads vocab_size_per_layer_input"),
     (SIZE, "kv_lora_rank n_group n_shared_experts q_lora_rank topk_group v_head_dim"),
     (SIZE, "qk_nope_head_dim qk_rope_head_dim"),
+    (SIZE, "block_multiple_of"),
+    ((1, 2**16), "conv_L_cache"),
+    ((1e-3, 1e3), "block_ffn_dim_multiplier"),
+    (COUNT, "full_attn_idxs"),
     (COUNT, "max_window_layers mlp_only_layers no_rope_layers num_experts_per_tok"),
     (COUNT, "first_k_dense_replace num_key_value_heads shared_expert_intermediate_size"),
     (COUNT, "sliding_window"),  # 0 where no layer slides
@@ -82,6 +92,7 @@ ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor", "factor"),
+    "proportional": (),
 }
 ROPE_HINTS: dict[str, Any] = {
     "attention_factor": float | None,
@@ -129,6 +140,7 @@ def read_rope(
     if rope_type in ("llama3", "yarn", "longrope"):
         key = "original_max_position_embeddings"
         rope[key] = source.get(key) or rope.get(key) or longest
+    partial = partial or rope_type == "proportional"
     hints = ROPE_HINTS | dict(extras or {})
     known = {name: value for name, value in rope.items() if name in hints}
     for name, value in known.items():

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.kernels.runtime import disable_pdl
-from tigon.layers import Experts
+from tigon.layers import Experts, Float32Module
 from tigon.models import CausalLM
 
 
@@ -34,7 +34,8 @@ def shard_blocks(
 ) -> None:
     """Shard each block as an FSDP group, and embedding, last norm and head as another.
 
-    Embedding and head are one group since they may share a weight. `experts`: with expert
+    Embedding and head are one group since they may share a weight; what else runs before the blocks
+    is a group for each module. `experts`: with expert
     parallelism, the mesh of ranks with the same experts, which are a separate group in each block.
     `keeps_ends`: do not reshard embedding and head after forward, as backward begins with the head.
     `compute`: the dtype of mixed precision, with gradients reduced in `reduction_dtype`; None: no
@@ -52,11 +53,19 @@ def shard_blocks(
         sums = reduction_dtype(compute, weights, ranks.size(), one_backward=one_backward)
         return MixedPrecisionPolicy(compute, sums, cast_forward_inputs=False)
 
-    ends: list[nn.Module] = [model.model.embed_tokens, model.model.norm, model.lm_head]
+    embedding, *others = model.model.embeddings
+    ends: list[nn.Module] = [embedding, *model.model.last_modules, model.lm_head]
     for block in model.model.layers:
         for module in block.modules():
             if experts is not None and isinstance(module, Experts) and module.shard is not None:
                 fully_shard(module, mesh=experts, mp_policy=policy(experts))
+            if isinstance(module, Float32Module):  # a group has one dtype
+                exact = MixedPrecisionPolicy(
+                    torch.float32, torch.float32, cast_forward_inputs=False
+                )
+                fully_shard(module, mesh=mesh, mp_policy=exact)
         fully_shard(block, mesh=mesh, mp_policy=policy(mesh))
+    for module in others + model.model.first_modules:
+        fully_shard(module, mesh=mesh, mp_policy=policy(mesh))
     fully_shard(ends, mesh=mesh, mp_policy=policy(mesh), reshard_after_forward=not keeps_ends)
     fully_shard(model, mesh=mesh, mp_policy=policy(mesh))

@@ -84,7 +84,10 @@ def from_pretrained(
     load_weights(model, checkpoint, staging_bytes=staging_bytes)
     model.files_digest = repr(model.config) + checkpoint.sampled_digest()
     if model.communication_groups:
-        check_same_inputs(model)
+        # Before FSDP's hook, which gathers weights
+        model.first_call_hook = model.register_forward_pre_hook(
+            check_first_call, with_kwargs=True, prepend=True
+        )
     return model.eval()
 
 
@@ -148,18 +151,12 @@ def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> Non
         model.shard_specs[name] = replace(spec, pieces=tuple(pieces))
 
 
-def check_same_inputs(model: CausalLM) -> None:
+# No closure, so that a model can be copied and pickled before its first call
+def check_first_call(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Compare the checkpoint and the inputs over the ranks in the model's first call.
 
     Calls raise ValueError on all ranks until both are the same.
     """
-    # Before FSDP's hook, which gathers weights
-    model.first_call_hook = model.register_forward_pre_hook(_check, with_kwargs=True, prepend=True)
-
-
-# No closure, so that a model can be copied and pickled before its first call
-def _check(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Checks once, in the first call, that ranks have the same model and inputs."""
     facts = {"files of the model": model.files_digest, "dtype": model.dtype}
     facts["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
     check_same_on_all_ranks(model.communication_groups, CALL, facts, model.device)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -32,6 +33,7 @@ from tigon.layers import (
     Experts,
     FusedLinear,
     GatedLinear,
+    LatentAttention,
     Linear,
     MoEOutput,
     RMSNorm,
@@ -163,6 +165,25 @@ class RowParallelLinear(Linear):
     def reduce_output(self, y: Tensor) -> Tensor:
         """Sums the ranks' outputs: this rank's tokens of the region, or all in decoding."""
         return self.tensor.reduce(y)
+
+
+class TensorParallelLatentAttention(LatentAttention):
+    """Latent attention of which each rank has some heads, and latents of its own tokens.
+
+    The latents are gathered, since every head reads those of all tokens.
+    """
+
+    tensor: TensorPass
+
+    def compress(self, x: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+        """As in the base, of all tokens; `keys` are those of all tokens too."""
+        region = self.tensor.region
+        if not region.replicated:
+            missing = [x.shape[1] - region.slice_tokens(k).shape[1] for k in keys]
+            local = zip(map(region.slice_tokens, keys), missing, strict=True)
+            keys = tuple(F.pad(k, (0, n)) for k, n in local)
+        parts = super().compress(x, *keys)
+        return tuple(region.gather_from_region(part, single_reader=False) for part in parts)
 
 
 class TensorParallelMoE(SparseMoE):

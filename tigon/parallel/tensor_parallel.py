@@ -27,16 +27,20 @@ from tigon.layers import (
     Attention,
     Embedding,
     Experts,
+    GatedDeltaNet,
     GatedMLP,
+    LatentAttention,
     Linear,
     LMHead,
     LoRAPart,
     LowRank,
     LowRankEmbedding,
     LowRankExperts,
+    ShortConv,
     SparseMoE,
 )
 from tigon.layers.lora import LORA_B, MAGNITUDE
+from tigon.layers.mlp import TopKMLP
 from tigon.models import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.parallel.context_parallel import share_context
@@ -51,6 +55,7 @@ from tigon.parallel.tensor_modules import (
     RowParallelLinear,
     TensorParallelDecoder,
     TensorParallelExperts,
+    TensorParallelLatentAttention,
     TensorParallelMoE,
     TensorParallelNorm,
     TensorPass,
@@ -315,23 +320,63 @@ def key_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 
 def qkv_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
-    """This rank's rows [(H + K + K), D] of packed q, k and v."""
+    """This rank's rows [(H + K + K), D] of packed q, k and v, behind those of gates of q."""
     assert isinstance(module, Attention)
     d = module.head_dim
-    q, k, _ = module.qkv_proj.parts
-    local_q = q // ranks.size
-    first = _kv_head_rows(q, k // d, d, local_q, ranks)
-    return (
-        _head_rows(0, q, 0, ranks),
-        first,
-        _kv_head_rows(q + k, k // d, d, local_q + first[0].length, ranks),
-    )
+    q, *others = module.qkv_proj.parts  # none, keys, or keys and values
+    sections = (q // 2, q // 2) if module.gate == "q_proj" else (q,)
+    pieces, begin, target = [*_section_rows(sections, ranks)], q, q // ranks.size
+    for size in others:
+        pieces.append(_kv_head_rows(begin, size // d, d, target, ranks))
+        begin, target = begin + size, target + pieces[-1][0].length
+    return tuple(pieces)
 
 
 def gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """This rank's rows of packed gate and up: the same units of both."""
-    gate = _local_rows(0, size // 2, 0, ranks)
-    return gate, _local_rows(size // 2, size // 2, gate[0].length, ranks)
+    return _packed_rows(2, size, ranks)
+
+
+def conv_input_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """This rank's rows of both gates and the input of a short convolution: the same channels."""
+    return _packed_rows(3, size, ranks)
+
+
+def _packed_rows(parts: int, size: int, ranks: Ranks) -> Pieces:
+    """This rank's share, by `rank_bounds`, of each of several parts of one size."""
+    pieces, each, target = [], size // parts, 0
+    for begin in range(0, size, each):
+        pieces.append(_local_rows(begin, each, target, ranks))
+        target += pieces[-1][0].length
+    return tuple(pieces)
+
+
+def delta_input_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """This rank's rows of packed q, k, v, z, b and a: the same heads of each."""
+    assert isinstance(module, GatedDeltaNet)
+    h = module.value_heads
+    return _section_rows((*_delta_channels(module), h * module.value_dim, h, h), ranks)
+
+
+def delta_channel_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """This rank's channels of the convolution of q, k and v."""
+    assert isinstance(module, GatedDeltaNet)
+    return _section_rows(_delta_channels(module), ranks)
+
+
+def _delta_channels(module: GatedDeltaNet) -> tuple[int, int, int]:
+    """The rows of q, k and v."""
+    keys = module.key_heads * module.key_dim
+    return keys, keys, module.value_heads * module.value_dim
+
+
+def _section_rows(sizes: Iterable[int], ranks: Ranks) -> Pieces:
+    """This rank's share of each of several runs of rows, whose sizes the ranks divide."""
+    pieces, begin = [], 0
+    for size in sizes:
+        pieces.append(_head_rows(begin, size, begin // ranks.size, ranks))
+        begin += size
+    return tuple(pieces)
 
 
 def expert_gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
@@ -357,6 +402,12 @@ def vocabulary_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 # For each kind of module, the parameters that are sharded, by name
 PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
+    LatentAttention: {  # before Attention, of which it is one
+        "q_proj.weight": ShardRule(0, query_rows),
+        "q_b_proj.weight": ShardRule(0, query_rows),
+        "kv_b_proj.weight": ShardRule(0, query_rows),  # keys and values of a head in a row
+        "o_proj.weight": ShardRule(1, query_rows),
+    },
     Attention: {
         "qkv_proj.weight": ShardRule(0, qkv_rows),
         "qkv_proj.bias": ShardRule(0, qkv_rows),
@@ -364,10 +415,24 @@ PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
         "gate_proj.weight": ShardRule(0, query_rows),
         "sinks": ShardRule(0, query_rows),
     },
+    GatedDeltaNet: {
+        "in_proj.weight": ShardRule(0, delta_input_rows),
+        "conv1d.weight": ShardRule(0, delta_channel_rows),
+        "decay.A_log": ShardRule(0, query_rows),
+        "decay.dt_bias": ShardRule(0, query_rows),
+        "out_proj.weight": ShardRule(1, query_rows),
+    },
     GatedMLP: {
         "gate_up_proj.weight": ShardRule(0, gate_up_rows),
         "gate_up_proj.bias": ShardRule(0, gate_up_rows),
         "down_proj.weight": ShardRule(1, unit_rows),
+    },
+    ShortConv: {
+        "in_proj.weight": ShardRule(0, conv_input_rows),
+        "in_proj.bias": ShardRule(0, conv_input_rows),
+        "conv.weight": ShardRule(0, unit_rows),
+        "conv.bias": ShardRule(0, unit_rows),
+        "out_proj.weight": ShardRule(1, unit_rows),
     },
     Experts: {
         "gate_up_proj": ShardRule(1, expert_gate_up_rows),
@@ -446,15 +511,17 @@ def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
             setattr(module, leaf, nn.Parameter(spec.take(whole.detach()), whole.requires_grad))
     set_local_adapters(model, specs, ranks)
     size = model.config.vocab_size
-    ((rows, _),) = vocabulary_rows(model, size, ranks)
-    vocabulary = VocabularyShard.build(ranks.group, ranks.size, rows.source, rows.length, size)
     for module in model.modules():
         if isinstance(module, Attention):
             _set_local_heads(module, ranks)
+        elif isinstance(module, GatedDeltaNet):
+            module.key_heads //= ranks.size
+            module.value_heads //= ranks.size
         elif isinstance(module, LMHead) and model.config.labels:
             module.scorers = ranks
         elif isinstance(module, Embedding | LMHead):
-            module.vocabulary = vocabulary
+            rows = module.num_embeddings if isinstance(module, Embedding) else size
+            module.vocabulary = _vocabulary_shard(rows, module, ranks)
     if tied:
         model.lm_head.weight = cast(nn.Parameter, model.model.embed_tokens.weight)
     model.tensor_ranks = ranks
@@ -462,6 +529,12 @@ def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
     model.model.set_state_kinds()
     if isinstance(mesh, DeviceMesh):
         model.tensor_parallel = TensorParallel(model, mesh)
+
+
+def _vocabulary_shard(size: int, module: nn.Module, ranks: Ranks) -> VocabularyShard:
+    """Which of the `size` rows of an embedding or head this rank has."""
+    ((rows, _),) = vocabulary_rows(module, size, ranks)
+    return VocabularyShard.build(ranks.group, ranks.size, rows.source, rows.length, size)
 
 
 def install_modules(model: CausalLM, tensor: TensorPass) -> None:
@@ -475,10 +548,16 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
             _install(moe.experts, experts, tensor=tensor)
         inside = {module for moe in moes for module in moe.modules()}
         for module in block.modules():
-            if isinstance(module, Attention):
+            if isinstance(module, LatentAttention):
+                _install(module, TensorParallelLatentAttention, tensor=tensor)
+                _install(module.o_proj, RowParallelLinear, tensor=tensor)
+            elif isinstance(module, Attention):
                 for projection in filter(None, (module.qkv_proj, module.gate_proj)):
                     _install(projection, ColumnParallelLinear, tensor=tensor)
                 _install(module.o_proj, RowParallelLinear, tensor=tensor)
+            elif isinstance(module, GatedDeltaNet | ShortConv):
+                _install(module.in_proj, ColumnParallelLinear, tensor=tensor)
+                _install(module.out_proj, RowParallelLinear, tensor=tensor)
             elif isinstance(module, GatedMLP) and module not in inside:  # a shared expert's
                 _install(module.gate_up_proj, ColumnParallelGatedLinear, tensor=tensor)
                 _install(module.down_proj, RowParallelLinear, tensor=tensor)
@@ -490,20 +569,29 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
 
 
 def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
-    """Change the module's class to `kind`, a subclass of its own, and set the attributes on it."""
-    module.__class__ = kind
+    """Change the module's class to `kind` and set the attributes on it; of a class that `kind` does
+    not know, to a subclass of both."""
+    own = type(module)
+    module.__class__ = kind if issubclass(kind, own) else type(kind.__name__, (kind, own), {})
     for name, value in attributes.items():
         setattr(module, name, value)
 
 
 def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
     """Raises ValueError for a model that cannot be sharded over this number of ranks."""
-    size = model.config.vocab_size
-    if (ranks - 1) * -(-size // ranks) >= size:
-        raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
+    sizes = [model.config.vocab_size]
+    sizes += [m.num_embeddings for m in model.model.modules() if isinstance(m, Embedding)]
+    for size in sizes:
+        if (ranks - 1) * -(-size // ranks) >= size:
+            raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
     for module in model.modules():
         if isinstance(module, Linear) and module.quantized is not None:
             raise ValueError("tensor parallelism does not work with quantised weights")
+        if isinstance(module, TopKMLP):
+            raise ValueError(
+                f"{ranks} ranks cannot share an MLP with activation_sparsity_pattern: its cutoff "
+                "needs the gates of all ranks; give parallel.tensor=1"
+            )
         if isinstance(module, Attention):
             q, kv = module.heads, module.kv_heads
             if q % ranks or (kv % ranks and ranks % kv):
@@ -512,6 +600,12 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
                     "(parallel.tensor, --tp, mesh) must divide the heads, and divide the kv heads "
                     "or be a multiple of them"
                 )
+        if isinstance(module, GatedDeltaNet) and module.key_heads % ranks:
+            raise ValueError(
+                f"{ranks} ranks cannot share the {module.key_heads} key heads of Gated DeltaNet "
+                "(linear_num_key_heads): the number of ranks (parallel.tensor, --tp, mesh) must "
+                "divide them"
+            )
     if any(config.dropout for config in model.adapters.values()):
         excluded = _expert_parallel_modules(model)
         every_rank = (Ranks("", rank, ranks) for rank in range(ranks))

@@ -344,7 +344,8 @@ def shard_gradients(
 
 def forward_order(model: CausalLM) -> Iterator[list[nn.Module]]:
     """Yields the modules of each group, in the order of forward."""
-    yield [model.model.embed_tokens]
+    for module in model.model.embeddings + model.model.first_modules:
+        yield [module]
     for block in model.model.layers:
         yield [block]
-    yield [model.model.norm, model.lm_head]
+    yield [*model.model.last_modules, model.lm_head]

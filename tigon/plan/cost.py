@@ -224,7 +224,8 @@ def kernel_bytes(
                 add("activation", "gated_act", m * len(module.weight) / 2)
             elif isinstance(module, SparseMoE):
                 copies = m * module.per_token
-                add("activation", "gated_act", copies * module.experts.down_proj.shape[-1])
+                inner = module.experts.matrix_shape("down_proj")[1]
+                add("activation", "gated_act", copies * inner)
                 # The experts' outputs are summed for each token, and the gradient is spread
                 shard, received, moves = module.experts.shard, float(m), 0.0
                 if shard is not None:  # rows of other ranks arrive and return
@@ -243,7 +244,7 @@ def kernel_bytes(
 def has_post_norms(block: nn.Module) -> bool:
     """Returns whether a block also norms its branches before it adds them to the residual
     stream."""
-    return sum(isinstance(module, RMSNorm) for module in block.children()) == 4
+    return sum(isinstance(module, RMSNorm) for module in block.children()) >= 4
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from tigon.generation.steps import side_stream
 from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.attention.mask import pad_cu_seqlens
-from tigon.kernels.mlp.grouped_mlp import training_syncs
+from tigon.kernels.mlp.grouped_product import training_syncs
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import Adapters, Attention
 from tigon.layers.moe import Experts
@@ -50,7 +50,7 @@ class ReplayGuard:
 
     def __init__(self, model: CausalLM) -> None:
         decoder, zero = model.model, model.zero2 is not None
-        ends = *decoder.layers, decoder.norm
+        ends = *decoder.first_modules, *decoder.layers, *decoder.last_modules
         inner = dict.fromkeys(m for end in ends for m in end.modules())
         modules = decoder, *inner
         with_zero_hook = ends if zero else ()  # ZeRO has one hook on each
@@ -64,8 +64,8 @@ class ReplayGuard:
         self._adapters = [m for m in inner if isinstance(m, Adapters)]
         rest = [
             m
-            for name, part in decoder.named_children()
-            if name != "embed_tokens"
+            for part in decoder.children()
+            if part not in decoder.embeddings
             for m in part.modules()
         ]
         self._tensors = [d for m in rest for d in (m._parameters, m._buffers) if d]
@@ -126,7 +126,9 @@ class GradientBuffers:
     """
 
     def __init__(self, model: CausalLM) -> None:
-        self.zero, self._modules = model.zero2, [*model.model.layers, model.model.norm]
+        decoder = model.model
+        self.zero = model.zero2
+        self._modules = [*decoder.first_modules, *decoder.layers, *decoder.last_modules]
         self._holders: list[tuple[nn.Parameter, Any, str]] = []
         self.memory: list[Tensor | None] = []  # one for each holder, made by a capture
 

@@ -242,7 +242,9 @@ class FSDPTracker:
         self.reducing = 0  # bytes of the last group whose gradients are reduced
         self.groups: list[FSDPGroup] = []  # in the order in which their forwards end
         self.in_backward = False
-        for block in model.model.layers:
+        decoder = model.model
+        embedding, *others = decoder.embeddings
+        for block in (*others, *decoder.first_modules, *decoder.layers):
             parts = [(experts, list(experts.parameters())) for experts in sharded_experts(block)]
             inner = {p for _, parameters in parts for p in parameters}
             rest = [p for p in block.parameters() if p not in inner]
@@ -253,10 +255,10 @@ class FSDPTracker:
                 module.register_forward_hook(
                     lambda _m, _i, out, g=group: self._after_forward(g, out)
                 )
-        ends = [model.model.embed_tokens, model.model.norm, model.lm_head]
+        ends = [embedding, *decoder.last_modules, model.lm_head]
         unique = list(dict.fromkeys(p for module in ends for p in module.parameters()))
         self.groups.append(last := group_of(unique))
-        model.model.embed_tokens.register_forward_pre_hook(lambda *_: self._before_forward(last))
+        embedding.register_forward_pre_hook(lambda *_: self._before_forward(last))
         model.lm_head.register_forward_hook(lambda _m, _i, out: self._hook_outputs(last, out))
         for group in self.groups:
             for parameter in group.trained:

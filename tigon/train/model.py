@@ -212,9 +212,10 @@ def apply_model_settings(model: CausalLM, config: Config) -> CausalLM:
             f"task=reward trains it, and task={config.task} a language model"
         )
     if (coef := config.router_aux_loss_coef) is not None:
-        if not has_experts(model):
+        if not isinstance(model.config, MoEConfig):
+            lacks = "aux_loss" if has_experts(model) else "experts"
             name = model.config.architecture
-            raise ValueError(f"router_aux_loss_coef={coef}, but {name} has no experts")
+            raise ValueError(f"router_aux_loss_coef={coef}, but {name} has no {lacks}")
         routing: dict[str, Any] = {"output_router_logits": coef > 0, "router_aux_loss_coef": coef}
         model.config = replace(model.config, **routing)
     if config.activation_checkpointing != "auto":  # else memory.resolve_checkpointing chooses
@@ -298,9 +299,8 @@ def model_from_checkpoint_config(source: Path, dtype: torch.dtype) -> CausalLM:
 
 def has_experts(model: CausalLM) -> bool:
     """Returns whether any layer is a mixture of experts."""
-    return isinstance(model.config, MoEConfig) and any(
-        isinstance(module, SparseMoE) for module in model.modules()
-    )
+    may_have = bool(getattr(model.config, "experts", 0))  # in a few layers, or in none
+    return may_have and any(isinstance(module, SparseMoE) for module in model.modules())
 
 
 def named_projections(model: CausalLM) -> Iterator[tuple[str, Linear]]:

@@ -22,7 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.layers import Attention, Linear, LMHead, LowRank, LowRankEmbedding, SparseMoE
+from tigon.layers import (
+    Attention,
+    GatedDeltaNet,
+    Linear,
+    LMHead,
+    LowRank,
+    LowRankEmbedding,
+    SparseMoE,
+)
 from tigon.models import CausalLM
 from tigon.train.distributed import World
 
@@ -58,6 +66,13 @@ class Cost:
                 inside = trained or any(p.requires_grad for p in module.parameters())
                 each = (12.0 if inside else 4.0) * module.heads * module.head_dim
                 per_position[module.window] = per_position.get(module.window, 0.0) + each
+            elif isinstance(module, GatedDeltaNet):
+                # What a token reads from the state and adds to it, and the query's product
+                inside = trained or any(p.requires_grad for p in module.parameters())
+                size = module.value_heads * module.key_dim * module.value_dim
+                per_token += (18.0 if inside else 6.0) * size
+            elif isinstance(module, nn.Conv1d):
+                per_token += _product(module.weight, trained_before)
             elif isinstance(module, SparseMoE):
                 share = module.per_token / len(module.experts.down_proj)
                 experts = list(module.experts.parameters())

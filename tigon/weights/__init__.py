@@ -28,6 +28,7 @@ from tigon.weights.load import (
     match_tensors,
     prepin_staging,
 )
+from tigon.weights.mxfp4 import Mxfp4Blocks
 from tigon.weights.write import TensorEntry, WriterGroup, make_entries, write_checkpoint
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "GGMLTensor",
     "Layout",
     "Misfits",
+    "Mxfp4Blocks",
     "ReplicaIndex",
     "Repository",
     "RowSpan",

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors and how to read them: safetensors files, plain or in block-scaled fp8.
+"""A checkpoint's tensors and how to read them: safetensors files, plain or in few bits.
 
-DeepSeek-V3 introduced the fp8 form (arXiv 2412.19437, section 3.3), in which Qwen3, Ministral 3 and
-others are published; transformers calls it finegrained_fp8. Beside `X.weight` [N, K] there is
+DeepSeek-V3 introduced block-scaled fp8 (arXiv 2412.19437, section 3.3), in which Qwen3, Ministral 3
+and others are published; transformers calls it finegrained_fp8. Beside `X.weight` [N, K] there is
 `X.weight_scale_inv` [ceil(N / n), ceil(K / k)] for blocks n x k, or one number [].
 
 # N, K a matrix; E experts stacked in one tensor
@@ -21,6 +21,7 @@ from tigon.utils.json import escape, quote
 from tigon.utils.safetensors_header import find_tensors
 from tigon.weights.decoded import DecodedTensor, read_rows
 from tigon.weights.header import TensorInfo, tensor_infos
+from tigon.weights.mxfp4 import Mxfp4Blocks, decode_mxfp4
 from tigon.weights.read import Reader
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -193,13 +194,19 @@ class Checkpoint:
         return total.hexdigest()
 
     @classmethod
-    def open(cls, repository: Repository, scales: BlockScales | None = None) -> "Checkpoint":
+    def open(
+        cls, repository: Repository, scales: BlockScales | Mxfp4Blocks | None = None
+    ) -> "Checkpoint":
         """Read the headers of the repository's model.safetensors, or of all shards of its index,
         which are downloaded if they are not there.
 
-        `scales`: the blocks of fp8 tensors in config.json, without which these cannot be read.
+        `scales`: the blocks of fp8 or MXFP4 tensors in config.json, without which these cannot be
+        read.
         """
-        return cls(repository.name, decode_fp8(tensor_infos(find_tensors(repository)), scales))
+        infos = tensor_infos(find_tensors(repository))
+        if isinstance(scales, Mxfp4Blocks):
+            return cls(repository.name, decode_mxfp4(decode_fp8(infos, None)))
+        return cls(repository.name, decode_fp8(infos, scales))
 
     def read_into(self, name: str, out: Tensor, *, row: int = 0) -> None:
         """Fills `out` with rows [row, row + len(out)) of the tensor, converted to its dtype."""

@@ -320,10 +320,10 @@ def _append_attention_kernel(
     pair = queries, queries_high
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
-    if sinks is not None:  # one more score, of the first program's: exp2(best - best) is 1
+    if sinks is not None:  # one more score of the first program; in others its weight is 2^-inf
         sink = tl.load(sinks + h, mask=m < T * G, other=0.0).to(tl.float32) * 1.4426950408889634
         best = tl.where(split == 0, sink, best)
-        total = tl.where(split == 0, 1.0, total)
+        total += 1.0
     out = tl.zeros((QUERIES, WIDTH // EACH), tl.float32)
     out_high = out
 

@@ -30,12 +30,17 @@ FORWARD = (1024, 4)
 BACKWARD = (1024, 8)
 
 
+def act_fn(x: Tensor, act: Activation) -> Tensor:
+    """`act(x)`, in plain torch."""
+    if act == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
+
+
 def gated_act_ref(gate_up: Tensor, act: Activation) -> Tensor:
     """`act(gate) * up`; each factor is rounded to the input's dtype, as transformers does."""
     gate, up = gate_up.chunk(2, dim=-1)
-    if act == "silu":
-        return F.silu(gate) * up
-    return F.gelu(gate, approximate="tanh" if act == "gelu_tanh" else "none") * up
+    return act_fn(gate, act) * up
 
 
 @triton.jit

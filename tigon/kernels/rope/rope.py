@@ -297,7 +297,9 @@ def dims(head_dim: int, half: int, interleaved: bool) -> tuple[int, int, int, in
 
 def heads_per_tile(heads: int, head_dim: int, tile: int) -> int:
     """Returns how many heads of one token a tile of `tile` elements has: a power of two."""
-    return min(triton.next_power_of_2(heads), max(1, tile // int(triton.next_power_of_2(head_dim))))
+    return min(
+        triton.next_power_of_2(max(1, heads)), max(1, tile // int(triton.next_power_of_2(head_dim)))
+    )
 
 
 def launch_rope(

@@ -150,11 +150,13 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
             continue
         if isinstance(module, FusedLinear) and name in packed:
             first = 0
-            for part, size in zip(packed[name], module.parts, strict=True):
+            # A layer may have the first parts alone
+            for part, size in zip(packed[name], module.parts, strict=False):
                 add(path, part, first, size)
                 first += size
         else:
-            add(path, name, 0, module.out_features)
+            stored_name = model.checkpoint_names.stored_name(path).rpartition(".")[2]
+            add(path, stored_name, 0, module.out_features)
     return targets
 
 

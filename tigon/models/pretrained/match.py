@@ -23,7 +23,7 @@ def check_sizes(config: ModelConfig, checkpoint: Checkpoint) -> None:
     counts = "num_experts", "num_local_experts", "n_routed_experts"
     maxima |= dict.fromkeys(counts, max(len(shapes), widest))
     for key, maximum in maxima.items():
-        if (value := getattr(config, key, 0)) > maximum:
+        if (value := getattr(config, key, 0) or 0) > maximum:
             raise ConfigError(
                 f"{key}={value} does not fit the checkpoint, which has {len(shapes)} tensors and "
                 f"no size beyond {widest}"
@@ -70,21 +70,31 @@ def find_misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
 
 
 def extra_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:
-    """Find the tensors of layers past the last one, if the family's checkpoints may have them."""
-    if not model.checkpoint_names.extra_layers:
-        return set()
+    """Find the tensors of multi-token prediction, if the family's checkpoints may have them: in
+    layers past the last one, or under prefixes of their own."""
+    names = model.checkpoint_names
+    extra = {name for name in present if names.extra and name.startswith(names.extra)}
+    if not names.extra_layers:
+        return extra
     layers = {name: re.match(r"(?:model\.)?layers\.(\d{1,9})\.", name) for name in present}
     count = model.config.num_hidden_layers
-    return {name for name, layer in layers.items() if layer and int(layer[1]) >= count}
+    return extra | {name for name, layer in layers.items() if layer and int(layer[1]) >= count}
+
+
+def unread_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:
+    """Find keys and values of layers that read those of another layer, which need none."""
+    blocks = enumerate(model.model.layers)
+    at = [f"layers.{i}.{b.mixer_name}." for i, b in blocks if b.kv_source is not None]
+    ends = [f"{layer}{name}." for layer in at for name in ("k_proj", "v_proj", "k_norm", "v_norm")]
+    return {name for name in present if any(end in name for end in ends)} if ends else set()
 
 
 def warn_of_extra_tensors(model: LanguageModel, checkpoint: Checkpoint) -> None:
-    """Warns of tensors of layers past the last one, which are not read and an export lacks."""
+    """Warns of tensors of multi-token prediction, which are not read and an export lacks."""
     if names := extra_tensors(model, checkpoint.tensors):
         warnings.warn(
-            f"{checkpoint.name}: {len(names)} tensors of layers from "
-            f"{model.config.num_hidden_layers} on are skipped; they predict further tokens "
-            "(multi-token prediction), and an export will lack them",
+            f"{checkpoint.name}: {len(names)} tensors are skipped, {quote(min(names))} among them; "
+            "they predict further tokens (multi-token prediction), and an export will lack them",
             stacklevel=4,
         )
 
@@ -96,6 +106,6 @@ def match_arguments(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, A
     parts_of = layout(model, family, family.stacked_in(present))
     names = {part.name for parts in parts_of.values() for part in parts}
     source_of, ignored = find_sources(names, present, family)
-    ignored |= extra_tensors(model, present)
+    ignored |= extra_tensors(model, present) | unread_tensors(model, present)
     arguments = {"layout": parts_of, "source_of": source_of, "ignored": ignored}
     return arguments | {"checkpoint": checkpoint}

@@ -16,10 +16,11 @@ from tigon.layers import (
     LowRankEmbedding,
     LowRankExperts,
     QuantizedWeight,
+    RowOrder,
     SavedModules,
 )
 from tigon.layers.lora import LORA_B, MAGNITUDE
-from tigon.weights import Layout, ShardSpec, TensorSlice, shard_slices
+from tigon.weights import Layout, RowSpan, ShardSpec, TensorSlice, shard_slices
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 SCORE = "score.weight"  # the head of a model that scores sequences
@@ -28,18 +29,28 @@ PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # model_type of a multimodal config -> default model_type of its text_config
 MULTIMODAL = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_unified_text",
     "llama4": "llama4_text",
     "mistral3": "mistral",
     "muse_glimmer": "muse_glimmer_text",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
 }
 # Those whose own tie_word_embeddings counts and not that in text_config; by default false
-UNTIED = ("muse_glimmer",)
+UNTIED = ("muse_glimmer", "qwen3_5", "qwen3_5_moe")
 OTHER_MODALITIES = (
     "vision_tower.",
     "vision_model.",
     "multi_modal_projector.",
     "vision_adapter.",
     "vision_projection.",
+    "vision_embedder.",
+    "embed_vision.",
+    "embed_audio.",
+    "audio_tower.",
+    "visual.",
 )
 # Buffers that old versions of transformers saved
 IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
@@ -67,6 +78,7 @@ class CheckpointNames(NamedTuple):
     head: str = HEAD
     # Whether checkpoints have layers of multi-token prediction past the last one, which are skipped
     extra_layers: bool = False
+    extra: tuple[str, ...] = ()  # prefixes of other tensors of multi-token prediction
     decoder: str = "model."  # prefix of the decoder's tensors
 
     @property
@@ -106,14 +118,19 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
             name = f"{path}.{kind}"
             shape = specs[name].shape if name in specs else tuple(p.shape)
             if isinstance(module, LayerAdapter | SavedModules):
-                slices[name] = _adapter_slices(path, module, kind, shape, names)
+                slices[name] = _adapter_slices(model, path, module, kind, shape, names)
                 continue
             parent, _, leaf = path.rpartition(".")
             if name == HEAD:
                 slices[name] = (TensorSlice.whole(names.head, shape),)
             elif isinstance(module, FusedLinear) and leaf in names.packed:
                 parts = [f"{parent}.{part}.{kind}" for part in names.packed[leaf]]
-                slices[name] = _tile(parts, module.parts, shape[1:])
+                slices[name] = tuple(
+                    _ordered(*part)
+                    for part in zip(
+                        _tile(parts, module.parts, shape[1:]), module.orders, strict=True
+                    )
+                )
             elif not stacked_experts and (
                 suffix := next((end for end in names.experts if name.endswith(f".{end}")), None)
             ):
@@ -167,6 +184,7 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _adapter_slices(
+    model: nn.Module,
     path: str,
     module: LayerAdapter | SavedModules,
     kind: str,
@@ -192,9 +210,27 @@ def _adapter_slices(
         return _tile(leaf, [part.rank for part in module.parts], shape[1:])
     for start in (LORA_B, MAGNITUDE):
         if kind.startswith(start):
-            name = f"{kind.removeprefix(start)}.{start.removesuffix('_')}"
-            return (TensorSlice.whole(f"{parent}{name}.{adapter}.weight", shape),)
+            part = kind.removeprefix(start)
+            name = f"{parent}{part}.{start.removesuffix('_')}.{adapter}.weight"
+            return (_ordered(TensorSlice.whole(name, shape), _order(model, layer, part, names)),)
     raise AssertionError(kind)
+
+
+def _order(model: nn.Module, layer: str, part: str, names: CheckpointNames) -> RowOrder | None:
+    """Find how checkpoints order the rows of a layer's part, such as q_proj of qkv_proj."""
+    module, parts = model.get_submodule(layer), names.packed.get(layer.rpartition(".")[2], ())
+    if not isinstance(module, FusedLinear) or part not in parts:
+        return None
+    return module.orders[parts.index(part)]
+
+
+def _ordered(part: TensorSlice, order: RowOrder | None) -> TensorSlice:
+    """Return the slice of a whole tensor with its rows in the checkpoint's order."""
+    if order is None:
+        return part
+    ((_, first, _),) = part.rows
+    rows = (RowSpan(source, first + target, n) for source, target, n in order.runs())
+    return replace(part, rows=tuple(rows))
 
 
 def experts_stem(layer: str, part: str, parts: Collection[str]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+from torch import Tensor
+
 from tigon.layers import FusedLinear, Linear, SparseMoE
 from tigon.layers.moe import Experts
 from tigon.models import CausalLM
@@ -58,7 +60,7 @@ def freeze(model: CausalLM, config: Config) -> None:
                 f"under lora; the adapter has names such as {known}"
             )
         named = {name: p for name, p in model.named_parameters() if groups[name] is own}
-        if own.weight_decay and not any(p.dim() > 1 for p in named.values()):
+        if own.weight_decay and not any(_decays(name, p) for name, p in named.items()):
             raise ValueError(
                 f"parameter_groups[{i}].weight_decay={own.weight_decay} is for no matrix: norms "
                 f"and biases do not decay, and it has only {', '.join([*named][:3])}"
@@ -89,7 +91,8 @@ def parameter_groups(
         lr = config.lr if name in hidden else others_lr
         lr = lr if own.lr is None else own.lr
         decay = config.weight_decay if own.weight_decay is None else own.weight_decay
-        key = name in hidden, lr / config.lr if lr else 0.0, decay if p.dim() > 1 else 0.0
+        decay = decay if _decays(name, p) else 0.0
+        key = name in hidden, lr / config.lr if lr else 0.0, decay
         members.setdefault(key, []).append(p)
     return [
         {"params": parameters, "hidden": own, "lr_scale": scale, "weight_decay": decay}
@@ -97,10 +100,16 @@ def parameter_groups(
     ]
 
 
+def _decays(name: str, p: Tensor) -> bool:
+    """Returns whether weight_decay applies to a parameter; the experts' biases are stacked."""
+    return p.dim() > 1 and not name.endswith("bias")
+
+
 def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
     """Returns the numbers of rows of each parameter's matrices, for all in blocks except routers.
 
-    q, k and v, gate and up, and all experts are separate matrices. Rows are those of the whole
+    q, k and v, gate and up, and all experts are separate matrices, but transposed ones of gate and
+    up, whose columns may alternate, are one for each expert. Rows are those of the whole
     parameter's flattening [-1, last dim], also if ranks divide it.
     """
     modules = list(model.model.layers.named_modules(prefix="model.layers"))
@@ -114,6 +123,7 @@ def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
         elif isinstance(module, Experts):
             for name, count in (("gate_up_proj", 2), ("down_proj", 1)):
                 whole = model.shard_specs.get(f"{path}.{name}", module.get_parameter(name)).shape
+                count = 1 if module.transposed else count  # then gates and ups share rows
                 found[f"{path}.{name}"] = (whole[1] // count,) * (count * whole[0])
     return found
 

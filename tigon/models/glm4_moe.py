@@ -1,0 +1,81 @@
+"""GLM-4.5 to 4.7: Llama's attention with RoPE on half of each head, and DeepSeek-V3's experts.
+
+Paper: arXiv 2508.06471; checked against transformers' modeling_glm4_moe.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.layers import Attention, GatedMLP, SparseMoE
+from tigon.models.causal_lm import CausalLM
+from tigon.models.decoder import PreNormBlock
+from tigon.models.deepseek_v3 import GroupMoEConfig, group_experts_or_mlp
+from tigon.models.pretrained.names import CheckpointNames
+
+
+@dataclass(frozen=True, kw_only=True)
+class Glm4MoeConfig(GroupMoEConfig):
+    """The config of GLM-4.5: experts chosen by groups, with `attention_bias` of queries, keys and
+    values, an optional QK-norm, and RoPE on part of each head."""
+
+    model_type = "glm4_moe"
+    architecture = "Glm4MoeForCausalLM"
+    partial_rotary = True
+    ignored = GroupMoEConfig.ignored | {"partial_rotary_factor"}  # read with the RoPE
+
+    vocab_size: int = 151552
+    hidden_size: int = 4096
+    intermediate_size: int = 10944
+    num_hidden_layers: int = 46
+    num_attention_heads: int = 96
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    n_routed_experts: int = 128
+    moe_intermediate_size: int = 1408
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    first_k_dense_replace: int = 1
+    attention_bias: bool = False
+    use_qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.head_dim:  # rounded down, as in transformers
+            width = self.hidden_size // max(1, self.num_attention_heads)
+            object.__setattr__(self, "head_dim", width)
+        super().__post_init__()
+
+    @classmethod
+    def classifier(cls) -> None:
+        """None: transformers has no sequence classifier of this family."""
+        return None
+
+    @classmethod
+    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
+        """As ModelConfig's, with a partial_rotary_factor of 0.5 unless the source has one."""
+        return super()._read_rope({"partial_rotary_factor": 0.5, **source}, longest)
+
+
+class Glm4MoeBlock(PreNormBlock):
+    """A `PreNormBlock` with experts chosen by groups or an MLP, and no bias on attention's
+    output."""
+
+    def make_mixer(self, c: Glm4MoeConfig, layer: int) -> Attention:
+        """Make attention with the config's biases on queries, keys and values alone and, if it has
+        one, with QK-norm per head."""
+        eps = c.rms_norm_eps if c.use_qk_norm else None
+        return self.make_attention(c, bias=c.attention_bias, out_bias=False, qk_norm_eps=eps)
+
+    def make_mlp(self, c: Glm4MoeConfig, layer: int) -> GatedMLP | SparseMoE:
+        """Make the layer's experts with the shared ones, or its MLP if it has none."""
+        return group_experts_or_mlp(c, layer)
+
+
+class Glm4Moe(CausalLM):
+    """GLM-4.5, 4.6 and 4.7; layers of multi-token prediction past the last one are skipped."""
+
+    config_class = Glm4MoeConfig
+    block_class = Glm4MoeBlock
+    checkpoint_names = CheckpointNames(extra_layers=True)

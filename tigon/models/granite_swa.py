@@ -1,0 +1,76 @@
+"""Granite with sliding windows: Granite with sinks, and a RoPE base for each layer.
+
+Checked against transformers' modeling_granite_swa.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.layers import Attention
+from tigon.models.config import ConfigError, WindowedConfig
+from tigon.models.decoder import layer_window
+from tigon.models.granite import Granite, GraniteBlock, GraniteConfig
+from tigon.utils.json import quote
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteSWAConfig(GraniteConfig, WindowedConfig):
+    """The config of Granite with sliding windows: Granite's with rope_theta of each layer, 0 where
+    it has no RoPE."""
+
+    model_type = "granite_swa"
+    architecture = "GraniteSWAForCausalLM"
+
+    vocab_size: int = 100352
+    hidden_size: int = 2560
+    intermediate_size: int = 8192
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 20
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 8192
+    rms_norm_eps: float = 1e-5
+    bos_token_id: int | None = 100257
+    eos_token_id: int | list[int] | None = 100257
+    tie_word_embeddings: bool = True
+    sliding_window: int | None = 128
+    layer_rope_theta: list[float] | None = None  # None: that of rope_parameters everywhere
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers, thetas = self.num_hidden_layers, self.layer_rope_theta
+        if thetas is not None and (len(thetas) != layers or min(thetas) < 0):
+            raise ConfigError(
+                f"layer_rope_theta={quote(thetas)} is not a number from 0 on for each of {layers} "
+                "layers"
+            )
+
+    def slides(self, layer: int) -> bool:
+        """Whether the layer has a sliding window if `layer_types` is None: all but layers 0, 4, 8
+        and so on have."""
+        return layer % 4 != 0
+
+
+class GraniteSWABlock(GraniteBlock):
+    """Granite's block with sinks, and the layer's sliding window and RoPE."""
+
+    def make_mixer(self, c: Any, layer: int) -> Attention:
+        """Make attention with sinks that begin as zeros, the config's biases and multiplier, and
+        the layer's sliding window."""
+        options = {"bias": c.attention_bias, "scale": c.attention_multiplier}
+        mixer = self.make_attention(c, window=layer_window(c, layer), sinks=True, **options)
+        mixer.zero_init = ("sinks",)
+        return mixer
+
+    def layer_rope(self, c: GraniteSWAConfig, layer: int) -> tuple[int, dict[str, Any]]:
+        """The layer's head dim, and the RoPE parameters, {} if it has no RoPE."""
+        if c.layer_rope_theta is None:
+            return c.head_dim, c.rope_parameters
+        theta = c.layer_rope_theta[layer]
+        return c.head_dim, c.rope_parameters | {"rope_theta": theta} if theta else {}
+
+
+class GraniteSWA(Granite):
+    """Granite with sliding windows: `GraniteSWABlock`s, with Granite's multipliers."""
+
+    config_class = GraniteSWAConfig
+    block_class = GraniteSWABlock

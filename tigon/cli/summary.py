@@ -230,11 +230,14 @@ def _size_facts(values: Mapping[str, Any]) -> Facts:
         width = size // heads
     kv_heads, act = get("num_key_value_heads", "num_attention_heads"), get(*ACTIVATIONS)
     of_heads = f" query, {_plain(kv_heads)} key/value, {_plain(width)} dims each"
+    unit = f", {_plain(act)}" if act is not None else ""
+    if values.get("block_auto_adjust_ff_dim"):
+        unit = ", from which the MLPs' own follows"
     facts = {
         "layers": (get("num_hidden_layers"), ""),
         "model dim": (size, ""),
         "heads": (heads, of_heads if width is not None else ""),
-        "MLP dim": (get("intermediate_size"), f", {_plain(act)}" if act is not None else ""),
+        "MLP dim": (get("intermediate_size"), unit),
         "vocabulary": (get("vocab_size"), ""),
         "context": (get("max_position_embeddings"), " tokens"),
     }

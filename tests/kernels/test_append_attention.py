@@ -201,6 +201,40 @@ def test_sizes(dim: int, groups: int, t: int, int8: bool) -> None:
     rows.check(t, scale=0.1)
 
 
+def check_latents(rows: int, heads: int, dim: int, int8: bool, dtype: torch.dtype) -> None:
+    """Keys that are the values too, in the same memory."""
+    cache = Rows([0] * rows, 64, heads=heads, kv_heads=1, dim=dim, int8=int8, dtype=dtype)
+    keys, _, scales, _ = cache.buffers
+    cache.v, cache.buffers = cache.k, KVBuffers(keys, keys, scales, scales)
+    again, lengths = copied(cache.buffers), cache.lengths.clone()
+    for t in (16, 1, 3):
+        q, k, v = cache.new(t)
+        out = append_attention(q, k, v, cache.buffers, cache.lengths, scale=0.05)
+        apart = append_attention(q, k, v, again, cache.lengths, scale=0.05)
+        assert torch.equal(out, apart)
+        exact, limit = cache.exact(q, scale=0.05), 1e-5 if dtype == torch.float32 else 4e-3
+        assert (out.double() - exact).norm() <= 2 * limit * exact.norm()
+        cache.lengths += t
+    assert int(lengths.sum()) == 0
+    assert_same(KVBuffers(keys, keys, scales, scales), again)
+
+
+@int8
+@pytest.mark.parametrize(("heads", "dim"), [(5, 36), (20, 320), (3, 576)])
+def test_latents(heads: int, dim: int, int8: bool) -> None:
+    check_latents(2, heads, dim, int8, torch.float32)
+
+
+@pytest.mark.gpu
+@int8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 32, 320), (3, 128, 576), (2, 20, 576)])
+def test_latents_in_half_precision(
+    rows: int, heads: int, dim: int, dtype: torch.dtype, int8: bool, kernels_only: None
+) -> None:
+    check_latents(rows, heads, dim, int8, dtype)
+
+
 @pytest.mark.gpu
 @int8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

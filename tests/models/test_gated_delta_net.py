@@ -222,13 +222,13 @@ def test_padding_of_a_cache_in_bf16(tmp_path: Path) -> None:
     reference("qwen3_5_text", CASES["qwen3_5_text"]["plain"], tmp_path)
     model = from_pretrained(tmp_path, dtype=torch.bfloat16)
     state = model.static_cache(2, 20).states[0]
-    assert (state.inputs.dtype, state.memory.dtype) == (torch.bfloat16, torch.float32)
+    assert [x.dtype for x in state.tensors] == [torch.bfloat16, torch.float32]
     with torch.no_grad():
         cache, ids = KVCache(), text(2, 9)
         model(ids, past_key_values=cache)
         model(ids, past_key_values=cache)
     state = cache.states[0]
-    assert (state.inputs.dtype, state.memory.dtype) == (torch.bfloat16, torch.float32)
+    assert [x.dtype for x in state.tensors] == [torch.bfloat16, torch.float32]
 
 
 def edit(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:

@@ -210,6 +210,8 @@ def test_random_weights_are_transformers_own(model_type: str, tie: bool, tmp_pat
     sizes |= {key: True for key in ("attention_bias", "mlp_bias") if key in known}
     sizes |= {key: value for key, value in SHARED.items() if key in known}
     sizes |= LATENTS if "kv_lora_rank" in known else {}
+    if "num_kv_shared_layers" in known:
+        sizes["num_kv_shared_layers"] = 0
     overrides = sizes | {"tie_word_embeddings": tie, "pad_token_id": 7}
     config = reference(model_type, overrides, tmp_path / "a").config
     torch.manual_seed(3)

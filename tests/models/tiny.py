@@ -236,8 +236,35 @@ GEMMA4: Overrides = {
         FULL: {"rope_type": "proportional", "rope_theta": 900.0, "partial_rotary_factor": 0.5},
     },
 }
+GEMMA3N: Overrides = {
+    **WINDOW,
+    "num_hidden_layers": 5,
+    "layer_types": [SLIDING, FULL, SLIDING, FULL, SLIDING],
+    "num_kv_shared_layers": 2,
+    "intermediate_size": [136, 120, 136, 152, 136],
+    "activation_sparsity_pattern": [0.9, 0.0, 0.5, 0.0, 0.8],
+    "hidden_size_per_layer_input": 12,
+    "vocab_size_per_layer_input": 150,
+    "laurel_rank": 10,
+    "rope_parameters": {
+        SLIDING: {"rope_type": "default", "rope_theta": 50.0},
+        FULL: {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
+    },
+}
 PER_LAYER: Overrides = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 211}
 CASES |= {
+    "gemma3n_text": {
+        "shared": {**GEMMA3N, "pad_token_id": 3, "final_logit_softcapping": 3.0},
+        "three streams, dense": {
+            **GEMMA3N,
+            "altup_num_inputs": 3,
+            "altup_active_idx": 1,
+            "activation_sparsity_pattern": None,
+            "intermediate_size": 136,
+            "num_kv_shared_layers": 0,
+            "tie_word_embeddings": False,
+        },
+    },
     "gemma4_text": {
         "shared": {**GEMMA4, **PER_LAYER, "num_kv_shared_layers": 3, "pad_token_id": 3},
         "double wide, softcap": {
@@ -532,6 +559,33 @@ CASES |= {
     },
 }
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+# Two thirds of 136 and a bit are 94, up to 98 in sevens
+CONV: Overrides = {
+    "layer_types": ["conv", FULL, "conv"],
+    "norm_eps": 1e-3,
+    "block_multiple_of": 7,
+    "block_ffn_dim_multiplier": 1.05,
+    "pad_token_id": 3,
+}
+CASES |= {
+    "lfm2": {
+        "plain": CONV,
+        "untied, four taps, size as given": {
+            **CONV,
+            "tie_word_embeddings": False,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "pad_token_id": None,
+        },
+        "by indices, yarn": {
+            **CONV,
+            "layer_types": None,
+            "full_attn_idxs": [0, 2],
+            "rope_parameters": YARN,
+        },
+        "biases": {**CONV, "conv_bias": True},
+    }
+}
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
@@ -546,7 +600,7 @@ IN_BF16: dict[str, Overrides] = {
     },
 }
 # Families with scores that are not scaled: with queries of norm 1 attention would see one token
-UNSCALED = ("gemma4_text", "gemma4_unified_text")
+UNSCALED = ("gemma3n_text", "gemma4_text", "gemma4_unified_text")
 EVERY = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
 FIRST = [(model_type, next(iter(cases))) for model_type, cases in CASES.items()]
 

@@ -82,6 +82,16 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", {}),
     "gemma2": ("gemma2", WINDOW),
     "gemma3": ("gemma3_text", WINDOW),
+    "gemma3n": (
+        "gemma3n_text",
+        {
+            **GEMMA4,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 6,
+            "vocab_size_per_layer_input": 101,
+            "laurel_rank": 7,
+        },
+    ),
     "gemma4": (
         "gemma4_text",
         {
@@ -128,7 +138,10 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA, **SHARED}),
     "qwen3_next": ("qwen3_next", {**DELTA, **SHARED}),
 }
+CONV = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 6, "conv_bias": True}
+TWO["lfm2"] = "lfm2", CONV
 FOUR = {
+    "short convolutions": ("lfm2", CONV),
     "kv heads on two ranks each": ("llama", {"attention_bias": True}),
     "one kv head": ("qwen3", {"num_key_value_heads": 1}),
     "one norm of keys that two ranks have": ("olmo2", {}),
@@ -250,6 +263,10 @@ def test_what_ranks_cannot_share_is_an_error():
     model = random_model("llama", {})
     with pytest.raises(ValueError, match="3 ranks cannot share 8 heads with 2 kv heads"):
         check_tensor_ranks(model, 3)
+    sparse = {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0, 0.5]}
+    model = random_model("gemma3n_text", sparse | WINDOW)
+    with pytest.raises(ValueError, match="2 ranks cannot share an MLP with activation_sparsity"):
+        check_tensor_ranks(model, 2)
     delta = random_model("qwen3_5_text", {**DELTA, "num_attention_heads": 6})
     with pytest.raises(ValueError, match="3 ranks cannot share the 4 key heads of Gated DeltaNet"):
         check_tensor_ranks(delta, 3)

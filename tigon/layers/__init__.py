@@ -24,6 +24,7 @@ from tigon.layers.norm import AddRMSNorm, RMSNorm, UnitRMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
 from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, rotated_dims, yarn_magnitude
 from tigon.layers.router import GroupRouter, ScaledRouter
+from tigon.layers.short_conv import ShortConv
 
 __all__ = [
     "Adapters",
@@ -63,6 +64,7 @@ __all__ = [
     "RowOrder",
     "SavedModules",
     "ScaledRouter",
+    "ShortConv",
     "SparseMoE",
     "StaticCache",
     "UnitRMSNorm",

@@ -17,10 +17,10 @@ from tigon.kernels.delta.causal_conv import causal_conv_qkv
 from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS, gated_delta_rule, gated_delta_step
 from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.layers.context import BlockInputs, CacheAppend
-from tigon.layers.delta_state import DeltaState, last_inputs
 from tigon.layers.float32 import Float32Module
 from tigon.layers.kv_cache import Quantize
 from tigon.layers.linear import FusedLinear, Linear, RowOrder
+from tigon.layers.recurrent_state import DeltaState, last_inputs, real_ends
 
 
 class GatedRMSNorm(nn.Module):
@@ -205,7 +205,7 @@ class GatedDeltaNet(nn.Module):
             first = torch.arange(b, device=mixed.device) * t
             ends = first + (t if ctx.real is None else real_ends(ctx.real))
             inputs = last_inputs(mixed.flatten(0, 1), before, first, ends, state.window)
-            state.replace(inputs, final)
+            state.replace(inputs.detach(), final.detach())
         return o.view(b, t, *o.shape[2:])
 
     def _write_history(
@@ -246,8 +246,3 @@ def sequence_bounds(mask: AttentionMask) -> Tensor:
     if isinstance(sequences, str):
         raise ValueError(f"packed sequences in Gated DeltaNet: {sequences}")
     return sequences.cu
-
-
-def real_ends(real: Tensor) -> Tensor:
-    """Returns [B], the position behind the last True of each row of `real` [B, T]; 0 if none is."""
-    return (torch.arange(1, real.shape[1] + 1, device=real.device) * real).amax(1)

@@ -1,10 +1,13 @@
 """Gated MLP: down(act(gate(x)) * up(x)) with gate and up as one projection."""
 
+from statistics import NormalDist
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.kernels.linear.fp8 import fp8_gated_linear
-from tigon.kernels.mlp.gated_act import Activation
+from tigon.kernels.mlp.gated_act import Activation, act_fn
 from tigon.kernels.recompute import find_recompute
 from tigon.layers.linear import GatedLinear, Linear, is_unpatched
 
@@ -36,3 +39,25 @@ class GatedMLP(nn.Module):
     def _is_unobserved(self) -> bool:
         """Whether no hook can see the tensor between the two projections."""
         return is_unpatched(self.gate_up_proj, GatedLinear) and is_unpatched(self.down_proj, Linear)
+
+
+class TopKMLP(GatedMLP):
+    """A gated MLP in which about the share `sparsity` of each token's gates, the smallest, are 0.
+
+    The cutoff is that of a normal distribution with the mean and deviation of the token's gates,
+    and is taken from the others. Source: Gemma 3n, as transformers has it.
+    """
+
+    def __init__(self, dim: int, intermediate: int, act: Activation, *, sparsity: float):
+        super().__init__(dim, intermediate, act)
+        if not 0 < sparsity < 1:
+            raise ValueError(f"activation_sparsity_pattern has {sparsity}, which is not in [0, 1)")
+        self.deviations = NormalDist().inv_cdf(sparsity)
+
+    def forward(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
+        layer = self.gate_up_proj
+        gate, up = layer.product(layer.gather_input(x), *dropout_args).chunk(2, -1)
+        deviation = gate.std(-1, keepdim=True, unbiased=False)
+        scale = torch.full((), self.deviations, dtype=gate.dtype, device=gate.device)
+        gate = F.relu(gate - (gate.mean(-1, keepdim=True) + deviation * scale))
+        return self.down_proj(act_fn(gate, layer.act) * up, *dropout_args)

@@ -6,6 +6,7 @@ from tigon.models.exaone4 import Exaone4 as Exaone4
 from tigon.models.gemma import Gemma as Gemma
 from tigon.models.gemma2 import Gemma2 as Gemma2
 from tigon.models.gemma3 import Gemma3 as Gemma3
+from tigon.models.gemma3n import Gemma3n as Gemma3n
 from tigon.models.gemma4 import Gemma4 as Gemma4
 from tigon.models.gemma4 import Gemma4Unified as Gemma4Unified
 from tigon.models.glm4 import Glm4 as Glm4
@@ -15,6 +16,7 @@ from tigon.models.gpt_oss import GptOss as GptOss
 from tigon.models.granite import Granite as Granite
 from tigon.models.granite_swa import GraniteSWA as GraniteSWA
 from tigon.models.hunyuan_v1_dense import HunYuanV1Dense as HunYuanV1Dense
+from tigon.models.lfm2 import Lfm2 as Lfm2
 from tigon.models.llama import Llama as Llama
 from tigon.models.ministral3 import Ministral3 as Ministral3
 from tigon.models.mistral import Ministral as Ministral

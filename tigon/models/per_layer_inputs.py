@@ -13,8 +13,8 @@ from tigon.layers import Embedding, Linear, RMSNorm
 from tigon.models.decoder import Decoder, TransformerBlock
 
 
-def _times(x: Tensor, scale: float, rounded: bool) -> Tensor:
-    """x times a number, which is rounded to the dtype of x first if `rounded`."""
+def multiply(x: Tensor, scale: float, *, rounded: bool) -> Tensor:
+    """Multiply x by a number, which is rounded to the dtype of x first if `rounded`."""
     return x * torch.full((), scale, dtype=x.dtype, device=x.device) if rounded else x * scale
 
 
@@ -77,7 +77,9 @@ class PerLayerDecoder(Decoder):
             return super().begin(x)
         x, own = x.split((self.dim, x.shape[-1] - self.dim), -1)
         x, _ = super().begin(x)
-        projected = _times(self.per_layer_model_projection(x), self.dim**-0.5, self.rounded_scales)
+        projected = multiply(
+            self.per_layer_model_projection(x), self.dim**-0.5, rounded=self.rounded_scales
+        )
         projected = self.per_layer_projection_norm(projected.unflatten(-1, self.layer_dims))
         inputs = projected + own.unflatten(-1, self.layer_dims)
-        return x, _times(inputs, 2**-0.5, self.rounded_scales).unbind(-2)
+        return x, multiply(inputs, 2**-0.5, rounded=self.rounded_scales).unbind(-2)

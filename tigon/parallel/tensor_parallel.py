@@ -36,9 +36,11 @@ from tigon.layers import (
     LowRank,
     LowRankEmbedding,
     LowRankExperts,
+    ShortConv,
     SparseMoE,
 )
 from tigon.layers.lora import LORA_B, MAGNITUDE
+from tigon.layers.mlp import TopKMLP
 from tigon.models import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.parallel.context_parallel import share_context
@@ -332,8 +334,21 @@ def qkv_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 def gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """This rank's rows of packed gate and up: the same units of both."""
-    gate = _local_rows(0, size // 2, 0, ranks)
-    return gate, _local_rows(size // 2, size // 2, gate[0].length, ranks)
+    return _packed_rows(2, size, ranks)
+
+
+def conv_input_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """This rank's rows of both gates and the input of a short convolution: the same channels."""
+    return _packed_rows(3, size, ranks)
+
+
+def _packed_rows(parts: int, size: int, ranks: Ranks) -> Pieces:
+    """This rank's share, by `rank_bounds`, of each of several parts of one size."""
+    pieces, each, target = [], size // parts, 0
+    for begin in range(0, size, each):
+        pieces.append(_local_rows(begin, each, target, ranks))
+        target += pieces[-1][0].length
+    return tuple(pieces)
 
 
 def delta_input_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
@@ -411,6 +426,13 @@ PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
         "gate_up_proj.weight": ShardRule(0, gate_up_rows),
         "gate_up_proj.bias": ShardRule(0, gate_up_rows),
         "down_proj.weight": ShardRule(1, unit_rows),
+    },
+    ShortConv: {
+        "in_proj.weight": ShardRule(0, conv_input_rows),
+        "in_proj.bias": ShardRule(0, conv_input_rows),
+        "conv.weight": ShardRule(0, unit_rows),
+        "conv.bias": ShardRule(0, unit_rows),
+        "out_proj.weight": ShardRule(1, unit_rows),
     },
     Experts: {
         "gate_up_proj": ShardRule(1, expert_gate_up_rows),
@@ -533,7 +555,7 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
                 for projection in filter(None, (module.qkv_proj, module.gate_proj)):
                     _install(projection, ColumnParallelLinear, tensor=tensor)
                 _install(module.o_proj, RowParallelLinear, tensor=tensor)
-            elif isinstance(module, GatedDeltaNet):
+            elif isinstance(module, GatedDeltaNet | ShortConv):
                 _install(module.in_proj, ColumnParallelLinear, tensor=tensor)
                 _install(module.out_proj, RowParallelLinear, tensor=tensor)
             elif isinstance(module, GatedMLP) and module not in inside:  # a shared expert's
@@ -565,6 +587,11 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
     for module in model.modules():
         if isinstance(module, Linear) and module.quantized is not None:
             raise ValueError("tensor parallelism does not work with quantised weights")
+        if isinstance(module, TopKMLP):
+            raise ValueError(
+                f"{ranks} ranks cannot share an MLP with activation_sparsity_pattern: its cutoff "
+                "needs the gates of all ranks; give parallel.tensor=1"
+            )
         if isinstance(module, Attention):
             q, kv = module.heads, module.kv_heads
             if q % ranks or (kv % ranks and ranks % kv):

@@ -29,6 +29,7 @@ PREFIXES = ("language_model.model.", "model.language_model.", "model.", "")
 # model_type of a multimodal config -> default model_type of its text_config
 MULTIMODAL = {
     "gemma3": "gemma3_text",
+    "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
     "mistral3": "mistral",

@@ -1,0 +1,290 @@
+"""Gemma 3n (text): four residual streams (AltUp), LAuReL, sparse gates, inputs for each layer.
+
+As in Gemma 4, the last layers read the keys and values of earlier ones. Papers: arXiv 2301.13310
+(AltUp), arXiv 2411.07501 (LAuReL); checked against transformers' modeling_gemma3n.
+
+# S streams, B batch, T tokens, C model dim, P dims of a block's input
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from tigon.kernels.mlp.gated_act import act_fn
+from tigon.layers import BlockInputs, GatedMLP, Linear, LMHead, RMSNorm, Rotation
+from tigon.layers.mlp import TopKMLP
+from tigon.layers.shared_attention import SharingAttention
+from tigon.models.causal_lm import CausalLM
+from tigon.models.config import SLIDING, ConfigError, activation
+from tigon.models.decoder import BlockOutput, Decoder, TransformerBlock, layer_window
+from tigon.models.gemma4 import SharedKVConfig
+from tigon.models.per_layer_inputs import PerLayerDecoder, multiply
+from tigon.utils.config import check_type
+from tigon.utils.json import quote
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3nConfig(SharedKVConfig):
+    """The config of Gemma 3n's text models; intermediate_size and activation_sparsity_pattern have
+    a value for each layer, or one for all."""
+
+    model_type = "gemma3n_text"
+    architecture = "Gemma3nForCausalLM"
+    default_theta = 1e6
+    ignored = frozenset({"rope_local_base_freq"})  # read with the RoPEs
+
+    vocab_size: int = 262400
+    hidden_size: int = 2048
+    intermediate_size: int | list[int] = 16384  # type: ignore[assignment]
+    num_hidden_layers: int = 35
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 2
+    head_dim: int = 256
+    hidden_act: str = "gelu_pytorch_tanh"
+    hidden_activation: str = "gelu_pytorch_tanh"  # which counts
+    max_position_embeddings: int = 32768
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 0
+    eos_token_id: int | list[int] | None = 1
+    bos_token_id: int | None = 2
+    attention_bias: bool = False
+    sliding_window: int | None = 512
+    final_logit_softcapping: float | None = 30.0
+    vocab_size_per_layer_input: int = 262144
+    hidden_size_per_layer_input: int = 256
+    altup_active_idx: int = 0
+    altup_coef_clip: float | None = 120.0
+    altup_correct_scale: bool = True
+    altup_num_inputs: int = 4
+    num_kv_shared_layers: int = 15
+    laurel_rank: int = 64
+    activation_sparsity_pattern: list[float] | None = None
+
+    @classmethod
+    def classifier(cls) -> None:
+        """None: transformers has no sequence classifier."""
+
+    def __post_init__(self) -> None:
+        layers = self.num_hidden_layers
+        sparsity, sizes = self.activation_sparsity_pattern, self.intermediate_size
+        if sparsity is None:
+            sparsity = [0.95 * (layers > 10 and i < 10) for i in range(layers)]
+            object.__setattr__(self, "activation_sparsity_pattern", sparsity)
+        if isinstance(sizes, int):
+            object.__setattr__(self, "intermediate_size", [sizes] * layers)
+        for name in ("activation_sparsity_pattern", "intermediate_size"):
+            if len(values := getattr(self, name)) != layers:
+                raise ConfigError(
+                    f"{name}={quote(values)} is not a value for each of {layers} layers"
+                )
+        super().__post_init__()
+        if not 0 <= self.altup_active_idx < self.altup_num_inputs:
+            raise ConfigError(
+                f"altup_active_idx={self.altup_active_idx} is not one of "
+                f"altup_num_inputs={self.altup_num_inputs} streams"
+            )
+
+    @classmethod
+    def _local_theta(cls, source: Mapping[str, Any]) -> float:
+        """rope_local_base_freq, by default 1e4: rope_theta of the sliding layers if
+        `rope_parameters` lacks it."""
+        key = "rope_local_base_freq"
+        return check_type(key, source.get(key, 1e4), float)
+
+    def _rope_keys(self) -> dict[str, Any]:
+        """The keys of `to_dict` that describe RoPE, with rope_local_base_freq, the sliding layers'
+        theta."""
+        local = self.rope_parameters[SLIDING]["rope_theta"]
+        return super()._rope_keys() | {"rope_local_base_freq": local}
+
+    def slides(self, layer: int) -> bool:
+        """Whether the layer has a sliding window if `layer_types` is None: all have but every
+        fifth."""
+        return (layer + 1) % 5 != 0
+
+
+class AltUp(nn.Module):
+    """Predicts the streams [S, B, T, C] behind a block, and corrects them by what one became."""
+
+    zero_init = ("correct_output_scale",)
+
+    def __init__(self, c: Gemma3nConfig, norm: RMSNorm):
+        super().__init__()
+        streams = c.altup_num_inputs
+        self.active, self.clip = c.altup_active_idx, c.altup_coef_clip
+        self.correct_output_scale = nn.Parameter(torch.empty(c.hidden_size))
+        self.correction_coefs = Linear(streams, streams, bias=False)
+        self.prediction_coefs = Linear(streams, streams**2, bias=False)
+        self.modality_router = Linear(c.hidden_size, streams, bias=False)
+        self.router_norm = norm
+
+    def _modalities(self, x: Tensor) -> Tensor:
+        """Mix a token's streams by this [B, T, S], from one of them, x [B, T, C]."""
+        normed = multiply(self.router_norm(x), 1 / x.shape[-1], rounded=True)
+        return torch.tanh(self.modality_router(normed).float()).to(x.dtype)
+
+    def predict(self, x: Tensor) -> Tensor:
+        """Add to each stream a mixture of all: x [S, B, T, C] -> [S, B, T, C]."""
+        if self.training and self.clip is not None and self.prediction_coefs.quantized is None:
+            # In place, as in transformers; `data`, as another pass may have saved the weight
+            self.prediction_coefs.weight.data.clamp_(-self.clip, self.clip)
+        coefs = self.prediction_coefs(self._modalities(x[self.active]))
+        coefs = coefs.unflatten(-1, (len(x), len(x)))  # [B, T, to, from]
+        return (coefs @ x.permute(1, 2, 0, 3)).permute(2, 0, 1, 3) + x
+
+    def correct(self, predicted: Tensor, activated: Tensor) -> Tensor:
+        """Add to each predicted stream [S, B, T, C] a share of the difference of `activated`
+        [B, T, C] from the active one."""
+        modalities, layer = self._modalities(activated), self.correction_coefs
+        if self.training and self.clip is not None and layer.quantized is None:
+            coefs = nn.functional.linear(modalities, layer.weight.clamp(-self.clip, self.clip))
+        else:
+            coefs = layer(modalities)
+        innovation = activated - predicted[self.active]
+        return innovation * (coefs + 1.0).permute(2, 0, 1).unsqueeze(-1) + predicted
+
+
+class Laurel(nn.Module):
+    """x plus a normed low-rank product of it: [B, T, C] -> [B, T, C]."""
+
+    def __init__(self, c: Gemma3nConfig, norm: RMSNorm):
+        super().__init__()
+        self.linear_left = Linear(c.hidden_size, c.laurel_rank, bias=False)
+        self.linear_right = Linear(c.laurel_rank, c.hidden_size, bias=False)
+        self.post_laurel_norm = norm
+
+    def forward(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
+        low = self.linear_left(x, *dropout_args)
+        return x + self.post_laurel_norm(self.linear_right(low, *dropout_args))
+
+
+class Gemma3nBlock(TransformerBlock):
+    """A block over S streams [S, B, T, C]: attention and MLP read the active one."""
+
+    norm_cast = "after_weight"
+    NORMS = (
+        *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"),
+        *("post_feedforward_layernorm", "post_per_layer_input_norm"),
+    )
+
+    def __init__(self, c: Gemma3nConfig, layer: int):
+        super().__init__()
+        self.kv_source, self.kv_is_read = c.kv_source(layer), c.kv_is_read(layer)
+        self.act, dim = activation(c.hidden_activation), c.hidden_size_per_layer_input
+        self.scales_active = c.altup_correct_scale
+        self.add_mixer(c, layer)
+        self.mlp = self.make_mlp(c, layer)
+        for name in self.NORMS:
+            self.add_module(name, self.make_norm(c))
+        self.altup, self.laurel = AltUp(c, self.make_norm(c)), Laurel(c, self.make_norm(c))
+        self.per_layer_input_gate = Linear(c.hidden_size, dim, bias=False)
+        self.per_layer_projection = Linear(dim, c.hidden_size, bias=False)
+
+    def make_mixer(self, c: Gemma3nConfig, layer: int) -> SharingAttention:
+        """Make attention with the layer's window and scale 1, which may read another's keys and
+        values."""
+        return SharingAttention(
+            *(c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim),
+            qk_norm_eps=c.rms_norm_eps,
+            cast=self.norm_cast,
+            bias=c.attention_bias,
+            out_bias=c.attention_bias,
+            values_from="projection" if c.kv_source(layer) is None else "layer",
+            window=layer_window(c, layer),
+            scale=1.0,
+        )
+
+    def make_mlp(self, c: Any, layer: int) -> GatedMLP:
+        """Make a gated MLP of the layer's size, with a share of its units only if it is sparse."""
+        sizes = c.hidden_size, c.intermediate_size[layer], activation(c.hidden_activation)
+        sparsity = c.activation_sparsity_pattern[layer]
+        return TopKMLP(*sizes, sparsity=sparsity) if sparsity else GatedMLP(*sizes)
+
+    def layer_rope(self, c: Any, layer: int) -> tuple[int, dict[str, Any]]:
+        """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
+        return c.head_dim, c.rope_parameters[c.layer_type(layer)]
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
+    ) -> BlockOutput:
+        """Returns the streams [S, B, T, C], to which nothing is to be added; None; and its keys and
+        values, if later blocks read them."""
+        pre_mixer, post_mixer, pre_mlp, post_mlp, post_input = (
+            getattr(self, name) for name in self.NORMS
+        )
+        predicted = self.altup.predict(x)
+        active = predicted[self.altup.active]
+        normed = pre_mixer(active)
+        y, kv = self.mixer(normed, rotation, state, ctx)
+        stream = active + post_mixer(y) + self.laurel(normed, *ctx.dropout_args)
+        stream = stream / math.sqrt(2)
+        y, routing = self.mlp_forward(pre_mlp(stream), ctx)
+        streams = self.altup.correct(predicted, stream + post_mlp(y))
+        first = streams[self.altup.active]
+        if self.scales_active:
+            first = first * self.altup.correct_output_scale
+        assert ctx.layer_input is not None
+        gate = act_fn(self.per_layer_input_gate(first, *ctx.dropout_args), self.act)
+        y = self.per_layer_projection(gate * ctx.layer_input, *ctx.dropout_args)
+        streams = torch.cat((streams[:1], streams[1:] + post_input(y)))
+        return (streams, None, routing, kv) if self.kv_is_read else (streams, None, routing)
+
+
+class Gemma3nDecoder(PerLayerDecoder):
+    """A decoder with S streams, which begin as projections of the embedding and end as their mean,
+    all with the magnitude of the first."""
+
+    def __init__(self, c: Gemma3nConfig, block: type[TransformerBlock], **options: Any):
+        super().__init__(c, block, rounded_scales=True, **options)
+        for name in ("altup_projections", "altup_unembed_projections"):
+            layers = [Linear(self.dim, self.dim, bias=False) for _ in range(1, c.altup_num_inputs)]
+            self.add_module(name, nn.ModuleList(layers))
+
+    @property
+    def first_modules(self) -> list[nn.Module]:
+        """Those of the base, and the projections."""
+        return [*super().first_modules, *self.get_submodule("altup_projections").children()]
+
+    @property
+    def last_modules(self) -> list[nn.Module]:
+        """The projections back, and the norm."""
+        return [*self.get_submodule("altup_unembed_projections").children(), *super().last_modules]
+
+    def begin(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
+        """The streams [S, B, T, C], and each block's input."""
+        x, inputs = super().begin(x)
+        layers = self.get_submodule("altup_projections").children()
+        return torch.stack([x, *(_rescale(layer(x), x) for layer in layers)]), inputs
+
+    def end(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The norm of the streams' mean [B, T, C]."""
+        layers = self.get_submodule("altup_unembed_projections").children()
+        back = [_rescale(layer(y), x[0]) for layer, y in zip(layers, x[1:], strict=True)]
+        return super().end(torch.stack([x[0], *back]).mean(0), residual)
+
+
+def _rescale(x: Tensor, like: Tensor) -> Tensor:
+    """Give x [B, T, C] the magnitude of another tensor, token by token."""
+    # A row of zeros, as that of padding, has no finite gradient otherwise
+    least = torch.finfo(like.dtype).tiny
+    magnitude = like.square().mean(-1, keepdim=True).clamp(min=least).sqrt()
+    return x * magnitude / x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
+
+
+class Gemma3n(CausalLM):
+    """Gemma 3n's text model: `Gemma3nBlock`s over four streams, and a softcap of the logits."""
+
+    config_class = Gemma3nConfig
+    block_class: ClassVar[type[TransformerBlock]] = Gemma3nBlock
+
+    def make_decoder(self, c: Any, **options: Any) -> Decoder:
+        """Make a decoder of streams that scales embeddings by sqrt(hidden_size)."""
+        return Gemma3nDecoder(c, self.block_class, embedding_scale=c.hidden_size**0.5, **options)
+
+    def make_head(self, c: Any, **options: Any) -> LMHead:
+        """Make a head with the config's softcap of the logits."""
+        return super().make_head(c, softcap=c.final_logit_softcapping, **options)

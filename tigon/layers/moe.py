@@ -18,7 +18,7 @@ from tigon.layers.linear import Linear
 from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.norm import RMSNorm
-from tigon.layers.router import GroupRouter, ScaledRouter
+from tigon.layers.router import Router, TopKRouter
 
 
 class MoEOutput(NamedTuple):  # a tuple, so that FSDP and checkpointing find the tensors in it
@@ -143,18 +143,21 @@ class SparseMoE(nn.Module):
         exact_weights: bool = False,
         shared: int = 0,
         shared_experts: int = 0,
-        router: GroupRouter | ScaledRouter | None = None,
+        router: Router | None = None,
         norm: RMSNorm | None = None,
         scales_input: bool = False,
         bias: bool = False,
         transposed: bool = False,
     ):
         super().__init__()
-        self.per_token, self.normalize, self.exact_weights = per_token, normalize, exact_weights
-        self.scales_input = scales_input
-        self.gate = Linear(dim, experts, bias=bias) if router is None else router
-        self.norm = norm
-        self.gate.zero_init = ()  # a router's bias is drawn, too
+        self.per_token, self.scales_input, self.norm = per_token, scales_input, norm
+        self.gate: Router = router or TopKRouter(
+            *(dim, experts, per_token),
+            normalize=normalize,
+            exact_weights=exact_weights,
+            sigmoid=scales_input,
+            bias=bias,
+        )
         form = {"bias": bias, "transposed": transposed}
         self.experts = Experts(dim, intermediate, experts, act, **form)
         self.experts.adaptable = not scales_input  # PEFT reads these matrices as transposes
@@ -170,7 +173,7 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
         rows = x.flatten(0, -2)
-        probs, chosen, weights = self._choose(rows)
+        probs, chosen, weights = self.gate.route(rows)
         given, experts, scales = rows if self.norm is None else self.norm(rows), chosen, weights
         if self.scales_input:  # a copy of a token for each of its experts
             given, experts = (given[:, None] * weights[..., None]).flatten(0, 1), chosen.view(-1, 1)
@@ -188,20 +191,6 @@ class SparseMoE(nn.Module):
         y = y if shared is None else y + shared
         # No view: FSDP2 warns of views among what a block returns
         return MoEOutput(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)
-
-    def _choose(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns probabilities [N, E], and the experts [N, k] of each token with their weights."""
-        if isinstance(self.gate, GroupRouter | ScaledRouter):
-            return self.gate.route(rows)
-        logits = self.gate(rows)
-        probs = logits.softmax(-1, dtype=torch.float32)
-        if self.scales_input:
-            best, chosen = logits.topk(self.per_token)
-            return probs, chosen, best.float().sigmoid().to(logits.dtype)
-        weights, chosen = probs.topk(self.per_token)
-        if self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return probs, chosen, weights if self.exact_weights else weights.to(logits.dtype)
 
     count_routing = staticmethod(count_routing)
 

@@ -1,5 +1,4 @@
-"""Routers that choose experts otherwise than by the largest products: by groups, as DeepSeek-V3
-and its descendants do, and from scaled tokens.
+"""Routers: which experts a token takes, and with what weights.
 
 Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.2; transformers' modeling_gemma4.
 
@@ -26,7 +25,51 @@ class Routing(NamedTuple):
     weights: Tensor  # [N, k]
 
 
-class ScaledRouter(Linear):
+class Router(Linear):
+    """A projection of tokens to experts, with a `route` that chooses some of them."""
+
+    zero_init = ()  # a router's bias is drawn, too
+
+    def route(self, x: Tensor) -> Routing:
+        """Returns the routing of x [N, C]."""
+        raise NotImplementedError
+
+
+class TopKRouter(Router):
+    """The k experts of E with the largest logits.
+
+    The weights are probabilities over all experts, made to sum to 1 with `normalize`, or with
+    `sigmoid` those of the logits; rounded to the model's dtype unless `exact_weights`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        per_token: int,
+        *,
+        normalize: bool,
+        exact_weights: bool = False,
+        sigmoid: bool = False,
+        bias: bool = False,
+    ):
+        super().__init__(dim, experts, bias=bias)
+        self.per_token, self.normalize, self.sigmoid = per_token, normalize, sigmoid
+        self.exact_weights = exact_weights
+
+    def route(self, x: Tensor) -> Routing:
+        """Returns the routing of x [N, C]."""
+        logits = self(x)
+        probs = logits.softmax(-1, dtype=torch.float32)
+        weights, experts = (logits if self.sigmoid else probs).topk(self.per_token)
+        if self.sigmoid:
+            weights = weights.float().sigmoid()
+        elif self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return Routing(probs, experts, weights if self.exact_weights else weights.to(logits.dtype))
+
+
+class ScaledRouter(Router):
     """Gemma 4's choice of k of E experts for tokens that it norms, and scales by dimension.
 
     The weights of a token sum to 1, and are then multiplied by a number of each expert.
@@ -49,7 +92,7 @@ class ScaledRouter(Linear):
         return Routing(probs, experts, weights * self.per_expert_scale[experts])
 
 
-class GroupRouter(Linear):
+class GroupRouter(Router):
     """Scores of experts [N, E], and the k that each token takes, from the best `top_groups` groups.
 
     A group is as good as the sum of its two best experts. The weights are the scores of the chosen

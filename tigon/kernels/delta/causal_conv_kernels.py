@@ -62,12 +62,14 @@ def _part_of(q, k, v, group, width, K):
     """Returns where a group's first column is in q, k or v, and the step from row to row."""
     at = v[0] + (group - 2 * K) * width
     row = v[1]
-    if group < 2 * K:
-        at = k[0] + (group - K) * width
-        row = k[1]
-    if group < K:
+    if K == 0:
+        at = v[0] + group * width
+    elif group < K:
         at = q[0] + group * width
         row = q[1]
+    elif group < 2 * K:
+        at = k[0] + (group - K) * width
+        row = k[1]
     return at, row
 
 
@@ -93,11 +95,13 @@ def _load_inputs(x, state, b, t, T, C, live, channels, inside, W):
 def _load_tokens(at, row, t, T, mask, STEP):
     """Loads STEP tokens from `at` on, 1 or 4, so that their loads are in flight together."""
     a = tl.load(at, mask=mask & (t < T), other=0.0)
-    if STEP == 1:
-        return (a,)
-    b = tl.load(at + row, mask=mask & (t + 1 < T), other=0.0)
-    c = tl.load(at + 2 * row, mask=mask & (t + 2 < T), other=0.0)
-    d = tl.load(at + 3 * row, mask=mask & (t + 3 < T), other=0.0)
+    b = a
+    c = a
+    d = a
+    if STEP > 1:
+        b = tl.load(at + row, mask=mask & (t + 1 < T), other=0.0)
+        c = tl.load(at + 2 * row, mask=mask & (t + 2 < T), other=0.0)
+        d = tl.load(at + 3 * row, mask=mask & (t + 3 < T), other=0.0)
     return a, b, c, d
 
 
@@ -167,11 +171,15 @@ def conv_forward_kernel(
     taps = _load_taps(weight, channels, inside, W)
     if UPDATE:
         last = _load_history(x, state, None, b, t0 + T, T, C, live, channels, inside, W)
-    if group < 2 * K:
-        scale = tl.where(group < K, scale, 1.0)
+    if K == 0:
         _walk(
             x, state, starts, y, y_row, taps, b, t0, live, columns, channels, inside, T, L, C,
-            scale, W, SILU, True, STEP,
+            scale, W, SILU, False, STEP,
+        )  # fmt: skip
+    elif group < 2 * K:
+        _walk(
+            x, state, starts, y, y_row, taps, b, t0, live, columns, channels, inside, T, L, C,
+            tl.where(group < K, scale, 1.0), W, SILU, True, STEP,
         )  # fmt: skip
     else:
         _walk(
@@ -303,11 +311,15 @@ def conv_backward_kernel(
     )
     dy, dy_row = _part_of(dq, dk, dv, group, WIDTH, K)
     taps = _load_taps(weight, channels, inside, W)
-    if group < 2 * K:
-        scale = tl.where(group < K, scale, 1.0)
+    if K == 0:
         sums = _walk_chunk_back(
             x, state, starts, dy, dy_row, dx, dstate, taps, b, t0, live, columns, channels, inside,
-            T, L, C, scale, W, SILU, True, partials is not None, STEP,
+            T, L, C, scale, W, SILU, False, partials is not None, STEP,
+        )  # fmt: skip
+    elif group < 2 * K:
+        sums = _walk_chunk_back(
+            x, state, starts, dy, dy_row, dx, dstate, taps, b, t0, live, columns, channels, inside,
+            T, L, C, tl.where(group < K, scale, 1.0), W, SILU, True, partials is not None, STEP,
         )  # fmt: skip
     else:
         sums = _walk_chunk_back(

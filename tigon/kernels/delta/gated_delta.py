@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.delta.gated_delta_backward import gated_delta_backward
-from tigon.kernels.delta.gated_delta_forward import CHUNK, MAX_DIM, gated_delta_forward
+from tigon.kernels.delta.gated_delta_forward import CHUNK, MAX_DIM, fits, gated_delta_forward
 from tigon.kernels.delta.gated_delta_step import gated_delta_tokens
 from tigon.kernels.runtime import (
     DTYPES,
@@ -161,7 +161,8 @@ class _GatedDeltaRule(torch.autograd.Function):
 def _served(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> bool:
     """Whether the kernels take them."""
     same = q.dtype == k.dtype == v.dtype and g.dtype == torch.float32 and beta.dtype in DTYPES
-    return runs_triton(q) and same and max(q.shape[3], v.shape[3]) <= MAX_DIM
+    narrow = max(q.shape[3], v.shape[3]) <= MAX_DIM
+    return same and narrow and runs_triton(q) and fits(q)
 
 
 def gated_delta_rule(

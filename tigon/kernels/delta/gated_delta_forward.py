@@ -5,17 +5,20 @@
 
 With G the sum of g within a chunk up to a token, and for tokens i >= j of a chunk
 
-    decay_ij  = exp(G_i - G_j)
-    errors    = solve (v - exp(G) k^T state),   solve = (1 + strictly lower(k_i k_j decay_ij beta_j))^-1
-    outputs   = exp(G) q^T state + mix errors,  mix = lower(q_i k_j decay_ij beta_j)
-    state     = exp(G_last) state + k^T (exp(G_last - G) beta errors)
+    decay_ij = exp(G_i - G_j)
+    solve    = (1 + strictly lower(k_i k_j decay_ij beta_j))^-1
+    mix      = lower(q_i k_j decay_ij beta_j)
+    errors   = solve (v - exp(G) k^T state)
+    outputs  = exp(G) q^T state + mix errors
+    state    = exp(G_last) state + k^T (exp(G_last - G) beta errors)
 
 `solve` and `mix` of all chunks are computed at once; a scan then takes the chunks of a sequence
 one after another, with the state in registers. An entry of `solve` is at most beta, so that it may
 be rounded. Bytes per token in bf16 (K=16, H=32, D=128): 8 KB for q and k, 8 KB each for v and the
 outputs, and `solve` and `mix` of 4 KB each, once written and once read.
-"""  # noqa: E501
+"""
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +35,7 @@ class ScanLaunch(NamedTuple):
 
     block: int  # columns of the state
     warps: int
-    stages: int  # chunks in flight: more than one, with which Triton 3.6 is wrong on Hopper
+    stages: int  # chunks in flight: at least two, as Triton 3.6 miscompiles one on Hopper
 
 
 PREPARE: dict[str, int] = {"num_warps": 4}
@@ -43,10 +46,23 @@ FORWARD, FORWARD_FEW = ScanLaunch(32, 4, 2), ScanLaunch(32, 4, 3)
 def precision_of(x: Tensor) -> str:
     """Returns the precision of products of fp32 where x is what it is.
 
-    Three products of tf32 are as exact as one of fp32. For halves one suffices: its error in the
-    inverse of a chunk is below that of rounding it to bf16, whatever the keys.
+    Three products of tf32 are as exact as one of fp32. For bf16 one suffices: its error in the
+    inverse of a chunk is about that of rounding it, whatever the keys.
     """
-    return "tf32x3" if x.dtype == torch.float32 else "tf32"
+    return "tf32" if x.dtype == torch.bfloat16 else "tf32x3"
+
+
+@functools.cache
+def _small(device: int) -> bool:
+    """Whether a program of this GPU may have 99 KiB of shared memory only, not 163 or more."""
+    return torch.cuda.get_device_capability(device) in ((8, 6), (8, 9), (12, 0), (12, 1))
+
+
+def fits(x: Tensor) -> bool:
+    """Whether two chunks of x [..., Dk] fit into shared memory: wide fp32 does not everywhere."""
+    if x.element_size() == 2 or x.shape[-1] <= 64 or x.device.type != "cuda":
+        return True
+    return not _small(x.device.index)
 
 
 class Chunks(NamedTuple):
@@ -307,7 +323,7 @@ def launch_scan(
     def programs(launch: ScanLaunch) -> int:
         return -(-Dv // launch.block) * H * (len(chunks.bounds) - 1)
 
-    launch = few if programs(few) <= num_sms(v) else many
+    launch = few if programs(few) <= num_sms(v) and v.element_size() == 2 else many
     return launch, (programs(launch),), min(launch.block, block_of(Dv))
 
 

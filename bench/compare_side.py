@@ -44,6 +44,7 @@ QWEN3_MOE |= {"norm_topk_prob": True, "max_position_embeddings": 40960}
 MODELS = {"Llama": LLAMA_1B, "Gemma3": GEMMA3_1B, "Qwen3Moe": QWEN3_MOE}
 TINY = dict(zip(SIZES, (512, 64, 96, 2, 4, 1, 16), strict=True))
 TINY |= {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+TINY |= {"num_local_experts": 8}
 TINY |= {"sliding_window": 8, "sliding_window_pattern": 2}
 NEW_TOKENS = (32, 160)  # of the short and of the long generation
 

@@ -23,6 +23,7 @@ from bench.kernels import BF16
 from bench.train_cases import MODELS, Batch, Case, shape_of
 from tigon.kernels import AttentionMask, attention
 from tigon.layers import Attention, LMHead, SparseMoE
+from tigon.layers.lora import MATRICES
 from tigon.plan.cost import kernel_bytes
 
 COPY = 2**32  # bytes read and written by the copy that stands for the bandwidth
@@ -109,8 +110,8 @@ def products_of(model: nn.Module, batch: Batch) -> Counter[tuple[int, int, int]]
         elif isinstance(module, nn.Linear):
             found[tokens, *module.weight.shape] += 1
         elif isinstance(module, SparseMoE):
-            for weight in module.experts.parameters():
-                found[tokens * module.per_token, *weight.shape[1:]] += 1
+            for name in MATRICES:
+                found[tokens * module.per_token, *module.experts.matrix_shape(name)] += 1
     return found
 
 
@@ -140,6 +141,8 @@ def attended(model: nn.Module, window: int | None, batch: Batch) -> Record:
         more |= {"cu_seq_lens": batch.bounds, "longest": max(batch.lengths)}
     mask = AttentionMask(t, **more)
     given = {"mask": mask, "window": window, "softcap": layer.softcap}
+    if layer.sinks is not None:
+        given["sinks"] = torch.zeros(layer.heads, **options)
     upstream = torch.randn_like(attention(*leaves, **given))
 
     def both() -> Any:

@@ -11,6 +11,7 @@ from tokenizers import decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 
 import tigon
+from tigon.models.pretrained.names import stored_buffers
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
@@ -65,6 +66,8 @@ def write_model(directory: Path, **changes: Any) -> Path:
     source = write_tokenizer(directory.with_name(directory.name + "-tokenizer"))
     config = {**LLAMA, **changes}
     model = tigon.models.MODELS[config["model_type"]].from_config(config)
+    for buffer in stored_buffers(model).values():
+        buffer.add_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(directory, tokenizer=tigon.Tokenizer.from_pretrained(source))
     return directory
 

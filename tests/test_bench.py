@@ -30,6 +30,7 @@ from bench import (
     distillation,
     distillation_side,
     estimates,
+    gated_delta,
     generate,
     generate_cases,
     generate_multi,
@@ -70,6 +71,7 @@ from tigon.kernels import AttentionMask, attention_ref
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step, train_multi)
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
+BENCHES += (gated_delta,)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}
@@ -199,7 +201,7 @@ def tiny_compare(patch: Patch, root: Path) -> list[str]:
 def tiny_train_step(patch: Patch, root: Path) -> list[str]:
     patch.setattr(train_side.Training, "profiled", lambda self: {"attention": 1.0})
     patch.setattr(train_step, "spawn", in_process(patch, train_side))
-    return ["--tiny", "--rounds", "1", "--only", "1B 1 x 512,ragged,Qwen3-30B,512 LoRA"]
+    return ["--tiny", "--rounds", "1", "--only", "1B 1 x 512,ragged,Qwen3-30B,gpt-oss,512 LoRA"]
 
 
 def tiny_preference(patch: Patch, root: Path) -> list[str]:
@@ -319,7 +321,7 @@ def check_compare(record: Record) -> None:
 
 
 def check_train_step(record: Record) -> None:
-    assert record["complete"] is False and len(record["cases"]) == 4
+    assert record["complete"] is False and len(record["cases"]) == 5
     for case in record["cases"]:
         (theirs,), (ours,) = (case["rounds"][side] for side in (PEER, train_cases.OURS))
         assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-3)
@@ -618,6 +620,17 @@ def test_docs_are_written_between_markers_or_not(tmp_path: Path, monkeypatch: Pa
     harness.write_docs({"README.md": "new"}, "k")
     text = "before\n<!-- k:begin -->\nnew\n<!-- k:end -->\nafter\n"
     assert readme.read_text() == text
+
+
+def test_gated_delta_is_beside_the_truth() -> None:
+    found = gated_delta.check([5, 0, 66], (1, 2), 8, torch.float32)
+    for errors in found.values():
+        assert errors.keys() == {"o", "state", *(f"d{n}" for n in gated_delta.NAMES)}
+        assert max(errors.values()) < 1e-5
+    before = gated_delta.forward.FORWARD
+    with gated_delta.launches(**gated_delta.VARIANTS["scan 32, 4, 4"]):
+        assert gated_delta.forward.FORWARD.stages == 4
+    assert gated_delta.forward.FORWARD is before
 
 
 def test_verdict_has_digits_enough() -> None:

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tests.hub_server import HubServer, hub
 from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
+from tests.models.mxfp4_checkpoints import to_mxfp4
 from tests.models.tiny import CASES, FIRST, ROPES, reference
 from tests.small import EXPERTS, LLAMA, write_chats, write_model
 from tigon.cli import main, summary
@@ -117,6 +118,18 @@ def test_facts_of_changed_models(change, facts, loads, folder: Path) -> None:
     summary, checked = summarize(str(folder)), describe(str(folder))
     assert all(text in summary[label] for label, text in facts.items()), summary
     assert checked["loads"].startswith(loads)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    """Each value is a parameter, and no scale is."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4}
+    theirs = reference("gpt_oss", sizes | {"num_experts_per_tok": 2}, tmp_path)
+    to_mxfp4(tmp_path)
+    facts, checked = summarize(str(tmp_path)), describe(str(tmp_path))
+    count = sum(p.numel() for p in theirs.parameters())
+    assert facts["parameters"] == checked["parameters"] == f"{count:,}"
+    loads = checked["loads"].partition(";")[0]
+    assert facts["loads"] == f"{loads}; --check tries it"
 
 
 @pytest.mark.parametrize(("model_type", "case"), SOME)

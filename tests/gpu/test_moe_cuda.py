@@ -7,7 +7,7 @@ import torch
 
 import tigon
 from tests.gpu.support import no_waiting
-from tigon.kernels.mlp import grouped_mlp
+from tigon.kernels.mlp import grouped_product
 
 pytestmark = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def test_a_step_in_a_graph(
         with torch.cuda.graph(graph):
             out = model(given, past_key_values=graphed).logits
         # Outside of a graph, so many rows would wait, and other products round otherwise
-        monkeypatch.setattr(grouped_mlp, "must_not_sync", lambda *_: True)
+        monkeypatch.setattr(grouped_product, "must_not_sync", lambda *_: True)
         for i in range(6, 18):
             given.copy_(ids[:, i : i + 1])
             graph.replay()

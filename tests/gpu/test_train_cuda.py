@@ -8,7 +8,7 @@ from tests.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import train_on_gpus
 from tigon.kernels.attention.api import AttentionMask
-from tigon.kernels.mlp import grouped_mlp
+from tigon.kernels.mlp import grouped_product
 from tigon.train import checkpoint, load, main, prepare, start
 from tigon.train.checkpoint.format import optimizer_states, weight_state
 
@@ -91,7 +91,7 @@ def test_padding_behind_packed_rows_costs_no_wait(workspace, tmp_path, monkeypat
             balance.append(loss().item())  # compiles, and looks for backends
             with monkeypatch.context() as patch:
                 # Experts themselves may ask the device how many tokens each has
-                patch.setattr(grouped_mlp, "must_not_sync", lambda *_: True)
+                patch.setattr(grouped_product, "must_not_sync", lambda *_: True)
                 patch.setattr(AttentionMask, "_build", None)
                 patch.setattr(AttentionMask, "_build_blocks", None)
                 with no_waiting():

@@ -19,6 +19,7 @@ from tests.hopper import (
     branches,
     compiling,
     convolution,
+    delta,
     head,
     mlp,
     norms,
@@ -26,7 +27,8 @@ from tests.hopper import (
     rotations,
 )
 
-MODULES = append, mlp, rotations, convolution, norms, head, optim  # what takes long comes first
+# What takes long comes first
+MODULES = append, delta, mlp, rotations, convolution, norms, head, optim
 FORMS = [dict(module.forms()) for module in MODULES]
 Found = tuple[dict[str, Any], dict[str, str], set[branches.Way]]
 

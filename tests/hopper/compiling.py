@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.hopper.branches import watch
 from tigon.kernels import runtime, use
-from tigon.kernels.mlp import grouped_mlp
+from tigon.kernels.mlp import grouped_product
 
 # Accesses of 16 bytes in the launches of each kernel; a number that falls means that Triton no
 # longer knows of an alignment, and elements are moved one by one. AdamW in bfloat16 reads 4 tensors
@@ -97,7 +97,7 @@ def pretend() -> None:
     """From now on launchers take tensors on the CPU for tensors on an H100."""
     driver.set_active(Hopper())
     runtime.INTERPRETED = True  # launch on the CPU
-    grouped_mlp._triton_supports = lambda x, weight: grouped_mlp._aligned(x, weight)
+    grouped_product._triton_supports = lambda x, weight: grouped_product._aligned(x, weight)
     torch.set_num_threads(1)
     JITFunction.__getitem__ = _compiling
     CUDABackend.add_stages = _with_an_exit

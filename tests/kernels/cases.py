@@ -32,6 +32,7 @@ from tigon.kernels import (
     fp8_linear_ref,
     gated_act,
     gated_act_ref,
+    gated_delta_rule,
     gemv,
     grouped_mlp,
     grouped_mlp_ref,
@@ -380,6 +381,49 @@ def lora_experts_case(*constant: str) -> OpCase:
     )  # fmt: skip
 
 
+# Recurrences
+
+# Batch, tokens, key heads, value heads, dims of keys and of values
+RECURRENT = [
+    (2, 70, 1, 2, 16, 24),
+    (1, 64, 2, 2, 8, 32),
+    (2, 1, 1, 3, 24, 7),
+    (1, 129, 1, 1, 40, 16),
+]
+PACKED = [((1, 63, 0, 65, 6), 1, 2, 16, 24), ((64, 64), 1, 1, 16, 16)]
+
+
+def recurrent(b: int, t: int, k: int, h: int, dk: int, dv: int) -> Inputs:
+    made = {name: torch.randn(b, t, k, dk) for name in "qk"} | {"v": torch.randn(b, t, h, dv)}
+    made |= {name: torch.randn(b, t, h) for name in ("g", "beta")}
+    return made | {"state": torch.randn(b, h, dk, dv)}
+
+
+def packed_recurrent(lengths: tuple[int, ...], k: int, h: int, dk: int, dv: int) -> Inputs:
+    made = recurrent(1, sum(lengths), k, h, dk, dv)
+    bounds = torch.tensor((0, *lengths)).cumsum(0).int()
+    return made | {"state": torch.randn(len(lengths), h, dk, dv), "cu_seqlens": bounds}
+
+
+def of_any_numbers(rule: Call) -> Call:
+    """Keys of length 1, decays and betas of any numbers; states in the dtype of outputs."""
+
+    def call(k: Tensor, g: Tensor, beta: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
+        gates = {"g": -2 * F.softplus(g), "beta": beta.sigmoid()}
+        o, final = rule(k=k * (k.square().sum(-1, True) + 1e-6).rsqrt(), **gates, **given)
+        return o, final.to(o.dtype)
+
+    return call
+
+
+def recurrent_case(make: Call, sizes: Sequence[Any], empty: Sequence[Any]) -> OpCase:
+    return OpCase(
+        of_any_numbers(gated_delta_rule), of_any_numbers(exact.gated_delta_rule), make,
+        sizes=sizes, empty=empty, constant=("state",), whole=("g", "state"),
+        second="gated_delta_rule",
+    )  # fmt: skip
+
+
 # Convolutions
 
 # Batch, tokens, channels, taps. 300 tokens are several chunks in the kernels
@@ -704,6 +748,10 @@ CASES: dict[str, OpCase] = {
     "gated_act, overwrite": act_case("silu", overwrite=True),  # nothing is written over a leaf
     "grouped_mlp, silu": experts_case("silu", EXPERTS),
     **{f"grouped_mlp, {act}": experts_case(act) for act in ("gelu", "gelu_tanh")},
+    "gated_delta_rule": recurrent_case(
+        recurrent, RECURRENT, [(2, 0, 1, 2, 8, 8), (0, 3, 1, 2, 8, 8)]
+    ),
+    "gated_delta_rule, packed": recurrent_case(packed_recurrent, PACKED, [((0, 0), 1, 2, 8, 8)]),
     "grouped_mlp, biases": biased_case("gelu", False),
     "grouped_mlp, gpt-oss": biased_case(CLAMPED, True, EXPERTS),
     "lora_linear": lora_case("weight", "bias"),
@@ -737,7 +785,7 @@ KINDS = (
     "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base", "cross_entropy, sum",
     "causal_conv, silu", "causal_conv_qkv, packed",
     "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "selected_logprobs",
-    "divergence, 0.3, sum",
+    "divergence, 0.3, sum", "gated_delta_rule",
 )  # fmt: skip
 MORE_KINDS = (
     "causal_conv, packed",

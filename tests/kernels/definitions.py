@@ -3,6 +3,7 @@
 # B batch, T tokens, H query heads, K kv heads, D head dim, C model dim, I inner dim, E experts
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -330,3 +331,36 @@ def kl_rows(c: KL, z: Tensor) -> Tensor:
         q = torch.cat((logprobs, torch.log1p(-logprobs.exp().sum())[None]))
         losses.append(kl_ref(p, q, c.beta))
     return torch.stack(losses)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Token by token, and each packed sequence as a row of its own."""
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        found = [
+            gated_delta_rule(
+                *(x[:, start:end] for x in (q, k, v, g, beta)),
+                state=None if state is None else state[n : n + 1],
+            )
+            for n, (start, end) in enumerate(itertools.pairwise(bounds))
+        ]
+        return torch.cat([o for o, _ in found], 1), torch.cat([final for _, final in found])
+    q, k, v, g, beta = (x.double() for x in (q, k, v, g, beta))
+    q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    S = v.new_zeros(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
+    S = S if state is None else state.double()
+    outputs = [v[:, :0]]
+    for t in range(v.shape[1]):
+        S = S * g[:, t, :, None, None].exp()
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", S, k[:, t])
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", S, q[:, t])[:, None])
+    return torch.cat(outputs, 1), S

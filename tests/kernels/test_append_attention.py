@@ -128,6 +128,7 @@ def plain(
     softcap: float | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     t, s = len(q), len(k)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -136,6 +137,8 @@ def plain(
         scores = softcap * (scores / softcap).tanh()
     behind = torch.arange(s - t, s)[:, None] - torch.arange(s)
     seen = (behind >= 0) & (behind < (window or s))
+    if chunked and window:
+        seen &= torch.arange(s - t, s)[:, None] // window == torch.arange(s) // window
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, t, 1)), -1)
@@ -165,6 +168,20 @@ def test_tokens_are_appended_and_seen(
 
 
 @int8
+@pytest.mark.parametrize(("window", "slots"), [(5, 20), (20, 35), (20, 200), (16, 31)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_chunks(
+    splits: int, window: int, slots: int, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows begin at, before and behind the end of a chunk, and steps cross it."""
+    monkeypatch.setattr(OWN, "_num_splits", lambda *_: splits)
+    rows = Rows([0, 15, 16, 19, 37], slots, int8=int8)
+    for t in (1, 16, 3, 1, 4):
+        rows.check(t, window=window, chunked=True)
+    rows.check_buffers()
+
+
+@int8
 @pytest.mark.parametrize(("splits", "window"), [(1, None), (3, None), (3, 20)])
 def test_sinks(
     splits: int, window: int | None, int8: bool, monkeypatch: pytest.MonkeyPatch
@@ -182,6 +199,40 @@ def test_sinks(
 def test_sizes(dim: int, groups: int, t: int, int8: bool) -> None:
     rows = Rows([33], 64, heads=2 * groups, dim=dim, int8=int8)
     rows.check(t, scale=0.1)
+
+
+def check_latents(rows: int, heads: int, dim: int, int8: bool, dtype: torch.dtype) -> None:
+    """Keys that are the values too, in the same memory."""
+    cache = Rows([0] * rows, 64, heads=heads, kv_heads=1, dim=dim, int8=int8, dtype=dtype)
+    keys, _, scales, _ = cache.buffers
+    cache.v, cache.buffers = cache.k, KVBuffers(keys, keys, scales, scales)
+    again, lengths = copied(cache.buffers), cache.lengths.clone()
+    for t in (16, 1, 3):
+        q, k, v = cache.new(t)
+        out = append_attention(q, k, v, cache.buffers, cache.lengths, scale=0.05)
+        apart = append_attention(q, k, v, again, cache.lengths, scale=0.05)
+        assert torch.equal(out, apart)
+        exact, limit = cache.exact(q, scale=0.05), 1e-5 if dtype == torch.float32 else 4e-3
+        assert (out.double() - exact).norm() <= 2 * limit * exact.norm()
+        cache.lengths += t
+    assert int(lengths.sum()) == 0
+    assert_same(KVBuffers(keys, keys, scales, scales), again)
+
+
+@int8
+@pytest.mark.parametrize(("heads", "dim"), [(5, 36), (20, 320), (3, 576)])
+def test_latents(heads: int, dim: int, int8: bool) -> None:
+    check_latents(2, heads, dim, int8, torch.float32)
+
+
+@pytest.mark.gpu
+@int8
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 32, 320), (3, 128, 576), (2, 20, 576)])
+def test_latents_in_half_precision(
+    rows: int, heads: int, dim: int, dtype: torch.dtype, int8: bool, kernels_only: None
+) -> None:
+    check_latents(rows, heads, dim, int8, dtype)
 
 
 @pytest.mark.gpu
@@ -438,6 +489,16 @@ def test_registered_op(path: str, int8: bool) -> None:
             if x is not None and x.is_floating_point():
                 x.nan_to_num_()
         angles = (None, None) if int8 else torch.randn(2, 1, 2, D // 2).unbind()
-        args = (*rows.new(2), *rows.buffers, rows.lengths, 5, 2.0, 0.3, *angles, torch.randn(H))
+        args = (
+            *rows.new(2),
+            *rows.buffers,
+            rows.lengths,
+            5,
+            True,
+            2.0,
+            0.3,
+            *angles,
+            torch.randn(H),
+        )
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(OWN._forward.op, args, test_utils=tests)

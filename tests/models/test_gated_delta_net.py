@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from tests.generation.common import padded
 from tests.models.contract import tiny_llama
 from tests.models.test_parity import gradients
-from tests.models.tiny import CASES, exact, load_case, reference
+from tests.models.tiny import CASES, FULL, exact, load_case, reference
 from tests.numbers import assert_as_near, float64
 from tigon.layers import GatedDeltaNet, KVCache
 from tigon.models import MODELS, CausalLM, from_pretrained
@@ -174,6 +175,12 @@ def test_what_is_taken_back_and_what_cannot_be(model: CausalLM) -> None:
         plain.crop(torch.tensor([5, 5]))
     with pytest.raises(ValueError, match="rollback=-1 is not a number of tokens"):
         model.static_cache(2, 40, rollback=-1)
+    emptied = model.static_cache(2, 40, rollback=3)
+    model(ids[:, :8], past_key_values=emptied)
+    emptied.crop(torch.tensor([0, 7]))
+    logits = model(ids[:, 7:9], past_key_values=emptied).logits
+    assert_close(logits[0], model(ids[:1, 7:9]).logits[0])
+    assert_close(logits[1], model(ids[1:, :9]).logits[0, 7:])
     grown = cache.capacity
     cache.grow(64)
     assert grown == 40 and cache.states[0].history == 3
@@ -215,13 +222,13 @@ def test_padding_of_a_cache_in_bf16(tmp_path: Path) -> None:
     reference("qwen3_5_text", CASES["qwen3_5_text"]["plain"], tmp_path)
     model = from_pretrained(tmp_path, dtype=torch.bfloat16)
     state = model.static_cache(2, 20).states[0]
-    assert (state.inputs.dtype, state.memory.dtype) == (torch.bfloat16, torch.float32)
+    assert [x.dtype for x in state.tensors] == [torch.bfloat16, torch.float32]
     with torch.no_grad():
         cache, ids = KVCache(), text(2, 9)
         model(ids, past_key_values=cache)
         model(ids, past_key_values=cache)
     state = cache.states[0]
-    assert (state.inputs.dtype, state.memory.dtype) == (torch.bfloat16, torch.float32)
+    assert [x.dtype for x in state.tensors] == [torch.bfloat16, torch.float32]
 
 
 def edit(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
@@ -239,6 +246,19 @@ def test_tensors_of_further_predictions_are_skipped(model_type: str, tmp_path: P
         UserWarning, match=r"2 tensors are skipped, 'mtp.fc.weight' among them; they"
     ):
         from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("keys", [{}, {"full_attention_interval": 3}, {"num_hidden_layers": 3}])
+@families
+def test_what_a_config_leaves_out(model_type: str, keys: dict[str, int]) -> None:
+    theirs = AutoConfig.for_model(model_type, **keys)
+    ours = MODELS[model_type].config_class.from_dict({"model_type": model_type, **keys})
+    layers = range(theirs.num_hidden_layers)
+    assert [ours.attends(i) for i in layers] == [k == FULL for k in theirs.layer_types]
+    name = "partial_rotary_factor"
+    assert ours.rope_parameters[name] == theirs.rope_parameters[name] == 0.25
+    given = MODELS[model_type].config_class.from_dict({"model_type": model_type, name: 0.5})
+    assert given.rope_parameters[name] == 0.5
 
 
 def test_refusals(model: CausalLM) -> None:

@@ -31,6 +31,15 @@ EVEN = {
     "num_hidden_layers": 2,
 }
 EXPERTS = {**EVEN, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA = {
+    **EXPERTS,
+    "full_attention_interval": 2,
+    "shared_expert_intermediate_size": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
 LATENTS = {**EVEN, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 48}
 LATENTS |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "n_group": 2}
 LATENTS |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -43,6 +52,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], bool, Block, dict[str, Any]]] = {
     "one scale a matrix": ("ministral3", EVEN, True, None, STATIC),
     "experts apart": ("qwen3_moe", EXPERTS, True, (32, 16), DYNAMIC),
     "experts stacked": ("qwen3_moe", EXPERTS, False, (32, 16), DYNAMIC),
+    "rows in another order": ("qwen3_next", DELTA, True, (32, 16), DYNAMIC),
     "latents": ("deepseek_v3", LATENTS, True, (32, 16), DYNAMIC),
     "stored packed": ("phi3", EVEN | {"pad_token_id": None}, True, (32, 16), DYNAMIC),
 }
@@ -65,14 +75,16 @@ def test_as_transformers_dequantises_and_as_they_are_kept(case: str, tmp_path: P
     few = [m.quantized for m in kept.modules() if isinstance(m, Linear) and m.quantized is not None]
     stored = [t for name, t in tensors(source).items() if ".experts." not in name]
     own = sum(t.nbytes for t in stored if t.dtype == torch.float8_e4m3fn)
-    assert few and sum(weight.memory.nbytes for weight in few) == own  # type: ignore
+    kept_bytes = sum(weight.memory.nbytes for weight in few)  # type: ignore
+    assert 0 < kept_bytes < own if case == "rows in another order" else kept_bytes == own
     assert torch.equal(kept(tokens()).logits, ours(tokens()).logits)
     kept.save_pretrained(tmp_path / "kept")
     assert same(tensors(tmp_path / "kept"), meant)
     kept.add_adapter(LoraConfig(rank=2))
     assert gradients(kept)
 
-    if case in ("experts stacked", "blocks that divide nothing"):  # which transformers cannot
+    # Which transformers cannot
+    if case in ("experts stacked", "blocks that divide nothing", "rows in another order"):
         return
     theirs = AutoModelForCausalLM.from_pretrained(
         source, quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16

@@ -15,7 +15,7 @@ import torch
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model
 from tests.train import watching
-from tigon.kernels.mlp.grouped_mlp import training_syncs
+from tigon.kernels.mlp.grouped_product import training_syncs
 from tigon.layers import KVCache
 from tigon.train import load, prepare, train
 from tigon.train.cuda_graphs import Graphs, check_run
@@ -358,7 +358,7 @@ def test_models_that_do_not_fit(model, monkeypatch):
     experts = tigon.Qwen3Moe.from_config(EXPERTS)
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.experts asks the GPU"):
         Graphs(experts)
-    gemm = importlib.import_module("tigon.kernels.mlp.grouped_mlp")
+    gemm = importlib.import_module("tigon.kernels.mlp.grouped_product")
     for hopper, columns, dtype, device, syncs in (
         (True, 64, torch.bfloat16, "cuda:0", False),
         (True, 64, torch.float32, "cuda:0", True),

@@ -22,6 +22,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": EIGHT_EXPERTS | SHARED,
     "qwen3_moe": EIGHT_EXPERTS,
 }
+GROUPS = {
+    "model_type": "glm4_moe",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+LATENTS = GROUPS | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+}
 # Keys and values of two layers, and a second embedding
 SHARING: dict[str, Any] = {
     "num_hidden_layers": 4, "sliding_window": 7, "num_kv_shared_layers": 2,
@@ -31,6 +49,7 @@ SHARING: dict[str, Any] = {
 MODEL_CHANGES: dict[str, dict[str, Any]] = FAMILIES | {
     "gemma4": SHARING | {"model_type": "gemma4_text", "global_head_dim": 12},
     "gemma3n": SHARING | {"model_type": "gemma3n_text"},
+    "latents": LATENTS,
     "teacher": {"num_hidden_layers": 1},
     "few": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "one head": {"num_attention_heads": 1, "num_key_value_heads": 1},
@@ -109,6 +128,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "mixtral": MOE | {"model": "mixtral"},
     "qwen2_moe": MOE | {"model": "qwen2_moe", "eval_data": "held out"},
     "qwen3_moe": MOE,
+    "moe of latents": LONG | {"ema_decay": 0.5, "model": "latents"} | RECOMPUTED,
+    "lora of latents": ADAPTER | DROPOUT | {"model": "latents", "batch_size": 8},
     "moe 8bit": MOE | {"optimizer": "adamw_8bit"},
     "moe muon": MOE | {"optimizer": "muon"},
     # A row on each of two ranks, or both on one: their micro-batches are not balanced alike
@@ -141,7 +162,7 @@ LOOSE = {  # tolerances of what is logged, and of weights
 OBJECTIVES = ["seen", "sft", "lines", "two heads", "lora", "dpo", "orpo", "kto", "grpo", "reward"]
 OBJECTIVES += ["distill", "zero", "few heads", "few heads dpo"]
 WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they share, kinds of runs
-    "context": (2, {"context": 2}, OBJECTIVES),
+    "context": (2, {"context": 2}, [*OBJECTIVES, "moe of latents"]),
     "two groups": (4, {"context": 2}, ["sft", "two heads", "dpo"]),
     "one row": (4, {"context": 4}, ["few heads", "few heads dpo", "two heads"]),
     "replicated rows": (4, {"replicate": 2, "context": 2}, ["lines"]),
@@ -165,8 +186,8 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     "replicas": (4, {"replicate": 2, "fsdp": 2}, ["adamw", "muon"]),
     "fsdp tensor": (
         4, {"fsdp": 2, "tensor": 2},
-        ["average", "average of experts", "lora dropout", "lora dora", "lora ends",
-         "lora whole ends", "muon", "muon zero", "average zero"],
+        ["average", "average of experts", "moe of latents", "lora dropout", "lora dora",
+         "lora ends", "lora whole ends", "muon", "muon zero", "average zero"],
     ),
     "expert": (
         2, {"expert": 2},
@@ -179,7 +200,8 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     "expert context": (4, {"context": 2, "expert": 2}, ["qwen3_moe", "moe muon"]),
     "expert tensor": (
         4, {"tensor": 2, "expert": 4},
-        [*FAMILIES, "moe dpo", "moe recomputed", "moe muon", "moe in backward", "lora experts",
+        [*FAMILIES, "moe of latents", "moe dpo", "moe recomputed", "moe muon", "moe in backward",
+         "lora experts", "lora of latents",
          "lora dense experts"],
     ),
     # Dense layers without FSDP, and experts that two ranks have
@@ -219,6 +241,7 @@ RESUMED = [
     ("moe 8bit", "expert", "one"), ("lora dropout", "one", "tensor"),
     ("lora dropout", "tensor", "one"), ("lora dora", "fsdp tensor", "one"),
     ("lora ends", "one", "tensor"), ("lora whole ends", "fsdp tensor", "one"),
+    ("moe of latents", "one", "fsdp tensor"), ("moe of latents", "expert tensor", "one"),
     ("lora experts", "expert", "expert tensor"), ("lora experts", "expert tensor", "one"),
 ]  # fmt: skip
 
@@ -292,8 +315,8 @@ def test_other_layouts_resume(workspace, make, kind, before, after):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "kind"),
-    [("expert tensor", "mixtral"), ("fsdp tensor", "average"), ("fsdp tensor", "lora dora"),
-     ("expert tensor", "lora experts")],
+    [("expert tensor", "mixtral"), ("expert tensor", "moe of latents"), ("fsdp tensor", "average"),
+     ("fsdp tensor", "lora dora"), ("expert tensor", "lora experts")],
 )  # fmt: skip
 def test_converted_checkpoint_equals_export(workspace, make, way, kind, tmp_path):
     run = workspace.root / make(way, kind)

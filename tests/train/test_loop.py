@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import tigon
 from tests.small import EXPERTS, LLAMA, write_model, write_tokenizer
 from tests.train.layouts import assert_same_metrics
+from tests.train.test_layouts import GROUPS
 from tigon.train import load, main, prepare, start
 
 
@@ -180,3 +181,7 @@ def test_a_model_without_experts_cannot_balance_them(workspace):
     with pytest.raises(SystemExit) as error:
         main(workspace.settings("dense", router_aux_loss_coef=0.1))
     assert "router_aux_loss_coef=0.1, but LlamaForCausalLM has no experts" in str(error.value)
+    with pytest.raises(SystemExit) as error:
+        model = write_model(workspace.root / "groups", **GROUPS)
+        main(workspace.settings("grouped", model=model, router_aux_loss_coef=0.1))
+    assert "router_aux_loss_coef=0.1, but Glm4MoeForCausalLM has no aux_loss" in str(error.value)

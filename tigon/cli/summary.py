@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ FIRST_BYTES = 1 << 16  # of a file of weights, requested first; most headers fit
 Facts = dict[str, str]  # label -> value, as printed
 # Tensors that are no parameters of the text model
 NOT_PARAMETERS = ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector.")
+MXFP4 = "_blocks", "_scales"  # endings of names
 SCALES = ("_scale_inv", "activation_scale")  # of fp8 weights
 ACTIVATIONS = ("hidden_act", "hidden_activation")
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -158,11 +160,26 @@ def _parameters(
     values: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor] | None:
     """Returns the parameters of the text model; None if their values are packed."""
-    if _quantization(values) not in ({}, {"quantised": "fp8"}):
+    quantized = _quantization(values).get("quantised")
+    if quantized == "mxfp4":
+        stored = _unpack_mxfp4(stored)
+    elif quantized not in (None, "fp8"):
         return None
     tied = values.get("tie_word_embeddings") is True
     left = (*NOT_PARAMETERS, *SCALES, *(HEAD,) * tied)
     return {n: t for n, t in stored.items() if not any(part in n for part in left)}
+
+
+def _unpack_mxfp4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Returns the tensors with those in MXFP4 as they load: two values for each byte of blocks."""
+    blocks, scales = MXFP4
+    names = {n for n in stored if n.endswith(scales)}
+    unpacked = {n: t for n, t in stored.items() if n not in names}
+    for name in [n for n in unpacked if n.endswith(blocks)]:
+        tensor = unpacked.pop(name)
+        shape = (*tensor.shape, 2)
+        unpacked[name.removesuffix(blocks)] = replace(tensor, tag="BF16", shape=shape)
+    return unpacked
 
 
 def _quantization(values: Mapping[str, Any]) -> Facts:
@@ -213,11 +230,14 @@ def _size_facts(values: Mapping[str, Any]) -> Facts:
         width = size // heads
     kv_heads, act = get("num_key_value_heads", "num_attention_heads"), get(*ACTIVATIONS)
     of_heads = f" query, {_plain(kv_heads)} key/value, {_plain(width)} dims each"
+    unit = f", {_plain(act)}" if act is not None else ""
+    if values.get("block_auto_adjust_ff_dim"):
+        unit = ", from which the MLPs' own follows"
     facts = {
         "layers": (get("num_hidden_layers"), ""),
         "model dim": (size, ""),
         "heads": (heads, of_heads if width is not None else ""),
-        "MLP dim": (get("intermediate_size"), f", {_plain(act)}" if act is not None else ""),
+        "MLP dim": (get("intermediate_size"), unit),
         "vocabulary": (get("vocab_size"), ""),
         "context": (get("max_position_embeddings"), " tokens"),
     }

@@ -70,6 +70,15 @@ class ContextShard:
             gather_from_group(x[None], self.ranks).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
         )
 
+    def tokens_before(self, x: Tensor, count: int) -> Tensor:
+        """Returns the `count` tokens [B, count, ...] before this rank's first, of the ranks' x
+        [B, S, ...]; zeros before the row's first token."""
+        last = x[:, max(self.size - count, 0) :]
+        every = all_to_all(last[None].expand(self.ranks.size, *last.shape), self.ranks)
+        before = every[: self.ranks.rank].transpose(0, 1).flatten(1, 2)
+        before = before[:, max(before.shape[1] - count, 0) :]
+        return F.pad(before, (0, 0) * (x.dim() - 2) + (count - before.shape[1], 0))
+
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum over ranks, which every rank uses in the same way."""
         return reduce_from_group(x, self.ranks)

@@ -4,6 +4,7 @@ from tigon.distributed.context_attention import ContextShard
 from tigon.layers.attention import Attention
 from tigon.layers.context import BlockInputs
 from tigon.layers.embedding import Embedding, LowRankEmbedding
+from tigon.layers.float32 import Float32Module
 from tigon.layers.gated_delta_net import GatedDeltaNet
 from tigon.layers.kv_cache import Cache, KVCache, LayerState, StaticCache
 from tigon.layers.latent_attention import LatentAttention, LatentSizes
@@ -21,8 +22,16 @@ from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
 from tigon.layers.norm import AddRMSNorm, RMSNorm, UnitRMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
-from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, rotated_dims, yarn_magnitude
+from tigon.layers.rope import (
+    NoRotary,
+    RotaryEmbedding,
+    Rotation,
+    make_rotary,
+    rotated_dims,
+    yarn_magnitude,
+)
 from tigon.layers.router import GroupRouter, ScaledRouter
+from tigon.layers.short_conv import ShortConv
 
 __all__ = [
     "Adapters",
@@ -35,6 +44,7 @@ __all__ = [
     "Embedding",
     "Experts",
     "FP8Weight",
+    "Float32Module",
     "FusedLinear",
     "GatedDeltaNet",
     "GatedLinear",
@@ -61,11 +71,13 @@ __all__ = [
     "RowOrder",
     "SavedModules",
     "ScaledRouter",
+    "ShortConv",
     "SparseMoE",
     "StaticCache",
     "UnitRMSNorm",
     "balance",
     "count_routing",
+    "make_rotary",
     "rotated_dims",
     "yarn_magnitude",
 ]

@@ -70,13 +70,15 @@ class BlockInputs:
     def starts(self) -> Tensor | None:
         """Bool [B, T], True at the first token of each row and of each packed sequence.
 
-        None without packed sequences: each row continues its state.
+        None without packed sequences: each row continues its state. With `shard`, those of this
+        rank's tokens.
         """
         segments = self.mask.segment_ids
         if segments is None:
             return None
         first = torch.ones_like(segments[:, :1], dtype=torch.bool)
-        return torch.cat((first, segments[:, 1:] != segments[:, :-1]), 1)
+        starts = torch.cat((first, segments[:, 1:] != segments[:, :-1]), 1)
+        return starts if self.shard is None else self.shard.part(starts)
 
     def last(self, x: Tensor, before: Tensor) -> Tensor:
         """Returns x [B, T, ...] at the last new token of each row of the cache [R, ...].

@@ -6,7 +6,6 @@
 Source: Yang et al. 2024 (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from tigon.kernels.delta.causal_conv import causal_conv_qkv
 from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS, gated_delta_rule, gated_delta_step
 from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.layers.context import BlockInputs, CacheAppend
-from tigon.layers.delta_state import DeltaState, last_inputs
+from tigon.layers.float32 import Float32Module
 from tigon.layers.kv_cache import Quantize
 from tigon.layers.linear import FusedLinear, Linear, RowOrder
+from tigon.layers.recurrent_state import DeltaState, last_inputs, real_ends
 
 
 class GatedRMSNorm(nn.Module):
@@ -37,6 +37,26 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps, gate=gate)
+
+
+class Decay(Float32Module):
+    """Maps a [..., H] to the logarithm of each head's decay, -exp(A_log) softplus(a + dt_bias).
+
+    In fp32: what a head forgets in a thousand tokens is a power of it.
+    """
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.A_log = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(heads, dtype=torch.float32))
+
+    def init_weights(self) -> None:
+        """Sets A_log to the logarithm of numbers from U(0.01, 16), and dt_bias to 1."""
+        nn.init.uniform_(self.A_log, 0.01, 16).log_()
+        nn.init.ones_(self.dt_bias)
+
+    def forward(self, a: Tensor) -> Tensor:
+        return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
 
 
 class GatedDeltaNet(nn.Module):
@@ -79,28 +99,9 @@ class GatedDeltaNet(nn.Module):
         else:
             self.in_proj = FusedLinear(dim, (channels, values, value_heads, value_heads))
         self.conv1d = nn.Conv1d(channels, channels, taps, groups=channels, bias=False)
-        # In fp32 whatever the model's dtype: what a head forgets in a thousand tokens is a power
-        self.A_log = nn.Parameter(torch.empty(value_heads, dtype=torch.float32))
-        self.dt_bias = nn.Parameter(torch.empty(value_heads, dtype=torch.float32))
+        self.decay = Decay(value_heads)
         self.norm = GatedRMSNorm(value_dim, eps)
         self.out_proj = Linear(values, dim, bias=False)
-
-    def init_weights(self) -> None:
-        """Sets A_log to the logarithm of numbers from U(0.01, 16), and dt_bias to 1."""
-        nn.init.uniform_(self.A_log, 0.01, 16).log_()
-        nn.init.ones_(self.dt_bias)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GatedDeltaNet":
-        """Converts all but the dtype of A_log and dt_bias."""
-        kept = {name: self._parameters[name] for name in ("A_log", "dt_bias")}
-        values = {name: p.detach() for name, p in kept.items() if p is not None}
-        values = {name: x if x.is_meta else x.clone() for name, x in values.items()}
-        super()._apply(fn, recurse)
-        for name, x in values.items():
-            p = self.get_parameter(name)
-            if p.dtype != x.dtype:
-                p.data = x.to(p.device)
-        return self
 
     def make_state(
         self,
@@ -134,8 +135,7 @@ class GatedDeltaNet(nn.Module):
         """
         sizes = self.channels, self.value_heads * self.value_dim, self.value_heads, self.value_heads
         mixed, z, b, a = self.in_proj(x, *ctx.dropout_args).split(sizes, -1)
-        beta = b.sigmoid()
-        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+        beta, g = b.sigmoid(), self.decay(a)
         if ctx.real is not None:
             padding = ~ctx.real[..., None]
             mixed, beta, g = (t.masked_fill(padding, 0) for t in (mixed, beta, g))
@@ -205,7 +205,7 @@ class GatedDeltaNet(nn.Module):
             first = torch.arange(b, device=mixed.device) * t
             ends = first + (t if ctx.real is None else real_ends(ctx.real))
             inputs = last_inputs(mixed.flatten(0, 1), before, first, ends, state.window)
-            state.replace(inputs, final)
+            state.replace(inputs.detach(), final.detach())
         return o.view(b, t, *o.shape[2:])
 
     def _write_history(
@@ -246,8 +246,3 @@ def sequence_bounds(mask: AttentionMask) -> Tensor:
     if isinstance(sequences, str):
         raise ValueError(f"packed sequences in Gated DeltaNet: {sequences}")
     return sequences.cu
-
-
-def real_ends(real: Tensor) -> Tensor:
-    """Returns [B], the position behind the last True of each row of `real` [B, T]; 0 if none is."""
-    return (torch.arange(1, real.shape[1] + 1, device=real.device) * real).amax(1)

@@ -59,7 +59,8 @@ class LatentAttention(Attention):
         interleaved: bool = False,
     ):
         nn.Module.__init__(self)  # the base would make one projection for q, k and v
-        self.window = self.softcap = self.q_norm = self.k_norm = None
+        self.window = self.softcap = self.sinks = self.gate = self.gate_proj = None
+        self.q_norm = self.k_norm = None
         self.flat_qk_norm, self.interleaved, self.scale = False, interleaved, scale
         self.sizes, self.heads, self.kv_heads = sizes, heads, heads
         self.head_dim = sizes.plain + sizes.rotated

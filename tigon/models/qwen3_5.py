@@ -117,6 +117,7 @@ class Qwen3_5Config(GatedDeltaConfig):
 
 # The projections that checkpoints have apart, and one product computes
 PROJECTIONS = PACKED | {"in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")}
+DECAY = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias"}
 
 
 class Qwen3_5(CausalLM):
@@ -124,4 +125,4 @@ class Qwen3_5(CausalLM):
 
     config_class = Qwen3_5Config
     block_class = GatedDeltaBlock
-    checkpoint_names = CheckpointNames(packed=PROJECTIONS, extra=("mtp.",))
+    checkpoint_names = CheckpointNames(packed=PROJECTIONS, renamed=DECAY, extra=("mtp.",))

@@ -11,7 +11,7 @@ from tigon.layers import SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.moe import MoEConfig, sparse_moe
 from tigon.models.pretrained.names import CheckpointNames
-from tigon.models.qwen3_5 import PROJECTIONS, GatedDeltaBlock, Qwen3_5Config
+from tigon.models.qwen3_5 import DECAY, PROJECTIONS, GatedDeltaBlock, Qwen3_5Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,4 +54,4 @@ class Qwen3_5Moe(CausalLM):
 
     config_class = Qwen3_5MoeConfig
     block_class = Qwen3_5MoeBlock
-    checkpoint_names = CheckpointNames(packed=PROJECTIONS, extra=("mtp.",))
+    checkpoint_names = CheckpointNames(packed=PROJECTIONS, renamed=DECAY, extra=("mtp.",))

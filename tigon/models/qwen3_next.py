@@ -9,7 +9,7 @@ from tigon.layers import GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.pretrained.names import PACKED, CheckpointNames
 from tigon.models.qwen2_moe import QwenMoEConfig, experts_or_mlp
-from tigon.models.qwen3_5 import GatedDeltaBlock, GatedDeltaConfig
+from tigon.models.qwen3_5 import DECAY, GatedDeltaBlock, GatedDeltaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,5 +45,5 @@ class Qwen3Next(CausalLM):
     config_class = Qwen3NextConfig
     block_class = Qwen3NextBlock
     checkpoint_names = CheckpointNames(
-        packed=PACKED | {"in_proj": ("in_proj_qkvz", "in_proj_ba")}, extra=("mtp.",)
+        packed=PACKED | {"in_proj": ("in_proj_qkvz", "in_proj_ba")}, renamed=DECAY, extra=("mtp.",)
     )

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.kernels.runtime import disable_pdl
-from tigon.layers import Experts
+from tigon.layers import Experts, Float32Module
 from tigon.models import CausalLM
 
 
@@ -59,6 +59,11 @@ def shard_blocks(
         for module in block.modules():
             if experts is not None and isinstance(module, Experts) and module.shard is not None:
                 fully_shard(module, mesh=experts, mp_policy=policy(experts))
+            if isinstance(module, Float32Module):  # a group has one dtype
+                exact = MixedPrecisionPolicy(
+                    torch.float32, torch.float32, cast_forward_inputs=False
+                )
+                fully_shard(module, mesh=mesh, mp_policy=exact)
         fully_shard(block, mesh=mesh, mp_policy=policy(mesh))
     for module in (*others, *model.model.first_modules):
         fully_shard(module, mesh=mesh, mp_policy=policy(mesh))

@@ -36,6 +36,7 @@ from tigon.layers import (
     LowRank,
     LowRankEmbedding,
     LowRankExperts,
+    ShortConv,
     SparseMoE,
 )
 from tigon.layers.lora import LORA_B, MAGNITUDE
@@ -333,8 +334,21 @@ def qkv_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 def gate_up_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
     """This rank's rows of packed gate and up: the same units of both."""
-    gate = _local_rows(0, size // 2, 0, ranks)
-    return gate, _local_rows(size // 2, size // 2, gate[0].length, ranks)
+    return _packed_rows(2, size, ranks)
+
+
+def conv_input_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
+    """This rank's rows of both gates and the input of a short convolution: the same channels."""
+    return _packed_rows(3, size, ranks)
+
+
+def _packed_rows(parts: int, size: int, ranks: Ranks) -> Pieces:
+    """This rank's share, by `rank_bounds`, of each of several parts of one size."""
+    pieces, each, target = [], size // parts, 0
+    for begin in range(0, size, each):
+        pieces.append(_local_rows(begin, each, target, ranks))
+        target += pieces[-1][0].length
+    return tuple(pieces)
 
 
 def delta_input_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
@@ -404,14 +418,21 @@ PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
     GatedDeltaNet: {
         "in_proj.weight": ShardRule(0, delta_input_rows),
         "conv1d.weight": ShardRule(0, delta_channel_rows),
-        "A_log": ShardRule(0, query_rows),
-        "dt_bias": ShardRule(0, query_rows),
+        "decay.A_log": ShardRule(0, query_rows),
+        "decay.dt_bias": ShardRule(0, query_rows),
         "out_proj.weight": ShardRule(1, query_rows),
     },
     GatedMLP: {
         "gate_up_proj.weight": ShardRule(0, gate_up_rows),
         "gate_up_proj.bias": ShardRule(0, gate_up_rows),
         "down_proj.weight": ShardRule(1, unit_rows),
+    },
+    ShortConv: {
+        "in_proj.weight": ShardRule(0, conv_input_rows),
+        "in_proj.bias": ShardRule(0, conv_input_rows),
+        "conv.weight": ShardRule(0, unit_rows),
+        "conv.bias": ShardRule(0, unit_rows),
+        "out_proj.weight": ShardRule(1, unit_rows),
     },
     Experts: {
         "gate_up_proj": ShardRule(1, expert_gate_up_rows),
@@ -534,7 +555,7 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
                 for projection in filter(None, (module.qkv_proj, module.gate_proj)):
                     _install(projection, ColumnParallelLinear, tensor=tensor)
                 _install(module.o_proj, RowParallelLinear, tensor=tensor)
-            elif isinstance(module, GatedDeltaNet):
+            elif isinstance(module, GatedDeltaNet | ShortConv):
                 _install(module.in_proj, ColumnParallelLinear, tensor=tensor)
                 _install(module.out_proj, RowParallelLinear, tensor=tensor)
             elif isinstance(module, GatedMLP) and module not in inside:  # a shared expert's

@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from tigon.generation.steps import side_stream
 from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.attention.mask import pad_cu_seqlens
-from tigon.kernels.mlp.grouped_mlp import training_syncs
+from tigon.kernels.mlp.grouped_product import training_syncs
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import Adapters, Attention
 from tigon.layers.moe import Experts

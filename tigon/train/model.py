@@ -17,6 +17,7 @@ from tigon.models.adapters.adapters import init_adapter
 from tigon.models.adapters.lora import savable_modules
 from tigon.models.config import torch_dtype
 from tigon.models.init import init_sharded_weights
+from tigon.models.moe import MoEConfig
 from tigon.models.pretrained.load import as_sequence_classifier, open_model, read_config
 from tigon.models.pretrained.quantization import quantize_model, quantized_bytes
 from tigon.parallel import (
@@ -211,9 +212,10 @@ def apply_model_settings(model: CausalLM, config: Config) -> CausalLM:
             f"task=reward trains it, and task={config.task} a language model"
         )
     if (coef := config.router_aux_loss_coef) is not None:
-        if not has_experts(model):
+        if not isinstance(model.config, MoEConfig):
+            lacks = "aux_loss" if has_experts(model) else "experts"
             name = model.config.architecture
-            raise ValueError(f"router_aux_loss_coef={coef}, but {name} has no experts")
+            raise ValueError(f"router_aux_loss_coef={coef}, but {name} has no {lacks}")
         routing: dict[str, Any] = {"output_router_logits": coef > 0, "router_aux_loss_coef": coef}
         model.config = replace(model.config, **routing)
     if config.activation_checkpointing != "auto":  # else memory.resolve_checkpointing chooses

@@ -22,6 +22,7 @@ GROUP = 32  # codes of a block
 CHUNK = 512  # outputs that are decoded at a time
 POSITIVE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 NUMBERS = torch.cat((POSITIVE, -POSITIVE)).bfloat16()  # of each code
+POWERS = torch.ldexp(torch.ones(255), torch.arange(255) - 127).bfloat16()  # of each scale
 PAIRS = NUMBERS[torch.stack((torch.arange(256) % 16, torch.arange(256) // 16), 1)]  # of each byte
 
 
@@ -60,8 +61,8 @@ class Mxfp4Tensor(DecodedTensor):
                         "again"
                     )
                 numbers = PAIRS.index_select(0, codes.flatten().int()).view(rows, groups, GROUP)
-                scales = torch.ldexp(torch.ones(()), exponents.int() - 127).bfloat16()
-                numbers.mul_(scales[..., None])
+                powers = POWERS.index_select(0, exponents.flatten().int())
+                numbers.mul_(powers.view(rows, groups, 1))
                 matrix[:, output : output + rows] = numbers.flatten(1).t()
         return values
 

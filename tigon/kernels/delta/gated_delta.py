@@ -13,14 +13,24 @@ Per value head and token, with a state of [Dk, Dv]:
 Source: Yang et al. 2024 (arXiv 2412.06464); l2-normed keys and scaled queries are the caller's.
 """
 
+import contextlib
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tigon.kernels.runtime import check_devices, has_values
+from tigon.kernels.delta.gated_delta_backward import gated_delta_backward
+from tigon.kernels.delta.gated_delta_forward import CHUNK, MAX_DIM, gated_delta_forward
+from tigon.kernels.delta.gated_delta_step import gated_delta_tokens
+from tigon.kernels.runtime import (
+    DTYPES,
+    check_devices,
+    on_host,
+    refuse_second_derivative,
+    runs_triton,
+)
 
-CHUNK = 64
 MAX_STEP_TOKENS = 16
 
 
@@ -40,7 +50,8 @@ def gated_delta_rule_ref(
     """
     if state is None:
         rows = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        state = torch.zeros(rows, *v.shape[2:3], q.shape[3], v.shape[3], device=q.device)
+        shape = rows, v.shape[2], q.shape[3], v.shape[3]
+        state = q.new_zeros(shape, dtype=torch.float32)
     if cu_seqlens is None:
         return _chunked(state, q, k, v, g, beta)
     if cu_seqlens.is_meta:  # shapes are all
@@ -61,15 +72,17 @@ def _chunked(
     inside = torch.float64 if q.dtype == torch.float64 else torch.float32
     T, groups = q.shape[1], v.shape[2] // q.shape[2]
     state, outputs = state.to(inside), []
-    with torch.autocast(q.device.type, enabled=False):
-        for first in range(0, T, CHUNK):
+    autocast = (
+        contextlib.nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False)
+    )
+    with autocast:
+        for first in range(0, max(T, 1), CHUNK):
             part = (x[:, first : first + CHUNK].to(inside) for x in (q, k, v, g, beta))
             qc, kc, vc, gc, bc = (x.transpose(1, 2) for x in part)  # [B, heads, C, ...]
             qc, kc = (x.repeat_interleave(groups, 1) for x in (qc, kc))
             G = gc.cumsum(-1)
             # Never the product of two exponentials: G may fall to -1000 within a chunk
-            later = torch.ones(G.shape[-1], G.shape[-1], dtype=torch.bool, device=G.device).triu(1)
-            decay = (G[..., :, None] - G[..., None, :]).masked_fill(later, -torch.inf).exp()
+            decay = (G[..., :, None] - G[..., None, :]).tril().exp().tril()
             reach = G.exp()[..., None]  # of the state before the chunk
             predicted = reach * (kc @ state)
             mixed = (decay * bc[..., None, :] * (kc @ kc.mT)).tril(-1)
@@ -79,9 +92,9 @@ def _chunked(
             change = bc[..., None] * error
             o = reach * (qc @ state) + (decay * (qc @ kc.mT)) @ change
             outputs.append(o.transpose(1, 2).to(v.dtype))
-            last = G[..., -1:, None]
+            last = gc.sum(-1)[..., None, None]
             state = last.exp() * state + (kc * (last - G[..., None]).exp()).mT @ change
-    return torch.cat(outputs, 1) if outputs else torch.zeros_like(v), state
+    return torch.cat(outputs, 1), state
 
 
 def gated_delta_step_ref(
@@ -128,6 +141,29 @@ def _check_state(state: Tensor, rows: int, q: Tensor, v: Tensor) -> None:
         raise ValueError("state requires a gradient, which is not computed: detach it")
 
 
+class _GatedDeltaRule(torch.autograd.Function):
+    """Saves its inputs alone: the backward pass computes the rest again."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:  # what `gated_delta_forward` takes
+        if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
+            ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        return tuple(gated_delta_forward(*inputs))
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> Any:
+        refuse_second_derivative("gated_delta_rule")
+        do = torch.zeros_like(ctx.saved_tensors[2]) if do is None else do
+        return *gated_delta_backward(*ctx.saved_tensors, do, dfinal), None, None
+
+
+def _served(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> bool:
+    """Whether the kernels take them."""
+    same = q.dtype == k.dtype == v.dtype and g.dtype == torch.float32 and beta.dtype in DTYPES
+    return runs_triton(q) and same and max(q.shape[3], v.shape[3]) <= MAX_DIM
+
+
 def gated_delta_rule(
     q: Tensor,  # [B, T, K, Dk]
     k: Tensor,  # [B, T, K, Dk]
@@ -153,11 +189,17 @@ def gated_delta_rule(
                 "integers [S + 1] with one row"
             )
         rows = len(cu_seqlens) - 1
-        if cu_seqlens.device.type == "cpu" and has_values(cu_seqlens):
-            _check_bounds(cu_seqlens, q.shape[1])
     if state is not None:
         _check_state(state, rows, q, v)
-    return gated_delta_rule_ref(q, k, v, g, beta, cu_seqlens=cu_seqlens, state=state)
+    if cu_seqlens is not None and on_host(cu_seqlens):
+        _check_bounds(cu_seqlens, q.shape[1])
+    if not _served(q, k, v, g, beta):
+        return gated_delta_rule_ref(q, k, v, g, beta, cu_seqlens=cu_seqlens, state=state)
+    inputs = q, k, v, g, beta, cu_seqlens, state
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:5]):
+        return _GatedDeltaRule.apply(*inputs)
+    o, final = gated_delta_forward(*inputs)
+    return o, final
 
 
 def _check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
@@ -187,4 +229,6 @@ def gated_delta_step(
             f"{q.shape[1]} tokens are more than {MAX_STEP_TOKENS}: call gated_delta_rule"
         )
     _check_state(state, q.shape[0], q, v)
-    return gated_delta_step_ref(q, k, v, g, beta, state)
+    if not (_served(q, k, v, g, beta) and state.is_contiguous()):
+        return gated_delta_step_ref(q, k, v, g, beta, state)
+    return gated_delta_tokens(q, k, v, g, beta, state)

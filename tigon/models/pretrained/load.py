@@ -89,13 +89,16 @@ def open_model(
     with prefix_errors(file):
         cls = _find_class(_text_config(content), models)
         scales = read_quantization(content)
-        config = parse_config(cls, content)
+        config = parse_config(cls, content, ignored=(QUANTISATION,))
         return file, cls, config, lambda: Checkpoint.open(repository, scales)
 
 
-def parse_config(cls: type[M], content: Mapping[str, Any]) -> ModelConfig:
-    """Read the config of this class from config.json's content, which may be a multimodal one."""
-    source = {k: v for k, v in _text_config(content).items() if k != QUANTISATION}
+def parse_config(
+    cls: type[M], content: Mapping[str, Any], ignored: Collection[str] = ()
+) -> ModelConfig:
+    """Read the config of this class from config.json's content, which may be a multimodal one, but
+    for the `ignored` keys."""
+    source = {k: v for k, v in _text_config(content).items() if k not in ignored}
     config = cls.config_class.from_dict(source)
     if content.get("model_type") not in MULTIMODAL:
         return config

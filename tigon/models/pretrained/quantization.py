@@ -2,7 +2,8 @@
 
 All projections but head, routers and experts are quantized, as by bitsandbytes. Matrices that a
 checkpoint stores separately are quantized separately, so that packed projections have the same
-values as PEFT's separate ones.
+values as PEFT's separate ones; where rows are in another order here, other rows share a scale's
+scale.
 """
 
 import math
@@ -71,6 +72,8 @@ def quantize_model(
     check_quantize(quantize)
     modules = {m.path: model.get_submodule(m.path) for m in find_target_modules(model)}
     layers = {f"{path}.weight": m for path, m in modules.items() if isinstance(m, Linear)}
+    if quantize == "keep":  # blocks of rows that are in another order here have no scale
+        layers = {n: m for n, m in layers.items() if not any(getattr(m, "orders", ()))}
     if quantize == "keep" and checkpoint is not None:
         _keep_fp8(model, layers, checkpoint)
     else:
@@ -181,9 +184,15 @@ def dequantized_entries(
     entries: list[TensorEntry] = []
     for name, _, weight in quantized_layers(model):
         for i, part in enumerate(parts_of[name]):
+            begin, row_bytes = part.rows[0].target, part.shape[1] * dtype.itemsize
             blocks = [
-                RowBlock(first, count, partial(_dequantize_rows, weight, i, first))
-                for first, count in row_chunks(part.shape[0], part.shape[1] * dtype.itemsize)
+                RowBlock(
+                    source + first,
+                    count,
+                    partial(_dequantize_rows, weight, i, target - begin + first),
+                )
+                for source, target, rows in part.rows
+                for first, count in row_chunks(rows, row_bytes)
             ]
             local = blocks[(ranks.rank - len(entries)) % ranks.size :: ranks.size]
             entries.append(TensorEntry(part.name, part.shape, dtype, local))

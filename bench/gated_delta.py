@@ -1,0 +1,358 @@
+"""The gated delta rule on one GPU: errors beside float64, times, and launches that were tried.
+
+# T tokens, K key heads, H value heads, D head dim, S packed sequences, B rows
+
+    python bench/gated_delta.py                                # three minutes with FLA installed
+    python bench/gated_delta.py --only checks,times --quick
+    python bench/gated_delta.py --write-docs                   # needs no GPU
+
+The truth is the definition in float64. FLA's forward pass runs beside ours; its backward pass
+raises on Hopper with Triton 3.4 to 3.7.0, which miscompile it.
+"""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bench import harness
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress
+from bench.timing import deadline, milliseconds, quantiles, relative_l2
+from tigon.kernels import (
+    gated_delta_rule,
+    gated_delta_rule_ref,
+    gated_delta_step,
+    gated_delta_step_ref,
+)
+from tigon.kernels.delta import gated_delta_backward as backward
+from tigon.kernels.delta import gated_delta_forward as forward
+from tigon.kernels.delta import gated_delta_step as step
+from tigon.kernels.delta.gated_delta_forward import ScanLaunch
+
+K, H, D = 16, 32, 128
+SHAPES = {"1 x 8192": [8192], "8 x 1024": [1024] * 8, "1 x 32768": [32768]}
+AIMS = {"forward": 0.30, "backward": 0.90}  # milliseconds at 8192 tokens
+NAMES = ("q", "k", "v", "g", "beta")
+Inputs = list[Tensor]
+
+
+def draw(tokens: int, heads: tuple[int, int], dim: int, dtype: torch.dtype) -> Inputs:
+    """Unit keys, scaled unit queries, and heads that remember and forget at every pace."""
+    q, k = (F.normalize(torch.randn(1, tokens, heads[0], dim), dim=-1) for _ in "qk")
+    v = torch.randn(1, tokens, heads[1], dim)
+    pace = torch.logspace(-4, 1.3, heads[1])
+    g = -pace * F.softplus(torch.randn(1, tokens, heads[1]))
+    beta = torch.randn(1, tokens, heads[1]).sigmoid().to(dtype)
+    return [x.to(dtype) for x in (q * dim**-0.5, k, v)] + [g, beta]
+
+
+def bounds_of(lengths: list[int]) -> Tensor | None:
+    """None for one sequence."""
+    if len(lengths) == 1:
+        return None
+    return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int()
+
+
+def run_all(rule: Callable[..., Any], inputs: Inputs, ups: Inputs, **how: Any) -> dict[str, Tensor]:
+    """Outputs, states and gradients."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    o, final = rule(*leaves, **how)
+    ups = [up.to(y.dtype) for up, y in zip(ups, (o, final), strict=True)]
+    grads = torch.autograd.grad((o, final), leaves, ups)
+    return {"o": o, "state": final} | {f"d{n}": x for n, x in zip(NAMES, grads, strict=True)}
+
+
+def check(lengths: list[int], heads: tuple[int, int], dim: int, dtype: torch.dtype) -> Record:
+    """The error of every result, of the kernels and of plain torch with float32 inside."""
+    torch.manual_seed(0)
+    tokens, rows = sum(lengths), len(lengths)
+    inputs = draw(tokens, heads, dim, dtype)
+    state = torch.randn(rows, heads[1], dim, dim)
+    ups = [torch.randn(1, tokens, heads[1], dim), torch.randn(rows, heads[1], dim, dim)]
+    how: Record = {"cu_seqlens": bounds_of(lengths)}
+    exact = run_all(
+        gated_delta_rule_ref, [x.double() for x in inputs], ups, state=state.double(), **how
+    )
+    sides = {"tigon": gated_delta_rule, "torch": gated_delta_rule_ref}
+    found: Record = {}
+    for side, rule in sides.items():
+        values = run_all(rule, inputs, ups, state=state, **how)
+        found[side] = {n: relative_l2(x, exact[n]) for n, x in values.items()}
+    return found
+
+
+def check_step() -> list[float]:
+    """The errors of outputs and of the state after five tokens, beside float64."""
+    torch.manual_seed(0)
+    inputs = [x.view(3, 5, *x.shape[2:]) for x in draw(15, (K, H), D, torch.bfloat16)]
+    state = torch.randn(3, H, D, D)
+    moved, exact = state.clone(), state.double()
+    o = gated_delta_step(*inputs, moved)
+    truth = gated_delta_step_ref(*(x.double() for x in inputs), exact)
+    return [relative_l2(o, truth), relative_l2(moved, exact)]
+
+
+def named(lengths: list[int]) -> str:
+    """The lengths, or how many there are of one."""
+    return f"{len(lengths)} x {lengths[0]}" if len({*lengths}) == 1 else str(lengths)
+
+
+CHECKS = {
+    f"{named(lengths)} x {heads[0]}/{heads[1]} x {dim}, {str(dtype)[6:]}": (
+        lengths,
+        heads,
+        dim,
+        dtype,
+    )
+    for lengths, heads, dim, dtype in [
+        ([300], (2, 4), 128, torch.bfloat16),
+        ([1, 64, 0, 130, 65], (2, 4), 128, torch.bfloat16),
+        ([300], (2, 4), 128, torch.float16),
+        ([100, 200], (2, 6), 64, torch.bfloat16),
+        ([200], (1, 2), 24, torch.bfloat16),
+        ([300], (2, 4), 128, torch.float32),
+        ([70, 100], (2, 4), 24, torch.float32),
+        ([8192], (K, H), D, torch.bfloat16),
+        ([1024] * 8, (K, H), D, torch.bfloat16),
+    ]
+}
+
+# What a launch may be; of each kernel the others stay as they are
+SCANS = [ScanLaunch(*given) for given in [(32, 4, 2), (32, 4, 3), (32, 4, 4), (64, 4, 2)]]
+GRADIENTS = [
+    ScanLaunch(*given) for given in [(64, 4, 1), (64, 4, 2), (32, 4, 1), (32, 4, 2), (64, 8, 2)]
+]
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{f"scan {s[0]}, {s[1]}, {s[2]}": {"FORWARD": s, "FORWARD_FEW": s} for s in SCANS},
+    **{f"reverse {s[0]}, {s[1]}, {s[2]}": {"BACKWARD": s, "BACKWARD_FEW": s} for s in SCANS},
+    **{f"gradients {s[0]}, {s[1]}, {s[2]}": {"GRADIENTS": s} for s in GRADIENTS},
+    "prepare": {},
+    "prepare 128 registers": {"PREPARE": {"num_warps": 4, "maxnreg": 128}},
+}
+TIMED = {"scan": ("scan", "states")}  # kernels that a variant concerns, where not one of its name
+STEPS = [(16, 4), (8, 2), (16, 2), (32, 4), (32, 8), (64, 8)]  # columns and warps of a step
+
+
+@contextmanager
+def launches(**constants: Any) -> Iterator[None]:
+    """Other constants in the modules that have them."""
+    before = [
+        (module, name, getattr(module, name))
+        for module in (forward, backward, step)
+        for name in constants
+        if hasattr(module, name)
+    ]
+    for module, name, _ in before:
+        setattr(module, name, constants[name])
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def check_one(name: str) -> Record:
+    """The errors of a check or of a variant, or what failed; Triton keeps its kernels on disk."""
+    torch.set_default_device("cuda")
+    variant = [64, 0, 100], (K, H), D, torch.bfloat16
+    try:
+        with launches(**VARIANTS.get(name, {})):
+            return check(*CHECKS.get(name, variant))
+    except Exception as error:  # such as too much shared memory
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def check_all(names: list[str]) -> dict[str, Record]:
+    """Side by side, since compiling takes longest."""
+    with multiprocessing.get_context("spawn").Pool(14) as pool:
+        return dict(zip(names, pool.map(check_one, names, chunksize=1), strict=True))
+
+
+def stages(lengths: list[int]) -> dict[str, Callable[[], Any]]:
+    """Each kernel on its own."""
+    q, k, v, g, beta = draw(sum(lengths), (K, H), D, torch.bfloat16)
+    do = torch.randn(v.shape).to(v.dtype)
+    chunks = forward.make_chunks(q, bounds_of(lengths))
+    prepared = forward.prepare(q, k, g, beta, chunks)
+    o, errors, dv, dq, dk = (torch.empty_like(x) for x in (v, v, v, q, k))
+    states, dstates = (q.new_empty(chunks.slots, H, D, D) for _ in range(2))
+    final = q.new_empty(len(lengths), H, D, D, dtype=torch.float32)
+    scan = partial(forward.scan, k=k, v=v, prepared=prepared, chunks=chunks, state=None)
+    again = partial(scan, None, errors=errors, states=states)
+    reverse = partial(backward._reverse_scan, q, k, prepared, chunks, do, None, dv, dstates)
+    again()
+    reverse()
+    return {
+        "chunks": partial(forward.make_chunks, q, bounds_of(lengths)),
+        "prepare": partial(forward.prepare, q, k, g, beta, chunks),
+        "scan": partial(scan, q, o=o, final=final),
+        "states": again,
+        "reverse": reverse,
+        "gradients": partial(
+            backward._chunk_gradients,
+            *(q, k, prepared, chunks, errors, do, dv, states, dstates, dq, dk),
+        ),
+    }
+
+
+def median(run: Callable[[], Any]) -> float:
+    return quantiles(milliseconds(run, total=30.0, least=5, most=30))[1]
+
+
+def times(rule: Callable[..., Any], lengths: list[int], back: bool = True) -> Record:
+    """Milliseconds of the forward pass and of the backward pass alone."""
+    inputs = [x.requires_grad_() for x in draw(sum(lengths), (K, H), D, torch.bfloat16)]
+    bounds = bounds_of(lengths)
+    run = partial(rule, *inputs, cu_seqlens=bounds)
+    found: Record = {"forward": median(run)}
+    if back:
+        o = run()[0]
+        do = torch.randn(o.shape).to(o.dtype)
+        found["backward"] = median(lambda: torch.autograd.grad(o, inputs, do, retain_graph=True))
+    return found
+
+
+def decode(rows: int, tokens: int) -> Record:
+    """Milliseconds of a step, and the state's bytes over them."""
+    given = [
+        x.expand(rows, *x.shape[1:]).contiguous() for x in draw(tokens, (K, H), D, torch.bfloat16)
+    ]
+    state = torch.randn(rows, H, D, D)
+    ms = median(lambda: gated_delta_step(*given, state))
+    return {"ms": ms, "tb_per_s": 2 * state.numel() * 4 / ms / 1e9}
+
+
+def time_variants(checked: dict[str, Record]) -> dict[str, Record]:
+    """With their errors, the times of the kernels that differ."""
+    for name, found in checked.items():
+        if "error" in found:
+            continue
+        kind = name.split()[0]
+        with launches(**VARIANTS[name]):
+            for shape in ("1 x 8192", "8 x 1024"):
+                runs = stages(SHAPES[shape])
+                found[shape] = {n: median(runs[n]) for n in TIMED.get(kind, (kind,))}
+    return checked
+
+
+def time_steps() -> Record:
+    """Milliseconds of one token of one row and of 64 rows, by columns and warps."""
+    found: Record = {}
+    for columns, warps in STEPS:
+        with launches(COLUMNS=columns, WARPS=warps):
+            found[f"{columns}, {warps}"] = [decode(1, 1)["ms"], decode(64, 1)["ms"]]
+    return found
+
+
+def time_fla() -> Record:
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def rule(*inputs: Tensor, cu_seqlens: Tensor | None) -> Any:
+        bounds = None if cu_seqlens is None else cu_seqlens.long()
+        return chunk_gated_delta_rule(
+            *inputs, scale=1.0, output_final_state=True, cu_seqlens=bounds
+        )
+
+    found: Record = {}
+    for name in ("1 x 8192", "8 x 1024"):
+        try:
+            found[name] = times(rule, SHAPES[name], back=False)
+        except Exception as error:
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+    return found
+
+
+def run(job: Job) -> str:
+    torch.set_default_device("cuda")
+    tuner = None
+    if "fla" in job.only:  # its autotuner compiles meanwhile; a second run times what it chose
+        command = [sys.executable, __file__, "--only", "fla", "--tune"]
+        if not job.options.tune:
+            tuner = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    wanted = {"checks": CHECKS, "variants": VARIANTS}
+    names = [name for part, of in wanted.items() if part in job.only for name in of]
+    errors = check_all(names) if names else {}
+    for part, of in wanted.items():
+        if part in job.only:
+            job.add(**{part: {name: errors[name] for name in of}})
+    progress(f"checked {len(names)}: {[n for n, found in errors.items() if 'error' in found]}")
+    if tuner is not None:
+        try:
+            tuner.wait(job.options.limit)
+        except subprocess.TimeoutExpired:
+            tuner.kill()
+    if "times" in job.only:
+        for name, lengths in SHAPES.items():
+            kernels = {n: median(one) for n, one in stages(lengths).items()}
+            found = times(gated_delta_rule, lengths) | {"kernels": kernels}
+            progress(f"{name}: {found}")
+            job.add(times=job.record.get("times", {}) | {name: found})
+    if "step" in job.only:
+        steps = {
+            f"{b} x {t}": decode(b, t) for b, t in [(1, 1), (8, 1), (64, 1), (256, 1), (64, 8)]
+        }
+        job.add(step=steps, step_error=check_step(), step_launches=time_steps())
+        progress(f"{steps}, {job.record['step_error']}, {job.record['step_launches']}")
+    if "variants" in job.only:
+        job.add(variants=time_variants(job.record["variants"]))
+        for name, found in job.record["variants"].items():
+            worst = max(found.get("tigon", {"": 0.0}).values())
+            progress(f"{name}: {[found.get(n) for n in ('error', *SHAPES)]}, error {worst:.2g}")
+    if "fla" in job.only:
+        os.environ["FLA_CACHE_RESULTS"] = "0"  # what it compiled is there; what it chose was noisy
+        with deadline(job.options.limit):
+            job.add(fla=time_fla(), fla_version=harness.installed("fla-core"))
+        progress(f"{job.record['fla']}")
+    return f"{show(job.record)}\n\n{verdicts(job.record)}"
+
+
+def show(record: Record) -> str:
+    timed, fla = record.get("times", {}), record.get("fla", {})
+    kernels = list(next(iter(timed.values()), {}).get("kernels", {}))
+    rows = []
+    for name, found in timed.items():
+        theirs = fla.get(name, {}).get("forward")
+        ratio = theirs / found["forward"] if theirs else None
+        cells = [found["forward"], theirs, ratio, found["backward"]]
+        rows.append([name, *map(figure, [*cells, *(found["kernels"][n] for n in kernels)])])
+    head = ["sequences x tokens", "forward, ms", "FLA forward, ms", "FLA / Tigon", "backward, ms"]
+    lines = [f"{heading(record, {'fla-core': record.get('fla_version')})}."]
+    lines.append(markdown([*head, *(f"{n}, ms" for n in kernels)], rows))
+    errors = [
+        [name, *(figure(error, 2) for error in of["tigon"].values())]
+        for name, of in record.get("checks", {}).items()
+        if "error" not in of
+    ]
+    names = ["o", "state", *(f"d{n}" for n in NAMES)]
+    lines.append(markdown(["tokens x heads x dim: error of", *names], errors))
+    return "\n\n".join(lines)
+
+
+def verdicts(record: Record) -> str:
+    one = record.get("times", {}).get("1 x 8192", {})
+    return "\n".join(
+        harness.verdict(f"{n}, ms", one.get(n), aim, most=True) for n, aim in AIMS.items()
+    )
+
+
+CASES = ["checks", "times", "step", "variants", "fla"]
+OPTIONS = (
+    ("--limit", {"type": float, "default": 60.0, "help": "seconds that FLA's autotuner may take"}),
+    ("--tune", {"action": "store_true", "help": "leave FLA's choices in Triton's cache"}),
+)
+BENCH = Bench("gated_delta", __doc__, run, show, CASES, "docs/kernels.md", options=OPTIONS)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

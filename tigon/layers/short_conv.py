@@ -1,0 +1,103 @@
+"""Short convolution: a causal convolution between two gates, in place of attention.
+
+# B batch, T tokens, C model dim, W taps, R rows of the cache
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.kernels.delta.causal_conv import causal_conv
+from tigon.layers.context import BlockInputs
+from tigon.layers.kv_cache import Quantize
+from tigon.layers.linear import FusedLinear, Linear
+from tigon.layers.recurrent_state import ConvState, last_inputs, real_ends
+
+
+class ShortConv(nn.Module):
+    """A causal convolution of each channel over `taps` tokens, between gates, [B, T, C] in and out.
+
+    The projection's thirds are the gate of the convolution's input, that of its output, and the
+    input itself. `bias`: that of all three layers. Source: LFM2 (arXiv 2511.23404).
+    """
+
+    def __init__(self, dim: int, taps: int, *, bias: bool = False):
+        super().__init__()
+        self.in_proj = FusedLinear(dim, (dim, dim, dim), bias=bias)
+        self.conv = nn.Conv1d(dim, dim, taps, groups=dim, bias=bias)
+        self.out_proj = Linear(dim, dim, bias=bias)
+
+    def make_state(
+        self,
+        rows: int,
+        capacity: int | None,
+        *,
+        chunk: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        quantize: Quantize = None,
+    ) -> ConvState:
+        """Returns an empty state, which has the same size for any `capacity`, and is not
+        quantized."""
+        channels, _, taps = self.conv.weight.shape
+        return ConvState(torch.zeros(rows, 1, taps - 1, channels, dtype=dtype, device=device))
+
+    def forward(
+        self, x: Tensor, rotation: Any, state: ConvState | None, ctx: BlockInputs
+    ) -> Tensor:
+        """Returns [B, T, C] for x [B, T, C]; tokens see the W - 1 before them in their sequence.
+
+        With a `state`, goes on from it and changes it; with `ctx.shard`, from the tokens of the
+        ranks before. Padding counts as zeros.
+        """
+        gate_in, gate_out, x = self.in_proj(x, *ctx.dropout_args).chunk(3, -1)
+        x = gate_in * x
+        if ctx.real is not None:
+            x = x.masked_fill(~ctx.real[..., None], 0)
+        if ctx.shard is not None:
+            before = ctx.shard.tokens_before(x, self.conv.weight.shape[2] - 1)
+            y = self._convolve(x, starts=ctx.starts, state=before)
+        elif state is None or ctx.append is None:
+            y = self._convolve(x, starts=ctx.starts)
+        elif ctx.append.lengths is not None:
+            y = self._step(x, state, ctx.append.lengths)
+        else:
+            y = self._append(x, state, ctx)
+        return self.out_proj(gate_out * y, *ctx.dropout_args)
+
+    def _convolve(self, x: Tensor, **options: Any) -> Tensor:
+        """Returns the convolution of x [B, T, C] and its bias."""
+        y = causal_conv(x, self.conv.weight[:, 0], **options)
+        return y if self.conv.bias is None else y + self.conv.bias
+
+    def _step(self, x: Tensor, state: ConvState, lengths: Tensor) -> Tensor:
+        """Returns [B, T, C] for T new tokens of every row, which hold `lengths` [R]."""
+        (before,) = state.read(lengths)
+        if state.history is None:
+            return self._convolve(x, state=before, update_state=True)
+        inputs = torch.cat((before, x.to(before.dtype)), 1)
+        for t in range(1, x.shape[1] + 1):
+            state.write(lengths + t, inputs[:, t : t + state.window])
+        return self._convolve(x, state=before)
+
+    def _append(self, x: Tensor, state: ConvState, ctx: BlockInputs) -> Tensor:
+        """Returns [B, T, C] for prompts, or for what follows equally many tokens in all rows."""
+        append, (b, t) = ctx.append, x.shape[:2]
+        assert append is not None
+        cached = append.cached_tokens
+        before = state.read(cached)[0] if cached else None
+        y = self._convolve(x, starts=ctx.starts, state=before)
+        flat = x.flatten(0, 1)
+        if append.slots is not None:
+            starts, ends = append.slots.bounds[:-1], append.slots.bounds[1:]
+            kept = state.history or 0
+            for back in range(kept, -1, -1):  # rows of fewer tokens are at their start
+                at = torch.maximum(starts, ends - back)
+                inputs = last_inputs(flat, before, starts, at, state.window)
+                state.write(cached + at - starts, inputs)
+        elif ctx.starts is None:  # packed sequences have no single end to go on from
+            starts = torch.arange(b, device=x.device) * t
+            ends = starts + (t if ctx.real is None else real_ends(ctx.real))
+            state.replace(last_inputs(flat, before, starts, ends, state.window))
+        return y

@@ -1,0 +1,141 @@
+"""LFM2: Llama with short convolutions in place of attention in most layers, and QK-norm.
+
+Paper: arXiv 2511.23404; checked against transformers' modeling_lfm2.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import nn
+
+from tigon.layers import GatedMLP, ShortConv
+from tigon.models.causal_lm import CausalLM
+from tigon.models.config import ModelConfig
+from tigon.models.decoder import PreNormBlock
+from tigon.models.pretrained.names import QKV, CheckpointNames
+from tigon.models.rope_config import FULL
+from tigon.utils.config import ConfigError
+from tigon.utils.json import quote
+
+CONV = "conv"
+# Keys of config.json, which win over those of their fields' names -> the fields
+KEYS = {
+    "norm_eps": "rms_norm_eps",
+    "tie_embedding": "tie_word_embeddings",
+    "block_ff_dim": "intermediate_size",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lfm2Config(ModelConfig):
+    """The config of LFM2: `ModelConfig` with the layers that have attention, the convolution's taps
+    and biases, and how the MLP's size follows from intermediate_size."""
+
+    model_type = "lfm2"
+    architecture = "Lfm2ForCausalLM"
+    default_theta = 1e6
+    # Copies of other keys, how weights were initialized, and keys with another name here
+    ignored = frozenset(
+        {
+            *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
+            *("block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out"),
+            *("conv_use_xavier_init", "num_heads", "theta", "use_pos_enc", *KEYS),
+        }
+    )
+
+    vocab_size: int = 65536
+    hidden_size: int = 2560
+    intermediate_size: int = 12288
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 128000
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    conv_bias: bool = False
+    conv_L_cache: int = 3
+    block_multiple_of: int = 256
+    block_ffn_dim_multiplier: float = 1.0
+    block_auto_adjust_ff_dim: bool = True
+    full_attn_idxs: list[int] | None = None
+    layer_types: list[str] | None = None
+
+    @classmethod
+    def classifier(cls) -> None:
+        """None: transformers has no sequence classifier of LFM2."""
+
+    @classmethod
+    def from_dict(cls, source: Mapping[str, Any]) -> Self:
+        """As ModelConfig's, with `KEYS` under the names here."""
+        renamed = {KEYS[key]: value for key, value in source.items() if key in KEYS}
+        return super().from_dict({**source, **renamed})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ModelConfig's, with the keys of LFM2's config alone."""
+        out = super().to_dict()
+        del out["hidden_act"], out["rms_norm_eps"]
+        stored = {key: getattr(self, name) for key, name in KEYS.items() if key in out}
+        return out | {"norm_eps": self.rms_norm_eps} | stored
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        types, layers = self.layer_types, self.num_hidden_layers
+        if types is not None and (len(types) != layers or not set(types) <= {CONV, FULL}):
+            raise ConfigError(
+                f"layer_types={quote(types)} is not {CONV!r} or {FULL!r} for each of {layers} "
+                "layers"
+            )
+
+    def attends(self, layer: int) -> bool:
+        """Whether the layer has attention: by layer_types, or else full_attn_idxs, or else all."""
+        if self.layer_types is not None:
+            return self.layer_types[layer] == FULL
+        return self.full_attn_idxs is None or layer in self.full_attn_idxs
+
+    @property
+    def mlp_size(self) -> int:
+        """The MLP's size: intermediate_size, or two thirds of it times block_ffn_dim_multiplier,
+        rounded up to a multiple of block_multiple_of."""
+        if not self.block_auto_adjust_ff_dim:
+            return self.intermediate_size
+        size = int(self.block_ffn_dim_multiplier * int(2 * self.intermediate_size / 3))
+        return -(-size // self.block_multiple_of) * self.block_multiple_of
+
+
+class Lfm2Block(PreNormBlock):
+    """A `PreNormBlock` with a short convolution, or attention with QK-norm per head."""
+
+    def make_mixer(self, c: Lfm2Config, layer: int) -> nn.Module:
+        """Make attention with QK-norm, or a short convolution, which is called "conv"."""
+        if c.attends(layer):
+            return self.make_attention(c, qk_norm_eps=c.rms_norm_eps)
+        self.mixer_name = CONV
+        return ShortConv(c.hidden_size, c.conv_L_cache, bias=c.conv_bias)
+
+    def make_mlp(self, c: Lfm2Config, layer: int) -> GatedMLP:
+        """Make a gated MLP of `mlp_size`."""
+        return GatedMLP(c.hidden_size, c.mlp_size, "silu")
+
+
+class Lfm2(CausalLM):
+    """LFM2: `Lfm2Block`s, with the names of its checkpoints."""
+
+    config_class = Lfm2Config
+    block_class = Lfm2Block
+    checkpoint_names = CheckpointNames(
+        packed=QKV | {"gate_up_proj": ("w1", "w3")},
+        renamed={
+            "input_layernorm": "operator_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "norm": "embedding_norm",
+            "q_norm": "q_layernorm",
+            "k_norm": "k_layernorm",
+            "o_proj": "out_proj",
+            "mlp": "feed_forward",
+            "down_proj": "w2",
+        },
+    )

@@ -413,3 +413,20 @@ def test_glm4_ends_where_transformers_does() -> None:
     for eos in (None, 7, [1, 2]):
         raw = {"model_type": "glm4", "eos_token_id": eos}
         assert ours(raw).eos_token_id == theirs(raw).eos_token_id
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_sizes_of_gemma4s_layers(same: bool) -> None:
+    """From keys that transformers reads and does not write."""
+    raw = {"model_type": "gemma4_unified_text", "num_hidden_layers": 4, "attention_k_eq_v": same}
+    raw |= {"global_head_dim": 96, "num_global_key_value_heads": 2}
+    raw |= {"layer_types": [FULL, SLIDING, FULL, SLIDING]}  # the last one is full in any case
+    config, expected = ours(raw), theirs(raw).per_layer_config
+    assert windows(config) == [None, 1024, None, None]
+    for layer in range(4):
+        sizes = expected[layer].head_dim, expected[layer].num_key_value_heads
+        assert config.attention_sizes(layer) == sizes  # type: ignore[attr-defined]
+        assert sizes == ((256, 4) if layer == 1 else (96, 2 if same else 4))
+    wrong = raw | {"per_layer_config": {"0": {"head_dim": 31}}}
+    with pytest.raises(ConfigError, match="layer 0 has head_dim=31, which must be even"):
+        ours(wrong)

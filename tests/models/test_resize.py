@@ -14,7 +14,9 @@ from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
 
-KINDS = [(kind, case) for kind, case in FIRST if kind in ("llama", "gemma2", "granite")]
+KINDS = [
+    (kind, case) for kind, case in FIRST if kind in ("llama", "gemma2", "gemma4_text", "granite")
+]
 
 
 @pytest.mark.parametrize("tied", [True, False])

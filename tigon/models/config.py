@@ -308,6 +308,13 @@ class TwoRopesConfig(WindowedConfig):
         return write_two_ropes(self.rope_parameters)
 
 
+def vocabulary_keys(c: ModelConfig) -> list[str]:
+    """The names of the config's sizes that count all tokens: vocab_size, and that of a second
+    embedding if it has a row for each of them."""
+    second = "vocab_size_per_layer_input"
+    return ["vocab_size"] + [second] * (getattr(c, second, None) == c.vocab_size)
+
+
 def _num_labels(source: Mapping[str, Any]) -> int:
     """The number of scores of a sequence classifier's config.json; 0 for a language model."""
     names = source.get("architectures")

@@ -293,7 +293,7 @@ class Decoder(nn.Module):
         return False
 
     @property
-    def embeddings(self) -> list[nn.Module]:
+    def embeddings(self) -> list[Embedding]:
         """The modules with parameters that `embed` calls."""
         return [self.embed_tokens]
 

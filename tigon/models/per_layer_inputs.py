@@ -49,7 +49,7 @@ class PerLayerDecoder(Decoder):
         return self.layer_dims[1] > 0
 
     @property
-    def embeddings(self) -> list[nn.Module]:
+    def embeddings(self) -> list[Embedding]:
         """Both embeddings."""
         return super().embeddings + ([self.embed_tokens_per_layer] if self.needs_ids else [])
 

@@ -1,6 +1,7 @@
 """Changes the number of tokens that a model's embedding and head have rows for."""
 
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -8,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from tigon.layers import Embedding
 from tigon.models.base import LanguageModel
+from tigon.models.config import vocabulary_keys
 from tigon.utils.json import quote
 
 
@@ -21,7 +23,7 @@ def resize_token_embeddings(
     """Resize the embedding and the head to `new_num_tokens` rows, and return the embedding.
 
     None keeps the number of rows. `pad_to_multiple_of` rounds the number up. Config and tied
-    weights follow.
+    weights follow, and so does a second embedding with a row for each token.
 
     New rows, also of a bias, are the mean of the old ones, where transformers draws from a narrow
     normal distribution around it; so they are the same in every process. Without `mean_resizing`
@@ -43,12 +45,14 @@ def resize_token_embeddings(
         raise ValueError("the model has adapters: resize its embeddings before adding them")
     if model.shard_specs or isinstance(embedding.weight, DTensor):
         raise ValueError("the model is sharded: resize its embeddings before sharding it")
-    config = replace(model.config, vocab_size=size)  # raises before anything changes
+    sizes: dict[str, Any] = dict.fromkeys(vocabulary_keys(model.config), size)
+    config = replace(model.config, **sizes)  # raises before anything changes
     std = None if mean_resizing else config.initializer_range
-    embedding.weight = _resize_rows(embedding.weight, size, std)
-    embedding.num_embeddings = size
+    for table in model.model.embeddings[: len(sizes)]:
+        table.weight = _resize_rows(table.weight, size, std)
+        table.num_embeddings = size
     if model.ties_head:
-        head.weight = embedding.weight
+        head.weight = cast(nn.Parameter, embedding.weight)
     elif not config.labels:
         head.weight = _resize_rows(head.weight, size, std)
     if head.bias is not None and not config.labels:

@@ -65,7 +65,7 @@ def shard_blocks(
                 )
                 fully_shard(module, mesh=mesh, mp_policy=exact)
         fully_shard(block, mesh=mesh, mp_policy=policy(mesh))
-    for module in others + model.model.first_modules:
+    for module in (*others, *model.model.first_modules):
         fully_shard(module, mesh=mesh, mp_policy=policy(mesh))
     fully_shard(ends, mesh=mesh, mp_policy=policy(mesh), reshard_after_forward=not keeps_ends)
     fully_shard(model, mesh=mesh, mp_policy=policy(mesh))

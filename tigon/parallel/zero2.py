@@ -344,7 +344,7 @@ def shard_gradients(
 
 def forward_order(model: CausalLM) -> Iterator[list[nn.Module]]:
     """Yields the modules of each group, in the order of forward."""
-    for module in model.model.embeddings + model.model.first_modules:
+    for module in (*model.model.embeddings, *model.model.first_modules):
         yield [module]
     for block in model.model.layers:
         yield [block]

@@ -19,7 +19,7 @@ from tigon.kernels.attention.api import Backend
 from tigon.layers import QuantizedWeight
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
-from tigon.models.config import ConfigError, ModelConfig, parse_dtype, torch_dtype
+from tigon.models.config import ConfigError, ModelConfig, parse_dtype, torch_dtype, vocabulary_keys
 from tigon.models.init import init_weights
 from tigon.models.pretrained.gguf import GGUFModel
 from tigon.models.pretrained.match import (
@@ -275,10 +275,13 @@ def add_score_head(
 def resize_vocabulary(
     config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int] = ()
 ) -> tuple[C, Checkpoint]:
-    """Return config and checkpoint with `size` rows of embedding and head. Rows that the checkpoint
-    lacks, and those in `mean_rows`, become the mean of its rows, when they are read."""
-    tensors = dict(checkpoint.tensors)
-    for name in embedding_and_head(tensors):
+    """Return config and checkpoint with `size` rows of embedding and head, and of a second
+    embedding of all tokens. Rows that the checkpoint lacks, and those in `mean_rows`, become the
+    mean of its rows, when they are read."""
+    tensors, keys = dict(checkpoint.tensors), vocabulary_keys(config)
+    embedding, head = embedding_and_head(tensors)
+    second = embedding.replace("embed_tokens", "embed_tokens_per_layer")
+    for name in (embedding, head, *[second] * (len(keys) - 1)):
         if (info := tensors.get(name)) is None:
             continue
         shape = (size, *info.shape[1:])
@@ -287,7 +290,8 @@ def resize_vocabulary(
             tensors[name] = ResizedTensor(name, shape, info.path, info.offset, info, rows)
         else:
             tensors[name] = replace(info, shape=shape)
-    return replace(config, vocab_size=size), Checkpoint(checkpoint.name, tensors)
+    sizes: dict[str, Any] = dict.fromkeys(keys, size)
+    return replace(config, **sizes), Checkpoint(checkpoint.name, tensors)
 
 
 def as_sequence_classifier(config: C, labels: int) -> C:

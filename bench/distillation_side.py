@@ -27,7 +27,7 @@ from bench.compare_side import LLAMA_1B, TINY, laps
 from bench.harness import Record, progress
 from bench.peers import imported, wide
 from bench.preference_side import WORDS, write_tokenizer
-from bench.train_cases import ADAM, LLAMA_8B, Options, fill, parts_of, peer_model
+from bench.train_cases import ADAM, LLAMA_8B, Options, fill, fill_ours, peer_model
 from bench.train_side import GIB, allocated, free, guarded, say
 from tigon.kernels import linear_kl
 from tigon.train import load, start
@@ -201,7 +201,7 @@ def our_steps(request: Request) -> Iterator[tuple[str, Record]]:
     student_shape, teacher_shape = request.shapes()
     options: Any = {"dtype": torch.bfloat16, "device": request.device}
     teacher = tigon.Llama.from_config(teacher_shape, **options)
-    fill(parts_of(teacher))
+    fill_ours(teacher)
     teacher.requires_grad_(False).eval()
     with tempfile.TemporaryDirectory() as name, start(request.device) as world:
         directory = Path(name)
@@ -223,7 +223,7 @@ def our_steps(request: Request) -> Iterator[tuple[str, Record]]:
         for label, beta in DIVERGENCES.items():
             progress(f"{OURS}: {label}")
             objective.beta = beta
-            fill(parts_of(student))
+            fill_ours(student)
             optimizer = build_optimizer(student, config)
             run = build_run(config, world, inputs, student, optimizer, None)
             count = iter(range(config.steps))

@@ -30,7 +30,7 @@ import tigon
 from bench.compare_side import TINY
 from bench.harness import Record, progress
 from bench.peers import imported
-from bench.train_cases import ADAM, LLAMA_8B, Options, fill, parts_of, peer_model
+from bench.train_cases import ADAM, LLAMA_8B, Options, fill, fill_ours, peer_model
 from bench.train_side import GIB, allocated, free, guarded, say
 from tigon.train import load, start
 from tigon.train.build import build_run, read_inputs
@@ -187,7 +187,7 @@ def ours(request: Request, directory: Path, device: str) -> Record:
         dtype = torch.float32 if exact else torch.bfloat16
         made = tigon.Llama.from_config(shape, dtype=dtype, device=device)
         add_lora(made, config)
-        fill(parts_of(made))
+        fill_ours(made)
         model = apply_model_settings(made, config)
         inputs.check_model(model)
         optimizer = build_optimizer(model, config)

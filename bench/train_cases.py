@@ -35,6 +35,9 @@ QWEN3_4B = config("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddin
 QWEN3_4B |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960}
 GPT_OSS_20B = config("gpt_oss", 201088, 2880, 2880, 8, 64, 8, 64, tie_word_embeddings=False)
 GPT_OSS_20B |= {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128}
+QWEN3_5_SMALL = config("qwen3_5_text", 248320, 1024, 3584, 24, 8, 2, 256, tie_word_embeddings=True)
+QWEN3_5_SMALL |= {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
+QWEN3_5_9B = config("qwen3_5_text", 248320, 4096, 12288, 32, 16, 4, 256, tie_word_embeddings=False)
 NO_SDPA = ("gpt_oss",)  # of transformers
 MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Liger; config.json
     "Llama-3.2-1B": ("Llama", "llama", LLAMA_1B),
@@ -42,12 +45,14 @@ MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Li
     "Qwen3-4B": ("Qwen3", "qwen3", QWEN3_4B),
     "Gemma3-1B": ("Gemma3", "gemma3_text", GEMMA3_1B),
     "Qwen3-30B-A3B": ("Qwen3Moe", "qwen3_moe", QWEN3_MOE | {"num_hidden_layers": 8}),
+    "Qwen3.5-0.8B": ("Qwen3_5", "qwen3_5", QWEN3_5_SMALL),
+    "Qwen3.5-9B": ("Qwen3_5", "qwen3_5", QWEN3_5_9B),
     "gpt-oss-20b": ("GptOss", "gpt_oss", GPT_OSS_20B),
 }
 OURS, PEER, FP8 = "tigon", "transformers + Liger", "fp8"
 RAGGED_MEAN, SUPERVISED = 700, 0.4  # tokens of a chat; the share of its tokens that is learned
 STD = 0.02  # of all matrices
-RANDOM_VECTORS = ("self_attn.sinks", "router.bias")  # neither zeros nor ones
+RANDOM_VECTORS = ("self_attn.sinks", "router.bias", "linear_attn.A_log")  # neither zeros nor ones
 ADAM = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
@@ -96,6 +101,9 @@ CASES = {
     "Qwen3-30B-A3B, 8 layers, 1 x 8192": Case(
         *("Qwen3-30B-A3B", 1, LONG, 1.5, 0.9), settings=IN_BACKWARD
     ),
+    "Qwen3.5-0.8B 1 x 8192": Case("Qwen3.5-0.8B", 1, LONG, 1.3, 0.8),
+    "ragged chats, Qwen3.5-0.8B": Case("Qwen3.5-0.8B", 1, LONG, 1.3, 0.8, ragged=True),
+    "Qwen3.5-9B 1 x 8192": Case("Qwen3.5-9B", 1, LONG, 1.3, 0.8, settings=IN_BACKWARD),
     "gpt-oss-20b, 8 layers, 1 x 8192": Case(
         *("gpt-oss-20b", 1, LONG, 1.3, 0.8), settings=IN_BACKWARD
     ),
@@ -195,8 +203,26 @@ def fill(parts: Iterable[tuple[str, Tensor]]) -> None:
     Vectors stay as both libraries initialise them: norms that change nothing.
     """
     for name, tensor in parts:
-        if tensor.dim() > 1 or name.endswith(RANDOM_VECTORS):
+        if is_drawn(name, tensor.shape):
             tensor.copy_(draw(name, tensor.shape, tensor.device))
+
+
+@torch.no_grad()
+def fill_ours(model: Any) -> None:
+    """As `fill`, Tigon's parameters by the names and rows that transformers has, in whose models
+    products are apart and experts are not."""
+    layout = model.layout(stacked_experts=True)
+    for name, parameter in model.named_parameters():
+        for part in layout[name]:
+            if is_drawn(part.name, part.shape):
+                values = draw(part.name, part.shape, parameter.device)
+                for source, target, rows in part.rows:
+                    parameter[target : target + rows] = values[source : source + rows]
+
+
+def is_drawn(name: str, shape: Sequence[int]) -> bool:
+    """Whether this parameter is drawn: a matrix, or one of `RANDOM_VECTORS`."""
+    return len(shape) > 1 or name.endswith(RANDOM_VECTORS)
 
 
 def draw(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -204,17 +230,6 @@ def draw(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
     seed = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     empty = torch.empty(*shape, dtype=torch.bfloat16, device=device)
     return empty.normal_(std=STD, generator=seed)
-
-
-def parts_of(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Tigon's parameters by the names that transformers has, in whose models products are apart
-    and experts are not."""
-    layout = model.layout(stacked_experts=True)
-    for name, parameter in model.named_parameters():
-        parts = layout[name]
-        rows = [part.shape[0] for part in parts]
-        for part, own in zip(parts, parameter.detach().split(rows), strict=True):
-            yield part.name, own
 
 
 def settings(case: Case, side: str, optimizer: str) -> Config:
@@ -247,10 +262,10 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
         shape_of(case, tiny), dtype=torch.bfloat16, device=device
     )
     if case.quantize:
-        fill(parts_of(made))  # before 4 bits are made of it
+        fill_ours(made)  # before 4 bits are made of it
     if case.rank:
         add_lora(made, chosen)
-    fill(parts_of(made))
+    fill_ours(made)
     model = apply_model_settings(made, chosen)
     if chosen.cuda_graphs and device != "cpu":
         Graphs(model)

@@ -35,7 +35,7 @@ from bench import harness
 from bench.compare_side import TINY, config
 from bench.harness import ROOT, Bench, Job, Record, heading, installed, markdown, progress, verdict
 from bench.peers import imported
-from bench.train_cases import PEER, Options, fill, parts_of, peer_model
+from bench.train_cases import PEER, Options, fill_ours, peer_model
 from bench.train_step import libraries
 from examples.assets import conversations
 from tigon.kernels.linear.fp8 import supports_fp8
@@ -141,7 +141,7 @@ def mine(what: Given) -> Any:
     if what.checkpoint is not None:
         return tigon.from_pretrained(str(what.checkpoint), dtype=torch.bfloat16, device=what.device)
     model = tigon.Llama.from_config(what.shape, dtype=torch.bfloat16, device=what.device)
-    fill(parts_of(model))
+    fill_ours(model)
     return model
 
 

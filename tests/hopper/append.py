@@ -21,6 +21,7 @@ PACKED: dict[str, Any] = {"kept": torch.int8}
 FORMS: dict[str, dict[str, Any]] = {
     "bf16": {},
     "fp16, wide, window": {"dtype": FP16, "D": 256, "window": 300},
+    "several tokens, chunks": {"T": 4, "window": 300, "chunked": True},
     "several tokens, window, softcap": {"T": 4, "window": 300, "softcap": 50.0},
     "fp32, several tokens, softcap": {"dtype": FP32, "T": 4, "softcap": 50.0},
     "packed, fp16, softcap": PACKED | {"dtype": FP16, "softcap": 50.0},
@@ -55,6 +56,7 @@ def _append(
     dtype: torch.dtype = BF16,
     kept: torch.dtype | None = None,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     turned: int | None = None,  # dims that are yet to be rotated
     sinks: bool = False,
@@ -66,5 +68,5 @@ def _append(
     scales = [None if kept is None else zeros(B, K, 1024, dtype=FP32) for _ in "kv"]
     lengths = zeros(B, dtype=torch.int32)
     angles = [None if turned is None else zeros(1, T, turned // 2, dtype=FP32) for _ in range(2)]
-    options = window, softcap, D**-0.5, *angles, zeros(H, dtype=dtype) if sinks else None
+    options = window, chunked, softcap, D**-0.5, *angles, zeros(H, dtype=dtype) if sinks else None
     _forward(q, k, v, keys, values, *scales, lengths, *options)

@@ -128,6 +128,7 @@ def plain(
     softcap: float | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    chunked: bool = False,
 ) -> Tensor:
     t, s = len(q), len(k)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -136,6 +137,8 @@ def plain(
         scores = softcap * (scores / softcap).tanh()
     behind = torch.arange(s - t, s)[:, None] - torch.arange(s)
     seen = (behind >= 0) & (behind < (window or s))
+    if chunked and window:
+        seen &= torch.arange(s - t, s)[:, None] // window == torch.arange(s) // window
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, t, 1)), -1)
@@ -161,6 +164,20 @@ def test_tokens_are_appended_and_seen(
     rows = Rows([0, 37, 15], slots, int8=int8)
     for t in (1, 16, 3):
         rows.check(t, window=window, softcap=softcap)
+    rows.check_buffers()
+
+
+@int8
+@pytest.mark.parametrize(("window", "slots"), [(5, 20), (20, 35), (20, 200), (16, 31)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_chunks(
+    splits: int, window: int, slots: int, int8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows begin at, before and behind the end of a chunk, and steps cross it."""
+    monkeypatch.setattr(OWN, "_num_splits", lambda *_: splits)
+    rows = Rows([0, 15, 16, 19, 37], slots, int8=int8)
+    for t in (1, 16, 3, 1, 4):
+        rows.check(t, window=window, chunked=True)
     rows.check_buffers()
 
 
@@ -472,6 +489,16 @@ def test_registered_op(path: str, int8: bool) -> None:
             if x is not None and x.is_floating_point():
                 x.nan_to_num_()
         angles = (None, None) if int8 else torch.randn(2, 1, 2, D // 2).unbind()
-        args = (*rows.new(2), *rows.buffers, rows.lengths, 5, 2.0, 0.3, *angles, torch.randn(H))
+        args = (
+            *rows.new(2),
+            *rows.buffers,
+            rows.lengths,
+            5,
+            True,
+            2.0,
+            0.3,
+            *angles,
+            torch.randn(H),
+        )
         tests = ("test_schema", "test_faketensor")
         torch.library.opcheck(OWN._forward.op, args, test_utils=tests)

@@ -33,6 +33,7 @@ __all__ = ["on_hopper", "played"]
 NO_FA4 = {"fa4": "flash-attn-4 is not installed: pip install tigon[fa4]"}
 TRAINED = {"longest": 4096, "grad": True}
 GEMMA = {**TRAINED, "head_dim": 256}
+WIDE = {**TRAINED, "head_dim": 512}
 PHI = {**TRAINED, "head_dim": 80}
 GPU = "not fa4: it is for Hopper and Blackwell, not for sm_80"
 
@@ -68,6 +69,14 @@ def path() -> None:
         ({**GEMMA, "sm": 100}, NO_FA4, "flash", "not cudnn: head_dim 256 needs sm_90, not sm_100"),
         ({**GEMMA, "sm": 100, "softcap": True}, {}, "flex", "backward pass on Blackwell has no so"),
         ({**GEMMA, "sm": 100, "softcap": True, "grad": False}, {}, "fa4", ""),
+        (
+            WIDE,
+            {},
+            "flex",
+            "not cudnn: head_dim 512 is above 256; not flash: head_dim 512 is above",
+        ),
+        ({**WIDE, "longest": 100}, {}, "sdpa", "not flex: 100 tokens are too few to compile for"),
+        ({**WIDE, "cached": True, "single": True}, {}, "sdpa", "the first choice on cuda"),
         (PHI, {}, "cudnn", "not fa4: its backward pass is wrong for head_dim 80, which is no mult"),
         ({**PHI, "window": True}, {}, "flash", "not fa4: its backward pass is wrong for head_dim"),
         ({**PHI, "grad": False}, {}, "fa4", "the first choice on cuda"),

@@ -93,6 +93,17 @@ def test_refusals(case: str, mixture: Any) -> None:
     assert not mixture.adapter_names
 
 
+def test_experts_that_peft_takes_for_their_transposes(tmp_path: Path) -> None:
+    """It makes A of Llama 4's outputs and B of its inputs."""
+    reference("llama4_text", CASES["llama4_text"]["plain"], tmp_path / "base")
+    model = from_pretrained(tmp_path / "base")
+    for target in ("gate_up_proj", "experts.down_proj"):
+        with pytest.raises(ValueError, match="matches no projection of Llama4"):
+            model.add_adapter(LoraConfig(targets=target))
+    model.add_adapter()
+    assert any("shared_experts" in name for name in trained(model))
+
+
 def test_all_linear_has_no_experts(mixture: Any) -> None:
     mixture.add_adapter()
     assert not [name for name in trained(mixture) if "experts" in name]

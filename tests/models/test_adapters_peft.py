@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import LoraConfig, from_pretrained
-from tigon.models import CausalLM
+from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.names import stored_tensors
 
 # PEFT's "all-linear" has the experts and the router of mixtures, too
@@ -27,6 +27,8 @@ DENSE = [f"{parent}.{name}" for parent in ("shared_experts", "0.mlp") for name i
 EVERY = {
     "mixtral": ATTENTION,
     "qwen2_moe": [*ATTENTION, *SHARED, "shared_expert_gate"],
+    "olmoe": ATTENTION,
+    "llama4_text": [*ATTENTION, "gate_proj", "up_proj", "down_proj"],
     "qwen3_moe": ATTENTION,
     "qwen3_5_moe_text": [*ATTENTION, *DELTA, *SHARED, "shared_expert_gate"],
     # PEFT takes the projections of a shared expert for those of all experts
@@ -191,11 +193,11 @@ def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -
 @pytest.mark.parametrize(("model_type", "case"), FIRST)
 def test_ours_there(model_type: str, case: str, dora: bool, tmp_path: Path) -> None:
     base = reference(model_type, CASES[model_type][case], tmp_path / "base")
-    out = OUT.get(model_type, "o_proj")
-    targets = (*some(model_type), f"model.layers.1.*.{out}")
+    decoder, out = MODELS[model_type].checkpoint_names.decoder, OUT.get(model_type, "o_proj")
+    targets = (*some(model_type), f"{decoder}layers.1.*.{out}")
     config = LoraConfig(
         rank=5, alpha=7.5, targets=targets, rslora=True, dora=dora,
-        rank_pattern={out: 3}, alpha_pattern={"model.layers.0.*": 2},
+        rank_pattern={out: 3}, alpha_pattern={f"{decoder}layers.0.*": 2},
     )  # fmt: skip
     again = check_reloaded(check_ours_there(base, config, tmp_path)[0], tmp_path)
     assert not trained(again)

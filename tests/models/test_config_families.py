@@ -360,6 +360,31 @@ def test_exaone_rotates_where_it_slides() -> None:
         ours(raw | {"sliding_window_pattern": "LX"})
 
 
+def test_layers_of_llama4_are_those_of_transformers() -> None:
+    for changes in (
+        {},
+        {"interleave_moe_layer_step": 3, "no_rope_layer_interval": 3},
+        {"moe_layers": [1, 5], "no_rope_layers": []},
+        {"attention_chunk_size": None, "no_rope_layers": ([0, 1, 1] * 5)[:13]},
+        {"layer_types": ["chunked_attention", *["full_attention"] * 12]},
+    ):
+        raw = {"model_type": "llama4_text", "num_hidden_layers": 13, **changes}
+        config, expected = ours(raw), theirs(raw)
+        layers = on_meta(config).model.layers
+        assert [i for i in range(13) if config.sparse(i)] == expected.moe_layers
+        assert [i for i, x in enumerate(layers) if hasattr(x.mlp, "gate")] == expected.moe_layers
+        flags = expected.no_rope_layers[:13]
+        assert [config.rotates(i) for i in range(13)] == [bool(flag) for flag in flags]
+        assert [x.self_attn.q_norm is not None for x in layers] == [bool(flag) for flag in flags]
+        chunked = [kind == "chunked_attention" for kind in expected.layer_types]
+        size = expected.attention_chunk_size
+        assert [x.self_attn.window for x in layers] == [size if x else None for x in chunked]
+    with pytest.raises(ConfigError, match=r"layer_types=\['sliding_attention'"):
+        ours(raw | {"layer_types": ["sliding_attention"] * 13})
+    with pytest.raises(ConfigError, match=r"no_rope_layers=\[1\] is not 0 or 1 for 13 layers"):
+        ours({"model_type": "llama4_text", "num_hidden_layers": 13, "no_rope_layers": [1]})
+
+
 def test_hunyuan_stretches_theta_once() -> None:
     raw = {"model_type": "hunyuan_v1_dense", "head_dim": 128, "rope_scaling": HUNYUAN}
     model = on_meta(ours(raw))

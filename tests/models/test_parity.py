@@ -16,7 +16,7 @@ B, T = 2, 40  # longer than max_position_embeddings
 # Where transformers has no second implementation of what rounds most
 NO_SDPA = ("gemma2", "gpt_oss", "granite_swa", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 # A token's position matters, not only its distance to others
-ABSOLUTE = ("hunyuan_v1_dense", "ministral3", "mistral4")
+ABSOLUTE = ("hunyuan_v1_dense", "llama4_text", "ministral3", "mistral4")
 
 
 def tokens(vocab: int = 211) -> Tensor:
@@ -126,10 +126,13 @@ def test_bf16_is_rounded_where_transformers_rounds(
             assert torch.equal(x, expected)  # the embedding and its scale
         if isinstance(ours.model.rotary_embs[rope], RotaryEmbedding):
             tables = given["position_embeddings"] if "position_embeddings" in given else more[0]
+            slack = 0.0
+            if isinstance(tables, Tensor):  # complex numbers, from another function
+                tables, slack = (tables.real, tables.imag), 1e-6
             for mine, table in zip(rotation, tables, strict=False):
                 assert mine.dtype == table.dtype
                 table = table[..., : mine.shape[-1]]
-                assert torch.equal(mine.expand_as(table), table)
+                assert (mine.expand_as(table) - table).abs().max() <= slack
 
 
 @pytest.mark.parametrize(("model_type", "case"), FIRST)

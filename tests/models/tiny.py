@@ -306,7 +306,7 @@ MUSE: Overrides = {**WINDOW, "output_multiplier": 1.7, "qk_scale_factor": 2.3}
 CAPPED: Overrides = {**MUSE, "post_norm_eps": 0.05, "final_logit_softcapping": 3.0}
 CASES |= {
     "muse_glimmer_text": {
-        "plain": {**MUSE, "num_hidden_layers": 5, "pad_token_id": 3},
+        "plain": {**MUSE, "pad_token_id": 3},
         "small cap": {**CAPPED, "num_hidden_layers": 5},
         "listed": {
             **CAPPED,
@@ -559,6 +559,35 @@ CASES |= {
     },
 }
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
+# Chunks shorter than texts, queries that grow early, and a layer without experts
+CHUNKS: Overrides = {"attention_chunk_size": 7, "floor_scale": 3, "attn_scale": 0.4}
+CHUNKS |= {"num_local_experts": 5, "intermediate_size_mlp": 72, "intermediate_size": 40}
+CASES |= {
+    "llama4_text": {
+        "plain": {
+            **CHUNKS,
+            "no_rope_layer_interval": 2,
+            "interleave_moe_layer_step": 2,
+            "pad_token_id": 3,
+        },
+        "two of each": {**CHUNKS, "moe_layers": [0, 2], "num_experts_per_tok": 2},
+        "biases": {**CHUNKS, "no_rope_layers": [1, 1, 1], "attention_bias": True},
+        "full, no norm": {
+            **CHUNKS,
+            "attention_chunk_size": None,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "no_rope_layer_interval": 2,
+            "tie_word_embeddings": True,
+        },
+        "listed": {
+            **CHUNKS,
+            "layer_types": ["full_attention", "chunked_attention", "chunked_attention"],
+            "no_rope_layer_interval": 2,
+            "rope_parameters": LLAMA3,
+        },
+    }
+}
 # Two thirds of 136 and a bit are 94, up to 98 in sevens
 CONV: Overrides = {
     "layer_types": ["conv", FULL, "conv"],
@@ -594,6 +623,7 @@ IN_BF16: dict[str, Overrides] = {
         name: {"num_experts": 6, "num_experts_per_tok": 6}
         for name in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
     },
+    "llama4_text": {"num_local_experts": 5, "num_experts_per_tok": 5},
     **{
         name: {"n_routed_experts": 6, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
         for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "mistral4")
@@ -698,8 +728,9 @@ def on_meta(config: ModelConfig) -> CausalLM:
 
 
 def windows(config: ModelConfig) -> list[int | None]:
-    """Of the attention of each layer; None where it has none."""
-    return [getattr(layer.mixer, "window", None) for layer in on_meta(config).model.layers]
+    """Of the attention of each layer; None where it has none, or chunks."""
+    mixers = [layer.mixer for layer in on_meta(config).model.layers]
+    return [None if getattr(m, "chunked", False) else getattr(m, "window", None) for m in mixers]
 
 
 def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto") -> Any:

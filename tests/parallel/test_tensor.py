@@ -39,6 +39,8 @@ SIZES = {
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5, "num_experts_per_tok": 3}
 MOE = {"num_experts": 5, "moe_intermediate_size": 22, **BALANCED}
 WINDOW = {"sliding_window": 7}
+CHUNKED = {"attention_chunk_size": 5, "floor_scale": 3, "num_local_experts": 4}
+CHUNKED |= {"no_rope_layers": [1, 0], "num_experts_per_tok": 2, "intermediate_size_mlp": 52}
 GROUPS = {
     "n_routed_experts": 6,
     "moe_intermediate_size": 22,
@@ -117,6 +119,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", {**WINDOW, "num_hidden_layers": 4}),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", {"attention_bias": True}),
     "olmoe": ("olmoe", {"num_experts": 5, **BALANCED, "clip_qkv": 0.9}),
+    "llama4": ("llama4_text", {**CHUNKED, "interleave_moe_layer_step": 2}),
     "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
     "phi3": ("phi3", {"head_dim": 6}),  # packed in its files
     "seed_oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),

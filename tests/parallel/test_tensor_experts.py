@@ -14,7 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parallel import test_tensor
 from tests.parallel.ranks import run_on_ranks
-from tests.parallel.test_tensor import BALANCED, LATENTS, MOE, differences, random_model
+from tests.parallel.test_tensor import (
+    BALANCED,
+    CHUNKED,
+    DELTA,
+    LATENTS,
+    MOE,
+    SHARED,
+    differences,
+    random_model,
+)
 from tests.parallel.test_tensor_adapters import Case, adapted, keyed, save_all
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.models import CausalLM
@@ -24,11 +33,13 @@ EIGHT: dict[str, Any] = MOE | {"num_experts": 8}
 QWEN2 = ("qwen2_moe", EIGHT | {"shared_expert_intermediate_size": 28})
 MODELS = {
     "mixtral": ("mixtral", {"num_local_experts": 8, **BALANCED}),
+    "llama4": ("llama4_text", CHUNKED | {"num_experts_per_tok": 1}),
     "olmoe": ("olmoe", {"num_experts": 8, **BALANCED}),
     "qwen2_moe": QWEN2,
     "qwen3_moe": ("qwen3_moe", EIGHT | {"mlp_only_layers": [0]}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 8, "swiglu_limit": 0.5, **BALANCED}),
     "deepseek_v3": ("deepseek_v3", LATENTS | {"n_routed_experts": 8, "n_group": 4}),
+    "qwen3_next": ("qwen3_next", DELTA | SHARED | EIGHT),
 }
 ALL = ("experts.gate_up_proj", "experts.down_proj", "shared_expert_gate", "q_proj", "o_proj")
 ADAPTERS: dict[str, Case] = {

@@ -22,7 +22,14 @@ from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
 from tigon.layers.norm import AddRMSNorm, RMSNorm, UnitRMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
-from tigon.layers.rope import NoRotary, RotaryEmbedding, Rotation, rotated_dims, yarn_magnitude
+from tigon.layers.rope import (
+    NoRotary,
+    RotaryEmbedding,
+    Rotation,
+    make_rotary,
+    rotated_dims,
+    yarn_magnitude,
+)
 from tigon.layers.router import GroupRouter, ScaledRouter
 from tigon.layers.short_conv import ShortConv
 
@@ -70,6 +77,7 @@ __all__ = [
     "UnitRMSNorm",
     "balance",
     "count_routing",
+    "make_rotary",
     "rotated_dims",
     "yarn_magnitude",
 ]

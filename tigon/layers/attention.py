@@ -52,6 +52,7 @@ class Attention(nn.Module):
         offset: float = 0.0,
         cast: Cast = "before_weight",
         window: int | None = None,
+        chunked: bool = False,
         scale: float | None = None,
         softcap: float | None = None,
         sinks: bool = False,
@@ -60,7 +61,7 @@ class Attention(nn.Module):
         super().__init__()
         if window is not None and window < 1:
             raise ValueError(f"sliding_window={window} must be at least 1: a query sees itself")
-        self.window, self.scale, self.softcap = window, scale, softcap
+        self.window, self.chunked, self.scale, self.softcap = window, chunked, scale, softcap
         self.flat_qk_norm, self.interleaved = flat_qk_norm, interleaved
         self.rotates_first, self.clip = rotates_first, clip
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
@@ -131,12 +132,17 @@ class Attention(nn.Module):
             q, k, v = self._rotate(qkv, rotation, overwrite=unobserved)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
-        if ctx.shard is not None:
-            out = ctx.shard.attend(q, k, v, ctx.mask, **kwargs)
-        elif state is None:
-            out = attention(q, k, v, mask=ctx.mask, **kwargs)
+        if state is not None:
+            out = state.attend(q, k, v, ctx, **kwargs, **{"chunked": True} if self.chunked else {})
         else:
-            out = state.attend(q, k, v, ctx, **kwargs)
+            mask = ctx.mask
+            if self.chunked and self.window is not None:
+                mask = mask.chunks(self.window, len(k), k.device)
+                kwargs["window"] = None
+            if ctx.shard is not None:
+                out = ctx.shard.attend(q, k, v, mask, **kwargs)
+            else:
+                out = attention(q, k, v, mask=mask, **kwargs)
         out = out.flatten(2)
         if gates is not None:
             out = out * gates.sigmoid()

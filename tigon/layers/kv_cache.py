@@ -175,7 +175,10 @@ class GrowingKV(KVState):
         **kwargs: Any,
     ) -> Tensor:
         """Returns attention [B, T, H, D] of q to all tokens by `ctx.mask`."""
-        return attention(q, keys, values, mask=ctx.mask, window=window, **kwargs)
+        mask = ctx.mask
+        if kwargs.pop("chunked", False) and window is not None:
+            mask, window = mask.chunks(window, len(keys), keys.device), None
+        return attention(q, keys, values, mask=mask, window=window, **kwargs)
 
     def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Stores k, v [B, K, T, D] after `past` tokens; returns all of them [B, K, S, D]."""
@@ -280,6 +283,9 @@ class StaticKV(KVState):
         if visible < cache_append.cached_tokens:
             visible_mask = AttentionMask(mask.tokens, past=visible, backend=mask.backend)
             mask = cache_append.masks.setdefault(visible, visible_mask)
+        if kwargs.pop("chunked", False) and window is not None:
+            first = cache_append.cached_tokens - visible
+            mask, window = mask.chunks(window, len(keys), keys.device, first), None
         return attention(q, keys, values, mask=mask, window=window, **kwargs)
 
     def _cast(self, x: Tensor) -> Tensor:

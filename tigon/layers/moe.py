@@ -71,6 +71,7 @@ class Experts(nn.Module):
             self.gate_up_proj_bias = nn.Parameter(torch.empty(experts, 2 * intermediate))
             self.down_proj_bias = nn.Parameter(torch.empty(experts, dim))
         self.act, self.transposed = act, transposed
+        self.adaptable = True  # whether adapters may be added
         self.lora: Adapters | None = None  # one of which may be added to the matrices
         self.shard: ExpertShard | None = None  # None: this rank has all experts
 
@@ -125,9 +126,9 @@ class SparseMoE(nn.Module):
     to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert takes
     every token, weighted by a gate; `shared_experts` is the size of those that take every token
     without one. A `router` replaces the choice of experts and their weights; a `norm` is that of
-    the experts' input alone. `bias` is that of the
-    router and of all experts, whose matrices may be `transposed`. `dropout_args`: keys [B, T] of an
-    adapter's dropout, if any.
+    the experts' input alone. With `scales_input`, the weights are sigmoids of the best logits, and
+    multiply what experts read. `bias` is that of the router and of all experts, whose matrices may
+    be `transposed`. `dropout_args`: keys [B, T] of an adapter's dropout, if any.
     """
 
     def __init__(
@@ -144,16 +145,19 @@ class SparseMoE(nn.Module):
         shared_experts: int = 0,
         router: GroupRouter | ScaledRouter | None = None,
         norm: RMSNorm | None = None,
+        scales_input: bool = False,
         bias: bool = False,
         transposed: bool = False,
     ):
         super().__init__()
         self.per_token, self.normalize, self.exact_weights = per_token, normalize, exact_weights
+        self.scales_input = scales_input
         self.gate = Linear(dim, experts, bias=bias) if router is None else router
         self.norm = norm
         self.gate.zero_init = ()  # a router's bias is drawn, too
         form = {"bias": bias, "transposed": transposed}
         self.experts = Experts(dim, intermediate, experts, act, **form)
+        self.experts.adaptable = not scales_input  # PEFT reads these matrices as transposes
         gated = cast(Activation, act)  # of shared experts
         self.shared_expert = GatedMLP(dim, shared, gated) if shared else None
         self.shared_expert_gate = Linear(dim, 1, bias=False) if shared else None
@@ -166,28 +170,38 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
         rows = x.flatten(0, -2)
-        if isinstance(self.gate, GroupRouter | ScaledRouter):
-            probs, chosen, weights = self.gate.route(rows)
-            route = self.experts.route(chosen)
-        else:
-            logits = self.gate(rows)
-            probs = logits.softmax(-1, dtype=torch.float32)
-            weights, chosen = probs.topk(self.per_token)
-            route = self.experts.route(chosen)
-            if self.normalize:
-                weights = weights / weights.sum(-1, keepdim=True)
-            if not self.exact_weights:
-                weights = weights.to(logits.dtype)
+        probs, chosen, weights = self._choose(rows)
+        given, experts, scales = rows if self.norm is None else self.norm(rows), chosen, weights
+        if self.scales_input:  # a copy of a token for each of its experts
+            given, experts = (given[:, None] * weights[..., None]).flatten(0, 1), chosen.view(-1, 1)
+            scales = torch.ones_like(weights.view(-1, 1))
+        route = self.experts.route(experts)
         shared, keys = None, [t.flatten() for t in dropout_args]
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             share = F.sigmoid(self.shared_expert_gate(rows, *keys))
             shared = share * self.shared_expert(rows, *keys)
         elif self.shared_experts is not None:
             shared = self.shared_experts(rows, *keys)
-        y = self.experts(rows if self.norm is None else self.norm(rows), chosen, weights, route)
+        y = self.experts(given, experts, scales, route)
+        if len(y) > len(rows):
+            y = y.unflatten(0, (-1, self.per_token)).sum(1)
         y = y if shared is None else y + shared
         # No view: FSDP2 warns of views among what a block returns
         return MoEOutput(torch.ops.aten._unsafe_view(y, x.shape), probs, chosen)
+
+    def _choose(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns probabilities [N, E], and the experts [N, k] of each token with their weights."""
+        if isinstance(self.gate, GroupRouter | ScaledRouter):
+            return self.gate.route(rows)
+        logits = self.gate(rows)
+        probs = logits.softmax(-1, dtype=torch.float32)
+        if self.scales_input:
+            best, chosen = logits.topk(self.per_token)
+            return probs, chosen, best.float().sigmoid().to(logits.dtype)
+        weights, chosen = probs.topk(self.per_token)
+        if self.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return probs, chosen, weights if self.exact_weights else weights.to(logits.dtype)
 
     count_routing = staticmethod(count_routing)
 

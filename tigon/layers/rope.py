@@ -202,15 +202,29 @@ class RotaryEmbedding(nn.Module):
 
 
 class NoRotary(nn.Module):
-    """Angles of 0 for heads that are not rotated: every fourth layer of SmolLM3."""
+    """Angles of 0 for heads that are not rotated: every fourth layer of SmolLM3.
 
-    def __init__(self, dim: int):
+    With `attn_scale`, queries grow with the logarithm of how many times their position exceeds
+    `floor_scale`, as in Llama 4.
+    """
+
+    def __init__(self, dim: int, attn_scale: float | None = None, floor_scale: int = 1):
         super().__init__()
-        self.dim = dim
+        self.dim, self.attn_scale, self.floor_scale = dim, attn_scale, floor_scale
 
     def forward(
         self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
     ) -> Rotation:
         shape = *position_ids.shape, self.dim // 2
         cos = torch.ones(shape, dtype=dtype, device=position_ids.device)
-        return Rotation(cos, torch.zeros_like(cos))
+        if self.attn_scale is None:
+            return Rotation(cos, torch.zeros_like(cos))
+        passed = (position_ids + 1) // self.floor_scale
+        scale = 1 + self.attn_scale * torch.log1p(passed.float())
+        return Rotation(cos, torch.zeros_like(cos), scale.to(dtype)[..., None, None])
+
+
+def make_rotary(dim: int, rope: Mapping[str, Any], length: int) -> nn.Module:
+    """Makes the module for a layer's RoPE parameters; without a rope_type, one that rotates
+    nothing."""
+    return RotaryEmbedding(dim, rope, length) if "rope_type" in rope else NoRotary(dim, **rope)

@@ -26,11 +26,11 @@ from tigon.layers import (
     GatedMLP,
     LayerState,
     MoEOutput,
-    NoRotary,
     RMSNorm,
     RotaryEmbedding,
     Rotation,
     SparseMoE,
+    make_rotary,
     rotated_dims,
 )
 from tigon.layers.activation_offload import ActivationOffload
@@ -84,7 +84,8 @@ class TransformerBlock(nn.Module):
         return gated_mlp(c)
 
     def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
-        """The layer's head dim and RoPE parameters; {} if it has no RoPE."""
+        """The layer's head dim and RoPE parameters; {}, or options of `NoRotary`, if it has no
+        RoPE."""
         return c.head_dim, c.rope_parameters
 
     def make_attention(
@@ -277,7 +278,7 @@ class Decoder(nn.Module):
         for dim, rope in unique:
             dim = rotated_dims(dim, rope)
             length = c.max_position_embeddings
-            self.rotary_embs.append(RotaryEmbedding(dim, rope, length) if rope else NoRotary(dim))
+            self.rotary_embs.append(make_rotary(dim, rope, length))
         turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
         first = min(turns, default=math.inf)
         self._first_turn = None if first == math.inf else turns.index(first)
@@ -323,7 +324,8 @@ class Decoder(nn.Module):
         states = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
         self.state_kinds = tuple(state.layout for state in states)
         # Whether sequences may share a prefix, which only attention can read from another sequence
-        self.shares_prefixes = all(isinstance(state, KVState) for state in states)
+        chunked = any(getattr(block.mixer, "chunked", False) for block in self.layers)
+        self.shares_prefixes = all(isinstance(state, KVState) for state in states) and not chunked
 
     @property
     def turning_rope(self) -> RotaryEmbedding | None:

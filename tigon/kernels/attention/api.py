@@ -297,8 +297,8 @@ def _sdpa(
         grouped = q.reshape(b, kv_heads, h // kv_heads, d)
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias, scale=scale)
         return out.reshape(b, t, h, d)
-    if bias is not None and q.is_cuda and h != kv_heads:
-        # With a mask, SDPA's only kernel for grouped heads materializes all scores
+    if (bias is not None or d > 256) and q.is_cuda and h != kv_heads:
+        # With a mask or wide heads, SDPA's only kernel for grouped heads materializes all scores
         k, v = (x.repeat_interleave(h // kv_heads, 1) for x in (k, v))
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),

@@ -5,7 +5,7 @@
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -219,6 +219,7 @@ def append_attention_ref(
     lengths: Tensor,
     *,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
@@ -239,7 +240,8 @@ def append_attention_ref(
     cached = last - (last - torch.arange(slots, device=q.device)) % slots  # [B, S]
     seen = (cached >= 0)[:, None] & (cached[:, None] <= positions[..., None])  # [B, T, S]
     if window is not None:
-        seen &= cached[:, None] > positions[..., None] - window
+        least = positions // window * window if chunked else positions - window + 1
+        seen &= cached[:, None] >= least[..., None]
     keys = dequantize_slots(buffers.keys, buffers.key_scales, slots)
     values = dequantize_slots(buffers.values, buffers.value_scales, slots)
     empty = cached < 0
@@ -274,6 +276,7 @@ def _append_attention_kernel(
     T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    CHUNKED: tl.constexpr,  # a query sees its chunk of `window` positions
     HALF: tl.constexpr,  # of the dims that are rotated
     EVEN: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -312,6 +315,8 @@ def _append_attention_kernel(
         row_k_scales = key_scales[0] + row * key_scales[1] + head.to(tl.int64) * key_scales[2]
         row_v_scales = value_scales[0] + row * value_scales[1] + head.to(tl.int64) * value_scales[2]
 
+    if window is not None:  # the first position that each query sees
+        least = (length + t) // window * window if CHUNKED else length + t - window + 1
     pair = queries, queries_high
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
@@ -340,7 +345,7 @@ def _append_attention_kernel(
             k_scale, v_scale = None, None
         seen = new[None, :] <= t[:, None]
         if window is not None:
-            seen = seen & (new[None, :] > t[:, None] - window)
+            seen = seen & ((length + new)[None, :] >= least[:, None])
         tile, state = (k_new, v_new, k_scale, v_scale), (best, total, out, out_high)
         best, total, out, out_high = accumulate_tile(
             pair, tile, seen, state, scale, softcap, PACKED
@@ -357,7 +362,7 @@ def _append_attention_kernel(
 
     first = tl.maximum(length + T - R, 0)  # 0, or in a ring a position that no query sees
     if window is not None:
-        first = tl.maximum(first, length - window + 1)
+        first = tl.maximum(first, length // window * window if CHUNKED else length - window + 1)
     old = length - first
     blocks = (old + BLOCK - 1) // BLOCK
     start = split * blocks // splits * BLOCK
@@ -380,7 +385,7 @@ def _append_attention_kernel(
             k_scale, v_scale = None, None
         seen = (i < end)[None, :]
         if window is not None and T > 1:
-            seen = seen & ((first + i)[None, :] > (length + t - window)[:, None])
+            seen = seen & ((first + i)[None, :] >= least[:, None])
         tile, state = (k_tile, v_tile, k_scale, v_scale), (best, total, out, out_high)
         best, total, out, out_high = accumulate_tile(
             pair, tile, seen, state, scale, softcap, PACKED
@@ -449,6 +454,7 @@ def _forward(
     value_scales: Tensor | None,
     lengths: Tensor,
     window: int | None,
+    chunked: bool,
     softcap: float | None,
     scale: float,
     cos: Tensor | None,
@@ -486,7 +492,7 @@ def _forward(
         None if softcap is None else softcap * LOG2E,
         T=t, H=h, K=kv_heads, D=d, WIDTH=width, QUERIES=queries, TOKENS=MAX_QUERY_TOKENS,
         BLOCK=launch.block, STAGES=launch.stages, PACKED=key_scales is not None, WHOLE=unsplit,
-        HALF=half, EVEN=math.gcd(half, 16), LATE=late,
+        CHUNKED=chunked, HALF=half, EVEN=math.gcd(half, 16), LATE=late,
         num_warps=4, **pdl_options(q),
     )  # fmt: skip
     if logsums is not None:
@@ -506,6 +512,7 @@ def append_attention(
     lengths: Tensor,  # [B] int32
     *,
     window: int | None = None,
+    chunked: bool = False,
     softcap: float | None = None,
     scale: float | None = None,
     angles: tuple[Tensor, Tensor] | None = None,  # cos and sin [B or 1, T, R/2]
@@ -514,7 +521,8 @@ def append_attention(
     """Appends T tokens to every row of the cache and attends causally; returns [B, T, H, D].
 
     Row r has lengths[r] tokens, so its new token j has position lengths[r] + j; `lengths` is not
-    changed. A window of W sees W tokens, including the query's own. `scale` defaults to D ** -0.5.
+    changed. A window of W sees W tokens, including the query's own; if it is `chunked`, those of
+    the query's W positions from a multiple of W on. `scale` defaults to D ** -0.5.
     With `angles`, q and k are rotated first, as by `rope`. `sinks` are as in `attention`. Full
     buffers are a ring of the last R tokens, which loses nothing if R is at least lengths[r] + T or,
     with a window, W + T - 1. Slots without a token are never read. int8 buffers store the new
@@ -534,17 +542,17 @@ def append_attention(
     if angles is not None and not (served and fuses_rope(q.shape[1], buffers)):
         (q, k), angles = rope(q, k, *angles), None
     if not served:
-        return append_attention_ref(
-            q, k, v, buffers, lengths, window=window, softcap=softcap, scale=scale, sinks=sinks
-        )
+        kind: dict[str, Any] = {"window": window, "chunked": chunked, "softcap": softcap}
+        return append_attention_ref(q, k, v, buffers, lengths, scale=scale, sinks=sinks, **kind)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if q.shape[1] <= MAX_QUERY_TOKENS:
         cos, sin = (None, None) if angles is None else angles
         if cos is not None and sin is not None:
             check_angles(cos, sin, q.shape[0], q.shape[1], q.shape[3])
-        return _forward(q, k, v, *buffers, lengths, window, softcap, scale, cos, sin, sinks)
+        limits = window, chunked, softcap, scale
+        return _forward(q, k, v, *buffers, lengths, *limits, cos, sin, sinks)
     parts = zip(*(x.split(MAX_QUERY_TOKENS, 1) for x in (q, k, v)), strict=True)
-    options = window, softcap, scale, None, None, sinks
+    options = window, chunked, softcap, scale, None, None, sinks
     calls = ((*p, *buffers, lengths + i * MAX_QUERY_TOKENS) for i, p in enumerate(parts))
     return torch.cat([_forward(*call, *options) for call in calls], 1)
 

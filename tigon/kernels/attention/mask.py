@@ -215,6 +215,44 @@ class AttentionMask:
         """Whether each row is one sequence, without padding."""
         return self.segment_ids is None and self.key_mask is None
 
+    def chunks(self, size: int, batch: int, device: torch.device, first: int = 0) -> Self:
+        """Returns the mask whose queries see no keys but those of their own chunk: `size` real
+        tokens, counted from the beginning of a sequence.
+
+        `batch` and `device` are those of the keys, before which each row has `first` tokens more.
+        """
+        if self.rows and first % size + self.keys <= size:
+            return self
+        if self.prefixes is not None:
+            raise ValueError(
+                "attention in chunks does not know prefixes: repeat the tokens instead"
+            )
+        kind = "chunks", size, first
+        return self._once(kind, lambda: self._in_chunks(size, batch, device, first))
+
+    def _in_chunks(self, size: int, batch: int, device: torch.device, first: int) -> Self:
+        """Builds the mask of `chunks`: each chunk is a sequence."""
+        options: dict[str, Any] = {"past": self.past, "key_mask": self.key_mask}
+        segments, real = self.segment_ids, self.key_mask
+        bounds, longest = self.cu_seq_lens, self.longest
+        if segments is None:
+            segments = torch.zeros(batch, self.keys, dtype=torch.int64, device=device)
+            bounds, longest = torch.arange(batch + 1, device=device) * self.keys, self.keys
+        begins = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+        before = torch.ones_like(segments) if real is None else real.long()
+        before = before.cumsum(1) - before  # real tokens of the row
+        index = first + before - before.where(begins, 0).cummax(1).values
+        chunk = index // size
+        begins[:, 1:] |= chunk[:, 1:] != chunk[:, :-1]
+        options["segment_ids"] = begins.long().cumsum(1)
+        if bounds is not None and longest is not None and real is None and not self.past:
+            # As many chunks of each sequence as of the longest: some are empty
+            parts = torch.arange(0, longest, size, device=device)
+            starts = (bounds[:-1, None] + parts).minimum(bounds[1:, None]).flatten()
+            options["cu_seq_lens"] = torch.cat((starts, bounds[-1:])).int()
+            options["longest"] = min(longest, size)
+        return self._like(self.tokens, **options)
+
     def slice_queries(self, first: int, end: int) -> Self:
         """Returns the mask of the queries [first, end) of each row and the S keys that they may
         see.

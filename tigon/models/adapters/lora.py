@@ -142,7 +142,7 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
             isinstance(module, LMHead) and name in savable_modules(model)
         ):
             add(path, name, 0, module.weight.shape[0], linear=False)
-        if isinstance(module, Experts):
+        if isinstance(module, Experts) and module.adaptable:
             for matrix in MATRICES:
                 size, _ = module.matrix_shape(matrix)
                 add(path, matrix, 0, size, linear=False, experts=True)

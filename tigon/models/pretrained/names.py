@@ -32,6 +32,7 @@ MULTIMODAL = {
     "gemma3n": "gemma3n_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "llama4": "llama4_text",
     "mistral3": "mistral",
     "muse_glimmer": "muse_glimmer_text",
     "qwen3_5": "qwen3_5_text",
@@ -41,6 +42,7 @@ MULTIMODAL = {
 UNTIED = ("muse_glimmer", "qwen3_5", "qwen3_5_moe")
 OTHER_MODALITIES = (
     "vision_tower.",
+    "vision_model.",
     "multi_modal_projector.",
     "vision_adapter.",
     "vision_projection.",

@@ -1,0 +1,137 @@
+"""Llama 4 (text): chunked attention, no RoPE in every fourth layer, experts with scaled inputs.
+
+Checked against transformers' modeling_llama4. Chunks and the growth of queries follow each
+sequence, also in packed rows, where transformers counts the slots of the row.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from tigon.layers import Attention, GatedMLP, SparseMoE
+from tigon.models.causal_lm import CausalLM
+from tigon.models.config import FULL, ConfigError, activation
+from tigon.models.decoder import Decoder, PreNormBlock
+from tigon.models.moe import ExpertsConfig, sparse_moe
+from tigon.models.pretrained.names import CheckpointNames
+from tigon.utils.json import quote
+
+CHUNKED = "chunked_attention"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama4Config(ExpertsConfig):
+    """The config of Llama 4's text models: `no_rope_layers` is 1 where a layer does rotate, and
+    `moe_layers` are those with experts of size intermediate_size."""
+
+    model_type = "llama4_text"
+    architecture = "Llama4ForCausalLM"
+    experts_keys = ("num_local_experts",)
+    default_theta = 5e5
+    ignored = frozenset({"output_router_logits", "router_aux_loss_coef"})  # the loss has no balance
+
+    @classmethod
+    def classifier(cls) -> None:
+        """None: transformers has no sequence classifier of Llama 4."""
+
+    vocab_size: int = 202048
+    hidden_size: int = 5120
+    intermediate_size: int = 8192
+    intermediate_size_mlp: int = 16384
+    num_hidden_layers: int = 48
+    num_attention_heads: int = 40
+    num_key_value_heads: int = 8
+    head_dim: int = 128
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    bos_token_id: int | None = 1
+    eos_token_id: int | list[int] | None = 2
+    attention_bias: bool = False
+    num_experts_per_tok: int = 1
+    num_local_experts: int = 16
+    moe_layers: list[int] | None = None
+    interleave_moe_layer_step: int = 1
+    use_qk_norm: bool = True
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: int = 4
+    attention_chunk_size: int | None = 8192
+    layer_types: list[str] | None = None
+    attn_temperature_tuning: bool = True
+    floor_scale: int = 8192
+    attn_scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers, flags, types = self.num_hidden_layers, self.no_rope_layers, self.layer_types
+        if flags and len(flags) < layers:
+            raise ConfigError(f"no_rope_layers={quote(flags)} is not 0 or 1 for {layers} layers")
+        if types is not None and (len(types) != layers or not set(types) <= {CHUNKED, FULL}):
+            raise ConfigError(
+                f"layer_types={quote(types)} is not {CHUNKED!r} or {FULL!r} for {layers} layers"
+            )
+
+    def sparse(self, layer: int) -> bool:
+        """Whether the layer has experts: by moe_layers, or else every
+        interleave_moe_layer_step-th."""
+        if self.moe_layers is not None:
+            return layer in self.moe_layers
+        return (layer + 1) % self.interleave_moe_layer_step == 0
+
+    def rotates(self, layer: int) -> bool:
+        """Whether the layer has RoPE: by no_rope_layers, or else all but every
+        no_rope_layer_interval-th."""
+        if self.no_rope_layers:
+            return bool(self.no_rope_layers[layer])
+        return (layer + 1) % self.no_rope_layer_interval != 0
+
+    def chunk(self, layer: int) -> int | None:
+        """The size of the layer's chunks; None: full attention. Without `layer_types`, those with
+        RoPE have chunks."""
+        types = self.layer_types
+        chunked = self.rotates(layer) if types is None else types[layer] == CHUNKED
+        return self.attention_chunk_size if chunked else None
+
+
+class Llama4Block(PreNormBlock):
+    """A `PreNormBlock` with attention in chunks, and with experts and a shared one, or an MLP."""
+
+    def make_mixer(self, c: Llama4Config, layer: int) -> Attention:
+        """Make attention in the layer's chunks; with RoPE, which is interleaved, heads are normed
+        without weights. The norm commutes with the rotation, which it follows in transformers."""
+        normed = c.use_qk_norm and c.rotates(layer)
+        options: dict[str, Any] = {"window": c.chunk(layer), "chunked": True, "interleaved": True}
+        options |= {"qk_norm_eps": c.rms_norm_eps if normed else None, "qk_norm_weight": False}
+        return self.make_attention(c, bias=c.attention_bias, **options)
+
+    def make_mlp(self, c: Llama4Config, layer: int) -> GatedMLP | SparseMoE:
+        """Make the layer's experts with a shared one, or its MLP if it has none."""
+        if not c.sparse(layer):
+            return GatedMLP(c.hidden_size, c.intermediate_size_mlp, activation(c.hidden_act))
+        size = c.intermediate_size
+        options: dict[str, Any] = {"normalize": False, "transposed": True, "scales_input": True}
+        return sparse_moe(c, size, shared_experts=size, **options)
+
+    def layer_rope(self, c: Llama4Config, layer: int) -> tuple[int, dict[str, Any]]:
+        """The layer's head dim, and the RoPE parameters, or how its queries grow without RoPE."""
+        if c.rotates(layer):
+            return c.head_dim, c.rope_parameters
+        growth = {"attn_scale": c.attn_scale, "floor_scale": c.floor_scale}
+        return c.head_dim, growth if c.attn_temperature_tuning else {}
+
+
+class Llama4(CausalLM):
+    """Llama 4's text models: `Llama4Block`s, with RoPE's angles in fp32."""
+
+    config_class = Llama4Config
+    block_class = Llama4Block
+    checkpoint_names = CheckpointNames(
+        experts={},
+        renamed={
+            "mlp.gate": "feed_forward.router",
+            "mlp.shared_experts": "feed_forward.shared_expert",
+            "mlp": "feed_forward",
+        },
+    )
+
+    def make_decoder(self, c: Llama4Config, **options: Any) -> Decoder:
+        """Make a decoder with cos and sin of RoPE in fp32."""
+        return super().make_decoder(c, rounded_angles=False, **options)

@@ -139,8 +139,11 @@ class LatentAttention(Attention):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs) -> Tensor:
         """Returns attention [B, T, H, V] of q to k [B, S, H, N + R] and v [B, S, H, V]."""
-        width = max(q.shape[-1], v.shape[-1])
-        q, k, v = (F.pad(y, (0, width - y.shape[-1])) for y in (q, k, v))
+        missing = q.shape[-1] - v.shape[-1]
+        if missing > 0:
+            v = F.pad(v, (0, missing))
+        elif missing < 0:
+            q, k = (F.pad(y, (0, -missing)) for y in (q, k))
         options: dict[str, Any] = {"window": None, "softcap": None, "scale": self.scale}
         if ctx.shard is not None:
             return ctx.shard.attend(q, k, v, ctx.mask, **options)[..., : self.sizes.values]

@@ -28,12 +28,8 @@ ROUTER_KEYS: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": (None, "sigmoid"),
     "topk_method": (None, "noaux_tc"),
 }
-TRAINING_KEYS = frozenset(
-    (
-        *("aux_loss_alpha", "ep_size", "output_router_logits", "seq_aux"),
-        *("num_mtp_layers", "num_nextn_predict_layers", "qk_head_dim"),
-    )
-)
+TRAINING_KEYS = {"aux_loss_alpha", "ep_size", "output_router_logits", "qk_head_dim", "seq_aux"}
+TRAINING_KEYS |= {"num_mtp_layers", "num_nextn_predict_layers"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +38,7 @@ class GroupMoEConfig(ExpertsConfig):
     on have experts, and shared ones without a gate."""
 
     experts_keys = ("n_routed_experts",)
-    ignored = TRAINING_KEYS
+    ignored = frozenset(TRAINING_KEYS)
     neutral = ROUTER_KEYS
     sigmoid_router: ClassVar[bool] = True  # as of GroupRouter
 

@@ -66,12 +66,12 @@ DELTA = {
     "linear_key_head_dim": 14,
     "linear_value_head_dim": 10,
 }
-GEMMA4 = {
+GEMMA3N = {
     **WINDOW,
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "global_head_dim": 12,
 }
+GEMMA4 = GEMMA3N | {"global_head_dim": 12}
 # By name, the model type and what differs
 TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -87,7 +87,7 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": (
         "gemma3n_text",
         {
-            **GEMMA4,
+            **GEMMA3N,
             "num_kv_shared_layers": 2,
             "hidden_size_per_layer_input": 6,
             "vocab_size_per_layer_input": 101,
@@ -107,8 +107,9 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         {
             **GEMMA4,
-            **MOE,
             "enable_moe_block": True,
+            "num_experts": 5,
+            "moe_intermediate_size": 22,
             "top_k_experts": 3,
             "hidden_size_per_layer_input": 0,
         },

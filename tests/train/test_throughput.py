@@ -103,6 +103,8 @@ def test_every_matrix_of_a_family_is_counted(family):
         values["num_local_experts"] = 5
     if "n_routed_experts" in known:
         values |= {"n_routed_experts": 5, "n_group": 1, "topk_group": 1}
+    if "num_kv_shared_layers" in known:
+        values["num_kv_shared_layers"] = 0
     if "kv_lora_rank" in known:  # keys of every head
         values["num_key_value_heads"] = values["num_attention_heads"]
     if "num_experts_per_tok" in known:

@@ -23,7 +23,7 @@ BLOCKED_ERRORS = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY
 
 @contextmanager
 def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
-    """Turn OSErrors of the body of a `with` (full disk, permissions, blocked path) into one that
+    """Turns OSErrors of the body of a `with` (full disk, permissions, blocked path) into one that
     says in a line what to do; `size`: the bytes to write."""
     try:
         yield
@@ -41,13 +41,13 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
 
 
 def cache_root() -> Path:
-    """Return the directory $TIGON_CACHE, or ~/.cache/tigon."""
+    """Returns the directory $TIGON_CACHE, or ~/.cache/tigon."""
     directory = os.environ.get("TIGON_CACHE")
     return expand_user(directory) if directory else Path.home() / ".cache/tigon"
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory below the cache's root, which only the user can read if it is new, and
+    """Makes a directory below the cache's root, which only the user can read if it is new, and
     remove temporary files of killed processes that are a day old."""
     cache_root().mkdir(mode=0o700, parents=True, exist_ok=True)
     path.mkdir(parents=True, exist_ok=True)
@@ -59,7 +59,7 @@ def make_directory(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically."""
+    """Writes a file atomically."""
     with new_file(path) as partial, partial.open("x") as file:
         file.write(text)
 
@@ -107,7 +107,7 @@ def clean_cache(days: float = 0.0) -> CleanReport:
 
 @contextmanager
 def train_extra() -> Iterator[None]:
-    """Turn an ImportError in the body of a `with` into one that says to install the extra
+    """Turns an ImportError in the body of a `with` into one that says to install the extra
     `train`."""
     try:
         yield

@@ -62,7 +62,7 @@ class MicroBatch:
         return np.array([e.per_example[column][e.index(np.asarray(a))] for e, a in self.sources])
 
     def select(self, keep: np.ndarray) -> Self:
-        """Gather the sequences where `keep`, bool [n], is true into one line of a new batch.
+        """Gathers the sequences where `keep`, bool [n], is true into one line of a new batch.
 
         Without any, the line is one token of padding. No sequence may have a prefix.
         """
@@ -143,7 +143,7 @@ class MicroBatch:
 
 
 def collate_rows(columns: Corpus, rows: Sequence[tuple[Corpus, PackedRows, int]]) -> MicroBatch:
-    """Collate rows, each an index of the packed rows of a corpus: if they are packed, each on a
+    """Collates rows, each an index of the packed rows of a corpus: if they are packed, each on a
     line of their seq_len, otherwise each sequence on a line of its own."""
     lines = [BatchLine(corpus, *packed.line(index)) for corpus, packed, index in rows]
     if rows and rows[0][1].packing:
@@ -152,7 +152,7 @@ def collate_rows(columns: Corpus, rows: Sequence[tuple[Corpus, PackedRows, int]]
 
 
 def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = None) -> MicroBatch:
-    """Make a batch with the spans of each line, or with a line of padding if there are no lines.
+    """Makes a batch with the spans of each line, or with a line of padding if there are no lines.
 
     Lines are padded to `length` tokens, by default to the longest. The batch has the columns of the
     corpus `columns`.
@@ -209,7 +209,7 @@ def collate(columns: Corpus, lines: Sequence[BatchLine], length: int | None = No
 def compute_prefixes(
     lines: Sequence[BatchLine], at: np.ndarray, cu: np.ndarray
 ) -> np.ndarray | None:
-    """Compute `MicroBatch.prefixes`; `at` [n] is the index in `cu` of each span."""
+    """Computes `MicroBatch.prefixes`; `at` [n] is the index in `cu` of each span."""
     shared = np.concatenate(
         [np.zeros(len(x.spans), np.int64) if x.shared is None else x.shared for x in lines]
     )

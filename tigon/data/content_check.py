@@ -105,7 +105,7 @@ class ContentCheck:
         learned: Collection[int],
         options: dict[str, Any],
     ) -> tuple[int, str] | None:
-        """Find the first text that is neither in the rendered conversation nor in that up to its
+        """Finds the first text that is neither in the rendered conversation nor in that up to its
         message, where reasoning that is learned has to be.
 
         Returns the index of its message, and what to say of it; None if all texts are written.
@@ -153,7 +153,7 @@ def _is_blank(value: Any) -> bool:
 
 
 def _mark_message(i: int, message: Message, texts: list[_MarkedText]) -> dict[str, Any]:
-    """Copy a message with a mark in each of its texts, which are appended to `texts`."""
+    """Copies a message with a mark in each of its texts, which are appended to `texts`."""
     copy = dict(message)
 
     def mark(place: str, kind: str, text: str) -> str:
@@ -198,7 +198,7 @@ def _mark_message(i: int, message: Message, texts: list[_MarkedText]) -> dict[st
 
 
 def _value_shape(value: Any, key: str = "") -> Any:
-    """Reduce a message's value to what a template may branch on: roles, keys, types, and which
+    """Reduces a message's value to what a template may branch on: roles, keys, types, and which
     texts, before and after a block of reasoning, are blank."""
     if isinstance(value, str) and key != "role":
         closer = _CLOSERS.search(value)

@@ -69,7 +69,7 @@ class FormatEncoder(Encoder):
         self.skip_bad_rows = skip_bad_rows
 
     def open(self, source: Source) -> Source:
-        """Return the source with the format of its rows, detected from the first good one."""
+        """Returns the source with the format of its rows, detected from the first good one."""
 
         def read_format(row: Row | ValueError) -> Format:
             if isinstance(row, ValueError):
@@ -87,23 +87,23 @@ class FormatEncoder(Encoder):
         raise problem or ValueError(f"{source.name} has no rows")
 
     def detect(self, row: Row, format: Format) -> Format:
-        """Find the format of a row among `formats`; ValueError if none or several fit."""
+        """Finds the format of a row among `formats`; ValueError if none or several fit."""
         return format.detect(row, self.formats)
 
     def check_first_row(self, row: Row, format: Format) -> Format:
-        """Complete the format of a source by its first row; ValueError if it cannot be encoded.
+        """Completes the format of a source by its first row; ValueError if it cannot be encoded.
         Here the format is returned as it is."""
         return format
 
     def append_eos(self, ids: list[int]) -> list[int]:
-        """Return the ids with an eos at their end, unless they have one; ValueError if the
+        """Returns the ids with an eos at their end, unless they have one; ValueError if the
         tokenizer has no eos."""
         if self.eos is None:
             raise ValueError("the tokenizer has no eos token to end a text with")
         return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
 
     def ignored(self, row: Row, format: Format) -> set[str]:
-        """Collect the keys that nothing reads: of a row, and, as "column.key", of its messages and
+        """Collects the keys that nothing reads: of a row, and, as "column.key", of its messages and
         template variables."""
         read_keys = format.read_keys()
         ignored = row.keys() - read_keys
@@ -126,11 +126,11 @@ class FormatEncoder(Encoder):
         return ignored
 
     def options(self) -> dict[str, Any]:
-        """Return the settings, besides the tokenizer, that change the examples; for the digest."""
+        """Returns the settings, besides the tokenizer, that change the examples; for the digest."""
         return {}
 
     def digest(self) -> str:
-        """Return a digest of the encoder's class and version, of `options`, and of the tokenizer,
+        """Returns a digest of the encoder's class and version, of `options`, and of the tokenizer,
         with its chat template if the encoder uses it."""
         parts = type(self).__name__, ENCODER_VERSION, tokenizers.__version__, self.options()
         tokenizer = self.tokenizer.digest(chats=self.uses_chat_template)
@@ -146,7 +146,7 @@ class TextEncoder(FormatEncoder):
         return {"eos": self.eos}
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
-        """Yield the example of each row's text, all tokenized in one call, or row by row if one is
+        """Yields the example of each row's text, all tokenized in one call, or row by row if one is
         bad."""
         try:
             texts = [parse_text(row, format) for row in rows]
@@ -158,19 +158,19 @@ class TextEncoder(FormatEncoder):
             yield self._example(ids, text.weight)
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Make the example of the row's text."""
+        """Makes the example of the row's text."""
         text = parse_text(row, format)
         return self._example(self.tokenizer.encode(text.completion), text.weight)
 
     def _example(self, ids: list[int], weight: float) -> Sequence[Example]:
-        """Make the example of a text, which ends with eos; all its tokens are learned with this
+        """Makes the example of a text, which ends with eos; all its tokens are learned with this
         loss weight. None if the weight is 0."""
         ids = self.append_eos(ids)
         return weighted_example(ids, np.full(len(ids), weight))
 
 
 def read_texts(source: Source) -> Iterator[str]:
-    """Yield the text of each row of a source; ValueError for a row without one."""
+    """Yields the text of each row of a source; ValueError for a row without one."""
     format = None
     for line, row in source.rows():
         try:
@@ -240,7 +240,7 @@ class ChatEncoder(TemplateEncoder):
         return format
 
     def _parse(self, row: Row, format: Format) -> WeightedChat | WeightedText:
-        """Read the row, with its messages converted to what the chat template needs."""
+        """Reads the row, with its messages converted to what the chat template needs."""
         chat = parse_chat(row, format)
         if isinstance(chat, WeightedText):
             return chat
@@ -250,7 +250,7 @@ class ChatEncoder(TemplateEncoder):
         return {"train_on": self.train_on, "train_on_empty_thinking": self.train_on_empty_thinking}
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Make the examples of the row's conversation or completion: one, with all_turns one for
+        """Makes the examples of the row's conversation or completion: one, with all_turns one for
         each turn that the template rewrites too, or none if its weights are 0."""
         chat = self._parse(row, format)
         if isinstance(chat, WeightedText) != (format.eos is not None):
@@ -281,7 +281,7 @@ class ChatEncoder(TemplateEncoder):
         return examples
 
     def _completion(self, text: WeightedText) -> Sequence[Example]:
-        """Encode prompt and completion as one text that ends with eos, without a chat template;
+        """Encodes prompt and completion as one text that ends with eos, without a chat template;
         learned are completion and eos, and with train_on=all the prompt too."""
         if text.weight and not text.completion.strip():
             raise EmptyAnswer("the completion is empty: leave the row out, or give it weight: 0")
@@ -294,7 +294,7 @@ class ChatEncoder(TemplateEncoder):
 
 
 def template_words(tokenizer: Tokenizer) -> set[str]:
-    """Collect the words of a chat template: any of them may be a key of messages that it reads."""
+    """Collects the words of a chat template: any of them may be a key of messages that it reads."""
     template = tokenizer.chat_template or ""
     texts = template.values() if isinstance(template, dict) else [template]
     words = set(re.findall(r"\w+", " ".join(texts)))
@@ -303,7 +303,7 @@ def template_words(tokenizer: Tokenizer) -> set[str]:
 
 
 def weighted_example(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
-    """Make a list with an example of these tokens, its columns supervised (where a weight is above
+    """Makes a list with an example of these tokens, its columns supervised (where a weight is above
     0) and, unless all are 0 or 1, loss_weights; an empty list if all weights are 0."""
     supervised = weights > 0
     if not supervised.any():
@@ -329,7 +329,7 @@ class AnswerEncoder(TemplateEncoder):
     def tokenize_answers(
         self, sample: AnswerSample, *, train_on_empty_thinking: bool = False
     ) -> tuple[int, list[list[int]]]:
-        """Return the number of tokens that belong to the prompt, and the tokens of the prompt with
+        """Returns the number of tokens that belong to the prompt, and the tokens of the prompt with
         each answer.
 
         An empty block of reasoning that all answers begin with belongs to the prompt, unless it is
@@ -352,7 +352,7 @@ class AnswerEncoder(TemplateEncoder):
         return shared, sequences
 
     def _render(self, sample: AnswerSample) -> tuple[str, list[str]]:
-        """Render the prompt for generation, and the prompt with each answer, as texts; raises
+        """Renders the prompt for generation, and the prompt with each answer, as texts; raises
         ValueError for an answer of which the chat template leaves something out."""
         options: dict[str, Any] = {"tools": sample.tools, **sample.variables}
 
@@ -380,7 +380,7 @@ class AnswerEncoder(TemplateEncoder):
         return {"eos": self.eos, "train_on_empty_thinking": self.train_on_empty_thinking}
 
     def example(self, ids: Sequence[int], prompt: int, **values: Any) -> Example:
-        """Make an example whose tokens behind the first `prompt` are learned."""
+        """Makes an example whose tokens behind the first `prompt` are learned."""
         return Example(ids, {"supervised": np.arange(len(ids)) >= prompt}, values)
 
 
@@ -418,7 +418,7 @@ class PairEncoder(AnswerEncoder):
         return super().ignored(row, format) | unread
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Make the examples of the chosen and of the rejected answer; ValueError if their tokens
+        """Makes the examples of the chosen and of the rejected answer; ValueError if their tokens
         are equal."""
         sample = parse_pair(row, format, shared_prompt=self.shared_prompt)
         prompt, (chosen, rejected) = self.tokenize_answers(sample)
@@ -442,7 +442,7 @@ class LabelledEncoder(AnswerEncoder):
     per_example = {"desired": np.bool_, "matched": np.bool_}
 
     def detect(self, row: Row, format: Format) -> Format:
-        """Find the format of a row; one with the keys of both formats is an answer with its
+        """Finds the format of a row; one with the keys of both formats is an answer with its
         label."""
         try:
             return format.detect(row, ("unpaired",))
@@ -454,7 +454,7 @@ class LabelledEncoder(AnswerEncoder):
         return super().ignored(row, format) | ({format.column("margin")} & row.keys())
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
-        """Yield the examples of each row, or its error: each answer, followed by the prompt with
+        """Yields the examples of each row, or its error: each answer, followed by the prompt with
         the answer of the good row before, if there are several."""
         encoded = [result_or_error(self._encode_answers, row, format) for row in rows]
         good = [answers for answers in encoded if not isinstance(answers, ValueError)]
@@ -473,14 +473,14 @@ class LabelledEncoder(AnswerEncoder):
             yield examples
 
     def group_examples(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
-        """Divide the examples of a row into groups, each an answer with its mismatched one: a
+        """Divides the examples of a row into groups, each an answer with its mismatched one: a
         pair's two need not share a micro-batch."""
         starts = [i for i, example in enumerate(examples) if example.per_example["matched"]]
         ends = [*starts[1:], len(examples)]
         return [examples[i:end] for i, end in zip(starts, ends, strict=True)]
 
     def _encode_answers(self, row: Row, format: Format) -> list[tuple[int, list[int], bool]]:
-        """Return the prompt length, the ids and the label of each answer."""
+        """Returns the prompt length, the ids and the label of each answer."""
         if format.kind == "preference":
             sample, labels = parse_pair(row, format), [True, False]
         else:
@@ -516,7 +516,7 @@ class RewardedEncoder(AnswerEncoder):
         return super().options() | {"scale": self.scale}
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Make an example for each answer, with its advantage and reward, the one that the row
+        """Makes an example for each answer, with its advantage and reward, the one that the row
         lacks as NaN."""
         rewarded = parse_rewarded(row, format)
         logprobs = rewarded.old_logprobs
@@ -554,7 +554,7 @@ class RewardedEncoder(AnswerEncoder):
 
 
 def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray:
-    """Compute the advantages of answers to one prompt: rewards less their mean and, with `scale`,
+    """Computes the advantages of answers to one prompt: rewards less their mean and, with `scale`,
     over their standard deviation + 1e-4; exactly 0 where all are equal."""
     if np.ptp(rewards) == 0:
         return np.zeros_like(rewards)
@@ -563,8 +563,8 @@ def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray
 
 
 def append_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
-    """Return the prompt, extended by the empty block of reasoning after it if all these texts go on
-    with the same."""
+    """Returns the prompt, extended by the empty block of reasoning after it if all these texts go
+    on with the same."""
     prompts = set()
     for text in texts:
         start = common_prefix_length(prompt, text)
@@ -598,11 +598,11 @@ class TopEncoder(FormatEncoder):
     }
 
     def options(self) -> dict[str, Any]:
-        """Return a constant, which keeps caches of earlier versions from being used."""
+        """Returns a constant, which keeps caches of earlier versions from being used."""
         return {"tokens": "counted"}  # makes caches anew from before the teacher's tokens counted
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Make the example of the row's tokens; ValueError if none is learned, or for a bad
+        """Makes the example of the row's tokens; ValueError if none is learned, or for a bad
         distribution of a learned one."""
         ids = format.get(row, "input_ids")
         name = format.column("input_ids")

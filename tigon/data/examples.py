@@ -64,7 +64,7 @@ class EncodingReport:
         return EncodingReport(**sums)
 
     def lines(self) -> list[str]:
-        """Describe in sentences what was skipped, left out or not read."""
+        """Describes in sentences what was skipped, left out or not read."""
         pronoun = "it" if self.rewritten == 1 else "them"
         skipped = "\n  ".join([f"{format_count(self.rows, 'row')} skipped as bad:", *self.errors])
         lines = {
@@ -101,7 +101,7 @@ class EncodingReport:
         return f"has no good row of {self.rows}: {self.errors[0]}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, which EncodingReport(**values) reads back."""
+        """Returns plain values, which EncodingReport(**values) reads back."""
         return asdict(self)
 
 
@@ -202,7 +202,7 @@ class Examples:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Write a number with its noun, such as "1 row" or "2,000 rows"."""
+    """Writes a number with its noun, such as "1 row" or "2,000 rows"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
@@ -221,7 +221,7 @@ class Encoder:
     grouped = True  # whether the examples of a row have to share a micro-batch
 
     def open(self, source: Source) -> Source:
-        """Return the source with what its first rows decide; ValueError if they cannot be read.
+        """Returns the source with what its first rows decide; ValueError if they cannot be read.
         Here it is returned as it is.
 
         The blocks and the digest of this one are those to use.
@@ -229,32 +229,32 @@ class Encoder:
         return source
 
     def digest(self) -> str:
-        """Return a text that changes with whatever changes the examples of a row, such as the
+        """Returns a text that changes with whatever changes the examples of a row, such as the
         tokenizer."""
         raise NotImplementedError
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Make the examples of a row, none if nothing of it is learned; ValueError for a bad
+        """Makes the examples of a row, none if nothing of it is learned; ValueError for a bad
         row."""
         raise NotImplementedError
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
-        """Yield what `row` makes of each row, or its error; for encoders that are faster with many
+        """Yields what `row` makes of each row, or its error; for encoders that are faster with many
         at once."""
         for row in rows:
             yield result_or_error(self.row, row, format)
 
     def group_examples(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
-        """Divide the examples of a row into groups: here all in one if `grouped`, else each
+        """Divides the examples of a row into groups: here all in one if `grouped`, else each
         alone."""
         return [examples] if self.grouped else [[example] for example in examples]
 
     def ignored(self, row: Row, format: Format) -> set[str]:
-        """Collect the keys of a row that are not read; here none."""
+        """Collects the keys of a row that are not read; here none."""
         return set()
 
     def __call__(self, block: Block) -> Examples:
-        """Encode a block, whose name is the examples' only file.
+        """Encodes a block, whose name is the examples' only file.
 
         A bad row raises ValueError with its file and line, or with `skip_bad_rows` is left out; the
         report counts these, and rows without examples.
@@ -288,8 +288,8 @@ class Encoder:
 
 
 def result_or_error(function: Callable[..., T], *arguments: Any) -> T | ValueError:
-    """Call a function of a row; return its ValueError, or one for a row that is nested too deeply,
-    in place of raising it."""
+    """Calls a function of a row; returns its ValueError, or one for a row that is nested too
+    deeply, in place of raising it."""
     try:
         return function(*arguments)
     except ValueError as error:
@@ -299,7 +299,7 @@ def result_or_error(function: Callable[..., T], *arguments: Any) -> T | ValueErr
 
 
 def _check_size(row: Row | ValueError) -> Row | ValueError:
-    """Return the row, or a ValueError if it is too large for a tokenizer."""
+    """Returns the row, or a ValueError if it is too large for a tokenizer."""
     if isinstance(row, ValueError) or (size := measure(row)) <= MAX_ROW_CHARS:
         return row
     limit = f"tokenizing takes at most {MAX_ROW_CHARS:,} at a time"
@@ -307,7 +307,7 @@ def _check_size(row: Row | ValueError) -> Row | ValueError:
 
 
 def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
-    """Encode all rows of the sources in memory; ValueError for a source without any example."""
+    """Encodes all rows of the sources in memory; ValueError for a source without any example."""
     pieces: list[Examples] = []
     for source in sources:
         opened = encoder.open(source)
@@ -357,7 +357,7 @@ def collect(
     per_token: Mapping[str, DTypeLike] = SUPERVISED_COLUMN,
     per_example: Mapping[str, DTypeLike] = NO_COLUMNS,
 ) -> Examples:
-    """Join groups of examples, each from one line of the file, with columns of these dtypes.
+    """Joins groups of examples, each from one line of the file, with columns of these dtypes.
 
     A value may be an array, if the whole column has one shape or is in PAD_VALUES. ValueError if an
     example lacks a column or has one that is not declared.
@@ -391,7 +391,7 @@ def _collect_columns(
     counts: Sequence[int],
     locations: Sequence[str],
 ) -> dict[str, np.ndarray]:
-    """Join the columns of examples, `counts` values of each; ValueError if they do not fit."""
+    """Joins the columns of examples, `counts` values of each; ValueError if they do not fit."""
     for columns, location in zip(values, locations, strict=True):
         if not declared.keys() - FILL_VALUES.keys() <= columns.keys() <= declared.keys():
             names, accepted = (", ".join(keys) or "none" for keys in (columns, declared))

@@ -108,14 +108,14 @@ class Format:
         return self.columns.get(key, key)
 
     def get(self, row: Row, key: str) -> Any:
-        """Look up the row's value of a key; decode messages that are JSON as text."""
+        """Looks up the row's value of a key; decodes messages that are JSON as text."""
         value = row.get(self.column(key))
         if key in JSON_MESSAGE_KEYS and isinstance(value, str):
             return read_messages(value)
         return value
 
     def detect(self, row: Row, accepted: Sequence[str]) -> "Format":
-        """Find the format of the row among `accepted`; ValueError if none or several fit."""
+        """Finds the format of the row among `accepted`; ValueError if none or several fit."""
         columns = dict(self.columns)
         for alias, key in KEY_ALIASES.items():
             if row.get(key) is None and row.get(alias) is not None:
@@ -140,7 +140,7 @@ class Format:
     def _describe_mismatch(
         self, row: Row, format: "Format", accepted: Sequence[str], fits: Sequence[str]
     ) -> str:
-        """Explain why a row has none of the accepted formats, or several."""
+        """Explains why a row has none of the accepted formats, or several."""
         names = ", ".join(map(repr, row)) or "none"
         expected = "; ".join(f"{kind}: {DESCRIPTIONS[kind]}" for kind in accepted)
         if fits:
@@ -172,7 +172,7 @@ class Format:
         return True
 
     def read_keys(self) -> set[str]:
-        """Collect the names, in the rows, of all keys that the format reads."""
+        """Collects the names, in the rows, of all keys that the format reads."""
         assert self.kind is not None
         return {self.column(key) for key in (*REQUIRED_KEYS[self.kind], *OPTIONAL_KEYS[self.kind])}
 
@@ -200,12 +200,12 @@ class WeightedText:
 
 
 def parse_text(row: Row, format: Format) -> WeightedText:
-    """Read a row of the format text; ValueError if it is not one."""
+    """Reads a row of the format text; ValueError if it is not one."""
     return WeightedText(_require_text(row, format, "text"), weight=_read_weight(row, format))
 
 
 def parse_chat(row: Row, format: Format) -> WeightedChat | WeightedText:
-    """Read a row of one of CHAT_FORMATS; a WeightedText if prompt and completion are texts."""
+    """Reads a row of one of CHAT_FORMATS; a WeightedText if prompt and completion are texts."""
     weight = _read_weight(row, format)
     num_prompt = 0
     if format.kind == "prompt_completion":
@@ -244,12 +244,12 @@ def parse_chat(row: Row, format: Format) -> WeightedChat | WeightedText:
 
 
 def index_names(name: str, count: int, start: int = 0) -> list[str]:
-    """Name the messages of a list for errors: messages[0], messages[1] and so on."""
+    """Names the messages of a list for errors: messages[0], messages[1] and so on."""
     return [f"{name}[{i}]" for i in range(start, start + count)]
 
 
 def read_template_variables(row: Row, format: Format) -> dict[str, Any]:
-    """Read the row's variables for the chat template; ValueError for one that it may not set."""
+    """Reads the row's variables for the chat template; ValueError for one that it may not set."""
     name = repr(format.column("chat_template_kwargs"))
     variables = read_json(format.get(row, "chat_template_kwargs"), name) or {}
     check_variables(variables, name)
@@ -257,7 +257,7 @@ def read_template_variables(row: Row, format: Format) -> dict[str, Any]:
 
 
 def _read_instruction(row: Row, format: Format) -> Messages:
-    """Convert a row of the format instruction to turns of user and assistant: its history, then
+    """Converts a row of the format instruction to turns of user and assistant: its history, then
     instruction and input, joined by a blank line, and output."""
     texts = [_require_text(row, format, "instruction")]
     if format.get(row, "input") is not None:
@@ -272,7 +272,7 @@ def _read_instruction(row: Row, format: Format) -> Messages:
 
 
 def _read_history(row: Row, format: Format) -> list[tuple[str, str]]:
-    """Read the earlier questions and answers of a row of LLaMA-Factory's Alpaca format."""
+    """Reads the earlier questions and answers of a row of LLaMA-Factory's Alpaca format."""
     name = format.column("history")
     pairs = read_json(format.get(row, "history"), repr(name)) or []
     if not isinstance(pairs, list):
@@ -285,7 +285,7 @@ def _read_history(row: Row, format: Format) -> list[tuple[str, str]]:
 
 
 def prepend_system(messages: MessagesOrText, row: Row, format: Format) -> MessagesOrText:
-    """Put the row's system message first; ValueError for a text, or if there is one already."""
+    """Puts the row's system message first; ValueError for a text, or if there is one already."""
     if not format.get(row, "system"):
         return messages
     system = _require_text(row, format, "system")
@@ -303,7 +303,7 @@ def _read_weight(row: Row, format: Format) -> float:
 
 
 def _pop_weight(i: int, message: Any) -> float | None:
-    """Remove `weight` or `train` from a message and return its loss weight; None if it sets none.
+    """Removes `weight` or `train` from a message and returns its loss weight; None if it sets none.
     Raises ValueError for both, or for a bad value."""
     if not isinstance(message, dict):
         return None
@@ -318,7 +318,7 @@ def _pop_weight(i: int, message: Any) -> float | None:
 
 
 def _convert_sharegpt(i: int, message: Any) -> dict[str, Any]:
-    """Convert a message of ShareGPT to one with role and content, or tool_calls; other keys stay.
+    """Converts a message of ShareGPT to one with role and content, or tool_calls; other keys stay.
     Raises ValueError for an unknown speaker."""
     if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
         raise ValueError(f"messages[{i}] needs the keys 'from' and 'value', got {message!r:.100}")
@@ -336,7 +336,7 @@ def _convert_sharegpt(i: int, message: Any) -> dict[str, Any]:
 
 
 def _check_weight(value: Any, name: str) -> float:
-    """Return the value as a float; raises ValueError unless it is 0 or in [MIN_WEIGHT,
+    """Returns the value as a float; raises ValueError unless it is 0 or in [MIN_WEIGHT,
     MAX_WEIGHT]."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value < math.inf:
@@ -347,7 +347,7 @@ def _check_weight(value: Any, name: str) -> float:
 
 
 def read_tools(row: Row, format: Format) -> list[Any] | None:
-    """Read the functions that the row lets the model call, a list or its JSON as text."""
+    """Reads the functions that the row lets the model call, a list or its JSON as text."""
     return normalize_tools(format.get(row, "tools"), format.column("tools"))
 
 
@@ -414,7 +414,7 @@ class AnswerSample:
 
 
 def parse_pair(row: Row, format: Format, *, shared_prompt: bool = True) -> AnswerSample:
-    """Read the chosen and the rejected answer of a row of the format preference.
+    """Reads the chosen and the rejected answer of a row of the format preference.
 
     Without a prompt, it is the common beginning of both; if there is none, that is an error, or
     without `shared_prompt` an empty prompt. A prompt that is a text, before answers that are
@@ -458,7 +458,7 @@ def parse_pair(row: Row, format: Format, *, shared_prompt: bool = True) -> Answe
 def split_prompt(
     chosen: TextOrMessages, rejected: TextOrMessages
 ) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
-    """Return the common beginning of both, two texts or two lists of messages, and the rest of
+    """Returns the common beginning of both, two texts or two lists of messages, and the rest of
     each; a space at its end goes to the rests."""
     end = common_prefix_length(chosen, rejected)
     if end and chosen[end - 1] == " ":
@@ -489,7 +489,7 @@ class RewardedSample:
 
 
 def parse_rewarded(row: Row, format: Format) -> RewardedSample:
-    """Read a row of the format completions, whose answers are texts, messages or tokens."""
+    """Reads a row of the format completions, whose answers are texts, messages or tokens."""
     prompt, key = format.get(row, "prompt"), format.column("completions")
     answers = read_json(format.get(row, "completions"), repr(key))
     if not isinstance(answers, list) or not answers:
@@ -543,14 +543,14 @@ def is_token_list(value: Any) -> bool:
 
 
 def check_token_ids(ids: Sequence[int], name: str) -> None:
-    """Raise ValueError for a number that cannot be a token of any vocabulary."""
+    """Raises ValueError for a number that cannot be a token of any vocabulary."""
     if bad := [i for i in ids if not 0 <= i < 2**31]:
         raise ValueError(f"{name!r} has {bad[0]!r:.100} in it, which is no token")
 
 
 def _check_numbers(values: Any, name: str, count: int | None = None) -> list[float]:
-    """Return the values as floats; raises ValueError unless they are a list of numbers that float32
-    holds, `count` of them if it is given."""
+    """Returns the values as floats; raises ValueError unless they are a list of numbers that
+    float32 holds, `count` of them if it is given."""
     if not isinstance(values, list) or (count is not None and len(values) != count):
         size = "" if count is None else f", {count} of them"
         raise ValueError(f"{name!r} must be a list of numbers{size}")
@@ -565,7 +565,7 @@ def _is_float32(value: Any) -> bool:
 
 
 def read_number(row: Row, format: Format, name: str, default: float) -> float:
-    """Read a finite number of the row; the default if it has none. Raises ValueError for any other
+    """Reads a finite number of the row; the default if it has none. Raises ValueError for any other
     value."""
     value = format.get(row, name)
     if value is None:
@@ -583,7 +583,7 @@ def _build_sample(
     names: Sequence[str],
     start: int = 0,
 ) -> AnswerSample:
-    """Build the sample of a row, with the system message, tools and variables that the row has.
+    """Builds the sample of a row, with the system message, tools and variables that the row has.
 
     `names` are the keys of the answers; `start` is the index of their first message in the row.
     """
@@ -612,7 +612,7 @@ def _text_or_messages(row: Row, format: Format, key: str) -> TextOrMessages:
 
 
 def _check_same_kind(names: Sequence[str], values: Sequence[object]) -> None:
-    """Raise ValueError unless both values are texts, or both are lists of messages."""
+    """Raises ValueError unless both values are texts, or both are lists of messages."""
     if isinstance(values[0], list) != isinstance(values[1], list):
         first, second = (f"{n!r} is {type_name(v)}" for n, v in zip(names, values, strict=True))
         raise ValueError(f"{first} and {second}: both must be texts, or both lists of messages")
@@ -621,7 +621,8 @@ def _check_same_kind(names: Sequence[str], values: Sequence[object]) -> None:
 def _check_shared_prompt(
     prompt: TextOrMessages | None, shared: TextOrMessages, answers: Sequence[TextOrMessages]
 ) -> None:
-    """Raise ValueError if chosen and rejected do not answer one prompt, the row's if it has one."""
+    """Raises ValueError if chosen and rejected do not answer one prompt, the row's if it has
+    one."""
     if not shared and prompt is not None:
         raise ValueError(
             f"the prompt {prompt!r:.100} is a text, and no message that chosen and rejected "
@@ -647,7 +648,7 @@ def _check_shared_prompt(
 
 
 def _check_not_empty(names: Sequence[str], answers: Sequence[TextOrMessages]) -> None:
-    """Raise ValueError for an answer that is an empty text (EmptyAnswer) or has no message."""
+    """Raises ValueError for an answer that is an empty text (EmptyAnswer) or has no message."""
     for name, answer in zip(names, answers, strict=True):
         if answer == "":
             raise EmptyAnswer(f"{name!r} has no answer: it is empty behind the prompt")
@@ -661,8 +662,9 @@ def _check_answers(
     prompt: TextOrMessages | None = None,
     format: Format | None = None,
 ) -> None:
-    """Raise ValueError for an answer that is empty or begins with a message of user or system, and,
-    with `format`, for one that is a text where the prompt has messages, or the other way round."""
+    """Raises ValueError for an answer that is empty or begins with a message of user or system,
+    and, with `format`, for one that is a text where the prompt has messages, or the other way
+    round."""
     for name, answer in zip(names, answers, strict=True):
         if format is not None:
             _check_same_kind((format.column("prompt"), name), (prompt, answer))
@@ -673,6 +675,6 @@ def _check_answers(
 
 
 def _list_non_answers(answers: Sequence[TextOrMessages]) -> list[Any]:
-    """List the first messages of the answers that are not the assistant's."""
+    """Lists the first messages of the answers that are not the assistant's."""
     first = [answer[0] for answer in answers if isinstance(answer, list) and answer]
     return [message for message in first if _get_role(message) != "assistant"]

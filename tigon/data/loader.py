@@ -112,7 +112,7 @@ class Loader:
 
     @cached_property
     def steps_per_epoch(self) -> int | None:
-        """Count the steps of the first epoch; None for a stream."""
+        """Counts the steps of the first epoch; None for a stream."""
         if self.windows.per_epoch is None:
             return None
         with self._lock:
@@ -121,17 +121,17 @@ class Loader:
             return self._count_steps(self._epochs[0])
 
     def report(self) -> PackingReport:
-        """Return the counts of groups, rows and tokens in the first epoch."""
+        """Returns the counts of groups, rows and tokens in the first epoch."""
         assert self.steps_per_epoch is not None
         return self._report
 
     def epoch(self, steps: int) -> float | None:
-        """Convert a number of steps to a number of epochs; None for a stream, whose length is not
+        """Converts a number of steps to a number of epochs; None for a stream, whose length is not
         known."""
         return None if self.steps_per_epoch is None else steps / self.steps_per_epoch
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Collate this rank's part of the global batch of a step.
+        """Collates this rank's part of the global batch of a step.
 
         Every rank gets the same number: one that has run out of rows gets a line of padding.
         """
@@ -160,12 +160,12 @@ class Loader:
             return batches
 
     def counts(self, step: int) -> tuple[int, int]:
-        """Count the tokens and the predicted tokens of the global batch."""
+        """Counts the tokens and the predicted tokens of the global batch."""
         lengths, _, targets = self.lengths(step)
         return int(lengths.sum()), targets
 
     def lengths(self, step: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return int64 [n] the tokens of each sequence of the global batch, int64 [n] those of the
+        """Returns int64 [n] the tokens of each sequence of the global batch, int64 [n] those of the
         prompt that it shares with an earlier one, and the number of predicted tokens."""
         if (counts := self._counts.get(step)) is not None:
             return counts
@@ -174,12 +174,12 @@ class Loader:
 
     @cached_property
     def targets(self) -> int:
-        """Count the predicted tokens of the first epoch."""
+        """Counts the predicted tokens of the first epoch."""
         assert self.steps_per_epoch is not None
         return sum(self.counts(step)[1] for step in range(self.steps_per_epoch))
 
     def location(self, step: int) -> list[str]:
-        """List the "file:line" of each example in the global batch."""
+        """Lists the "file:line" of each example in the global batch."""
         with self._lock:
             return [
                 packed.window.corpus.location(start)
@@ -189,7 +189,7 @@ class Loader:
             ]
 
     def state(self, step: int) -> dict[str, Any]:
-        """Return the cursor from which a stream begins with this step, on any number of ranks; {}
+        """Returns the cursor from which a stream begins with this step, on any number of ranks; {}
         for data that is no stream."""
         if self.windows.per_epoch is not None:
             return {}
@@ -200,26 +200,26 @@ class Loader:
             return cursor | self.windows.state(window.number)
 
     def identity(self) -> str:
-        """Return a digest of the data."""
+        """Returns a digest of the data."""
         return self.windows.identity()
 
     def sample(self) -> str:
-        """Return a digest of a few bytes of each file of a stream; "" for data in memory."""
+        """Returns a digest of a few bytes of each file of a stream; "" for data in memory."""
         return self.windows.sample()
 
     def close(self) -> None:
-        """End the tokenizing of a stream."""
+        """Ends the tokenizing of a stream."""
         self.windows.close()
 
     def batch(self, step: int) -> list[tuple[Window, PackedRows, np.ndarray]]:
-        """List the windows of a step's global batch, each with its packed rows and the indices of
+        """Lists the windows of a step's global batch, each with its packed rows and the indices of
         those that the batch takes."""
         with self._lock:
             slices = self._window_slices(step)
         return [(packed.window, packed.rows, rows) for packed, rows in slices]
 
     def _count_tokens(self, pieces: WindowSlices) -> tuple[np.ndarray, np.ndarray, int]:
-        """Count what `lengths` returns, for these rows."""
+        """Counts what `lengths` returns, for these rows."""
         lengths, before, targets = [], [], 0
         for packed, rows in pieces:
             lines = [packed.rows.line(row) for row in rows]
@@ -230,7 +230,7 @@ class Loader:
         return np.concatenate(lengths), np.concatenate(before), targets
 
     def _window_slices(self, step: int) -> WindowSlices:
-        """List the windows of the global batch, with the rows that it takes of each, in shuffled
+        """Lists the windows of the global batch, with the rows that it takes of each, in shuffled
         order; drops windows that are no longer needed."""
         epoch, first, stop = self._locate_step(step)
         slices, numbers = [], set()
@@ -263,12 +263,12 @@ class Loader:
                 self._epochs.append(Epoch(epoch.first_step + self._count_steps(epoch)))
 
     def _count_steps(self, epoch: Epoch) -> int:
-        """Count the steps of an epoch that is complete; the last may be smaller."""
+        """Counts the steps of an epoch that is complete; the last may be smaller."""
         return -(-epoch.rows // self.batch_size)
 
     def _append_window(self) -> None:
-        """Pack the next window and append its rows to the last epoch; a window that repeats one of
-        the epoch before is not packed again. Raises ValueError if no row is to be expected."""
+        """Packs the next window and appends its rows to the last epoch; a window that repeats one
+        of the epoch before is not packed again. Raises ValueError if no row is to be expected."""
         number, epoch = sum(len(epoch.windows) for epoch in self._epochs), self._epochs[-1]
         begin = epoch.rows if number else self._rows_before
         if self.windows.repeats and len(self._epochs) > 1:
@@ -292,8 +292,8 @@ class Loader:
         epoch.windows.append(WindowRows(number, begin, end, window.last))
 
     def _window(self, number: int) -> PackedWindow:
-        """Return window `number`, counted through all epochs, with its packed rows and their order;
-        packs it unless it is at hand."""
+        """Returns window `number`, counted through all epochs, with its packed rows and their
+        order; packs it unless it is at hand."""
         if number in self._packed:
             return self._packed[number]
         before = self._packed.get(number - (self.windows.per_epoch or 0))
@@ -312,7 +312,7 @@ class Loader:
         return packed
 
     def _evict_windows(self) -> None:
-        """Drop the packed windows that no recent step takes, but not the last MAX_RECENT."""
+        """Drops the packed windows that no recent step takes, but not the last MAX_RECENT."""
         recent = set().union(*self._recent)
         for number in list(self._packed)[:-MAX_RECENT]:
             if number not in recent:

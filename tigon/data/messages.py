@@ -16,7 +16,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in 
 
 
 def normalize_messages(messages: list[Any], name: str) -> list[Any]:
-    """Convert messages to one form; ValueError, which names the message, for what has none.
+    """Converts messages to one form; ValueError, which names the message, for what has none.
 
     What is not an object stays as it is, for the chat template to refuse.
     """
@@ -27,8 +27,8 @@ def normalize_messages(messages: list[Any], name: str) -> list[Any]:
 
 
 def normalize_tools(tools: Any, name: str) -> list[Any] | None:
-    """Wrap each tool as {"type": "function", "function": ...}, after decoding what is JSON as text;
-    None without any. Raises ValueError if the tools are no list."""
+    """Wraps each tool as {"type": "function", "function": ...}, after decoding what is JSON as
+    text; None without any. Raises ValueError if the tools are no list."""
     tools = read_json(tools, repr(name))
     if tools is None:
         return None
@@ -67,7 +67,7 @@ def read_json(value: Any, name: str) -> Any:
 
 
 def _normalize_message(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """Copy a message without nulls, with roles and tool calls in one form and text parts of its
+    """Copies a message without nulls, with roles and tool calls in one form and text parts of its
     content joined; ValueError, which names the message, for what has no such form."""
     plain = _drop_nulls(message)
     if plain.get("role") in ROLE_ALIASES:
@@ -88,7 +88,7 @@ def _normalize_message(message: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _join_content(parts: list[Any], role: Any, name: str) -> Any:
-    """Join the text of content parts; what is no list of parts stays as it is, as does a tool's
+    """Joins the text of content parts; what is no list of parts stays as it is, as does a tool's
     result with other parts, which raise ValueError elsewhere."""
     if not all(isinstance(part, dict) and part.keys() & {"type", "text"} for part in parts):
         return parts
@@ -109,7 +109,7 @@ def _join_content(parts: list[Any], role: Any, name: str) -> Any:
 
 
 def _normalize_tool_call(call: Any, name: str) -> dict[str, Any]:
-    """Convert a tool call to {"type": "function", "function": {"name", "arguments"}}, with
+    """Converts a tool call to {"type": "function", "function": {"name", "arguments"}}, with
     arguments as an object; ValueError if it names no function."""
     call = read_json(call, name)
     if isinstance(call, dict) and call.get("function") is None:  # without the wrapper
@@ -132,7 +132,7 @@ def _normalize_tool_call(call: Any, name: str) -> dict[str, Any]:
 
 
 def _normalize_tool(tool: Any) -> Any:
-    """Wrap a tool as {"type": "function", "function": ...}, with decoded parameters; what is no
+    """Wraps a tool as {"type": "function", "function": ...}, with decoded parameters; what is no
     object with a name stays as it is."""
     if not isinstance(tool, dict):
         return tool

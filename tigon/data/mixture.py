@@ -51,7 +51,7 @@ class Corpus:
         self._lock = Lock()  # a thread reads ahead
 
     def open(self, part: int) -> Examples:
-        """Return the examples of a part, with the columns that were added."""
+        """Returns the examples of a part, with the columns that were added."""
         examples = self.parts[part]
         with self._lock:
             if not self._added:
@@ -61,13 +61,13 @@ class Corpus:
         return replace(examples, per_token={**examples.per_token, **added})
 
     def add(self, name: str, values: np.ndarray) -> None:
-        """Add or replace a column of one value for each token of the corpus."""
+        """Adds or replaces a column of one value for each token of the corpus."""
         with self._lock:
             self._added[name] = values
             self.columns["per_token"][name] = values[:0]
 
     def location(self, position: int) -> str:
-        """Return the "file:line" of the example that holds a token."""
+        """Returns the "file:line" of the example that holds a token."""
         examples, start, _ = next(self.slices(np.array([[position, position]])))
         return examples.location(start)
 
@@ -111,7 +111,7 @@ class Window:
         index: int = 0,
         last: bool = True,
     ) -> "Window":
-        """Make a window of the groups of the corpus that have these numbers."""
+        """Makes a window of the groups of the corpus that have these numbers."""
         parts = np.searchsorted(corpus.first_group, groups, side="right") - 1
         sizes = np.zeros(len(groups), dtype=np.int64)
         slots = []
@@ -146,30 +146,30 @@ class WindowSource:
     per_epoch: int | None  # windows; None: not known
 
     def window(self, number: int) -> Window:
-        """Return window `number`, counted through all epochs."""
+        """Returns window `number`, counted through all epochs."""
         raise NotImplementedError
 
     def release_before(self, number: int) -> None:
-        """Drop the windows before this one, if they are stored; here nothing is."""
+        """Drops the windows before this one, if they are stored; here nothing is."""
 
     def state(self, number: int) -> dict[str, Any]:
-        """Return the cursor from which a stream begins with this window; empty without need."""
+        """Returns the cursor from which a stream begins with this window; empty without need."""
         return {}
 
     def identity(self) -> str:
-        """Return a digest of what the windows hold."""
+        """Returns a digest of what the windows hold."""
         raise NotImplementedError
 
     def sample(self) -> str:
-        """Return a digest of a few bytes of a stream's sources; "" where `identity` is of all."""
+        """Returns a digest of a few bytes of a stream's sources; "" where `identity` is of all."""
         return ""
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise ValueError, here or in `window`, if a token is `size` or more."""
+        """Raises ValueError, here or in `window`, if a token is `size` or more."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """End a process that tokenizes; here there is none."""
+        """Ends a process that tokenizes; here there is none."""
 
 
 class GroupOrder:
@@ -185,7 +185,7 @@ class GroupOrder:
         self.pattern = None if weights is None else DrawPattern(weights)
 
     def __call__(self, start: int, stop: int) -> np.ndarray:
-        """Return int64, the groups at the places from `start` to `stop`."""
+        """Returns int64, the groups at the places from `start` to `stop`."""
         positions = np.arange(start, stop)
         if self.pattern is None:
             return positions % self.epoch
@@ -193,7 +193,7 @@ class GroupOrder:
         return _offsets(self.sizes)[entry] + index % np.array(self.sizes)[entry]
 
     def passes(self) -> list[float]:
-        """Count how often an epoch goes through each entry."""
+        """Counts how often an epoch goes through each entry."""
         if self.pattern is None:
             return [1.0] * len(self.sizes)
         total = sum(self.pattern.shares)
@@ -216,13 +216,13 @@ class DrawPattern:
         self.entries, self.index = entries[order], index[order]
 
     def __call__(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each place, its entry and how many draws of that entry come before."""
+        """Returns, for each place, its entry and how many draws of that entry come before."""
         cycles, offsets = np.divmod(positions, len(self.entries))
         entry = self.entries[offsets]
         return entry, cycles * np.array(self.shares)[entry] + self.index[offsets]
 
     def count_drawn(self, position: int) -> np.ndarray:
-        """Count the draws of each entry before a place."""
+        """Counts the draws of each entry before a place."""
         cycles, offset = divmod(position, len(self.entries))
         partial = np.bincount(self.entries[:offset], minlength=len(self.shares))
         return cycles * np.array(self.shares) + partial
@@ -249,11 +249,11 @@ class Mixture(WindowSource):
 
     @classmethod
     def from_examples(cls, examples: Examples, size: int = 2**16) -> "Mixture":
-        """Make the windows of examples in memory."""
+        """Makes the windows of examples in memory."""
         return cls([[examples]], size=size)
 
     def window(self, number: int) -> Window:
-        """Make window `number`, counted through all epochs, of the groups that follow in the
+        """Makes window `number`, counted through all epochs, of the groups that follow in the
         order."""
         epoch, index = divmod(number, self.per_epoch)
         start = index * self.size
@@ -263,18 +263,18 @@ class Mixture(WindowSource):
         return Window.from_groups(self.corpus, groups, epoch=epoch, index=index, last=last)
 
     def check_vocabulary(self, size: int) -> None:
-        """Raise ValueError if a token of the corpus is `size` or more."""
+        """Raises ValueError if a token of the corpus is `size` or more."""
         check_vocabulary(self.corpus.parts, size)
 
     def identity(self) -> str:
-        """Return a digest of the groups and of their order."""
+        """Returns a digest of the groups and of their order."""
         parts = [part.identity() for part in self.corpus.parts]
         order = self.order.sizes, self.order.weights
         return hashlib.blake2b(repr((parts, order)).encode(), digest_size=16).hexdigest()
 
 
 def _check_shape(name: str, column: np.ndarray, before: np.ndarray, files: Sequence[str]) -> None:
-    """Raise ValueError if the values of a column have another shape than in the parts before."""
+    """Raises ValueError if the values of a column have another shape than in the parts before."""
     if column.shape[1:] != before.shape[1:]:
         raise ValueError(
             f"{', '.join(files)}: values of {name} have shape {column.shape[1:]}, and in the files "
@@ -283,7 +283,7 @@ def _check_shape(name: str, column: np.ndarray, before: np.ndarray, files: Seque
 
 
 def check_vocabulary(parts: Sequence[Examples], size: int) -> None:
-    """Raise ValueError if a token of the parts is `size` or more."""
+    """Raises ValueError if a token of the parts is `size` or more."""
     highest = max(part.highest for part in parts)
     if highest >= size:
         raise ValueError(
@@ -295,7 +295,7 @@ def check_vocabulary(parts: Sequence[Examples], size: int) -> None:
 
 
 def concat_ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return int64, the numbers from starts[i] to starts[i] + sizes[i] - 1, for every i."""
+    """Returns int64, the numbers from starts[i] to starts[i] + sizes[i] - 1, for every i."""
     ends = np.cumsum(sizes)
     return np.arange(int(ends[-1]) if len(ends) else 0) + np.repeat(starts - ends + sizes, sizes)
 

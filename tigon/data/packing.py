@@ -71,7 +71,7 @@ class PackedRows:
         return self.spans[self.offsets[row] : self.offsets[row + 1]]
 
     def line(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the spans of a row, and the tokens of the shared prompt left out before each."""
+        """Returns the spans of a row, and the tokens of the shared prompt left out before each."""
         return self[row], self.shared[self.offsets[row] : self.offsets[row + 1]]
 
 
@@ -87,7 +87,7 @@ class PackingReport:
     truncation: TruncationStats = TruncationStats()
 
     def add(self, window: Window, rows: PackedRows) -> None:
-        """Add the counts of a window and its rows."""
+        """Adds the counts of a window and its rows."""
         self.groups += len(window.groups) - 1
         self.rows += len(rows)
         self.row_tokens += int(np.diff(rows.spans).sum())
@@ -112,7 +112,7 @@ def pack_examples(
     min_fraction: float = MIN_SHARED_FRACTION,
     distinct: bool = False,
 ) -> PackedRows:
-    """Make rows of whole groups of examples, by best-fit decreasing, or one a row without packing.
+    """Makes rows of whole groups of examples, by best-fit decreasing, or one a row without packing.
 
     An example is cut to `max_length` tokens. A group has to fit into a row: packed, all of it;
     otherwise each example by itself. If it does not, its examples are cut to the largest common
@@ -227,7 +227,7 @@ def _pack_shared_prompts(
     min_fraction: float,
     truncation: TruncationStats,
 ) -> PackedRows:
-    """Make rows of single examples; those with the same prompt, next to each other in the data,
+    """Makes rows of single examples; those with the same prompt, next to each other in the data,
     share it if they are in one row."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     common = shared_prompt_lengths(corpus, spans, np.array([len(spans)]), min_fraction)
@@ -283,7 +283,7 @@ def pack_documents(window: Window, seq_len: int, *, packing: bool = True) -> Pac
 
 
 def pack_best_fit(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
-    """Put the indices of `lengths` into bins of seq_len, the longest first, each into the fullest
+    """Puts the indices of `lengths` into bins of seq_len, the longest first, each into the fullest
     bin that has room for it, or else a new one; returns the bins."""
     bins: list[list[int]] = []
     by_space: dict[int, list[list[int]]] = {}
@@ -349,7 +349,7 @@ def pack_prompts(lengths: np.ndarray, shared: np.ndarray, seq_len: int) -> list[
 def _remove_fitting(
     remaining: list[tuple[int, int]], prompt: int, space: int
 ) -> tuple[list[int], int]:
-    """Remove from `remaining`, sorted pairs (length with prompt, index), the sequences that fit
+    """Removes from `remaining`, sorted pairs (length with prompt, index), the sequences that fit
     into a space if all but the first leave out the prompt, the longest first.
 
     Returns their indices, sorted, and how many tokens they take; stops where attention would copy

@@ -21,7 +21,7 @@ class Split(NamedTuple):
 
 
 def parse_split(text: str) -> list[Split]:
-    """Parse a text such as "train[80%:]" or "train+test[:10]", as in `datasets`; ValueError if it
+    """Parses a text such as "train[80%:]" or "train+test[:10]", as in `datasets`; ValueError if it
     is no split."""
     splits = []
     for part in text.split("+"):

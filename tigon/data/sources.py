@@ -99,12 +99,12 @@ class Source:
     fraction: tuple[float, bool] | None = field(default=None, kw_only=True)
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
-        """Yield each record of the file or data set with its line; ValueError if it cannot be
+        """Yields each record of the file or data set with its line; ValueError if it cannot be
         read."""
         raise NotImplementedError
 
     def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
-        """Yield the records of the file from number `start` on."""
+        """Yields the records of the file from number `start` on."""
         return islice(self.read_all(), start, None)
 
     def options(self) -> tuple[Any, ...]:
@@ -112,18 +112,18 @@ class Source:
         return ()
 
     def files(self) -> list[Path]:
-        """List the files on this host, sorted: the file itself, or all below a directory."""
+        """Lists the files on this host, sorted: the file itself, or all below a directory."""
         path = Path(self.name)
         files = path.rglob("*") if path.is_dir() else [path]
         return sorted(file for file in files if file.is_file())
 
     def total(self) -> int | None:
-        """Count the rows of the whole file or data set; None if only reading all of a stream would
+        """Counts the rows of the whole file or data set; None if only reading all of a stream would
         tell."""
         return sum(1 for _ in self.read())
 
     def records(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Record]]:
-        """Yield the records `first` to `last` - 1 of the range, counted from its start, with their
+        """Yields the records `first` to `last` - 1 of the range, counted from its start, with their
         lines."""
         begin = self.start + first
         ends = [self.stop, None if last is None else self.start + last]
@@ -132,8 +132,8 @@ class Source:
         return records if end is None else islice(records, max(0, end - begin))
 
     def blocks(self, first: int = 0, last: int | None = None) -> Iterator[Block]:
-        """Yield the records `first` to `last` - 1 of the range in blocks of about BLOCK_BYTES each;
-        ValueError if the range starts behind the last row."""
+        """Yields the records `first` to `last` - 1 of the range in blocks of about BLOCK_BYTES
+        each; ValueError if the range starts behind the last row."""
         records: list[tuple[int, Record]] = []
         size, has_rows = 0, first > 0
         for line, record in self.records(first, last):
@@ -152,12 +152,12 @@ class Source:
             )
 
     def rows(self) -> NumberedRows:
-        """Yield the parsed rows of the range with their lines."""
+        """Yields the parsed rows of the range with their lines."""
         for block in self.blocks():
             yield from block.rows()
 
     def count(self) -> int:
-        """Count the rows of the range before `fraction` selects among them; ValueError for a
+        """Counts the rows of the range before `fraction` selects among them; ValueError for a
         stream."""
         total = self.total()
         if total is None:
@@ -178,7 +178,7 @@ class Source:
         return sum(file.stat().st_size for file in self.files())
 
     def sample(self, count: int) -> bytes:
-        """Return digests, one after the other for each file, of about `count` pieces in all at
+        """Returns digests, one after the other for each file, of about `count` pieces in all at
         equal distances, at least both ends of each, to compare large sources without reading all of
         them."""
         files = self.files()
@@ -198,7 +198,7 @@ class JsonFile(Source):
     """One JSON object a line; a .json file may also be one list of objects."""
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
-        """Yield each line that is not blank as bytes, or the parsed items of a list, with their
+        """Yields each line that is not blank as bytes, or the parsed items of a list, with their
         lines; a ValueError in place of a line that is too long."""
         with open_file(self.name) as file:
             if file.peek(3)[:3] == b"\xef\xbb\xbf":
@@ -231,7 +231,7 @@ class CsvFile(Source):
     """
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
-        """Yield each row under the header with its line; a ValueError in place of one with another
+        """Yields each row under the header with its line; a ValueError in place of one with another
         number of cells."""
         csv.field_size_limit(2**31 - 1)  # too large cells are bad rows
         delimiter = "\t" if suffix(self.name) == ".tsv" else ","
@@ -264,7 +264,7 @@ class CsvFile(Source):
         check_columns(self.name, header)
 
     def _row(self, cells: dict[str, str]) -> Row:
-        """Make a row of cells; those in the columns of VALUE_KEYS become numbers, truth values or,
+        """Makes a row of cells; those in the columns of VALUE_KEYS become numbers, truth values or,
         if blank, None where they are written so."""
         row: Row = dict(cells)
         for key in map(self.format.column, VALUE_KEYS):
@@ -290,7 +290,7 @@ class TextFile(Source):
         return (_unescape(self.separator),)
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
-        """Yield each document that is not blank with the line on which it begins; ValueError for
+        """Yields each document that is not blank with the line on which it begins; ValueError for
         one that is too long."""
         separator = _unescape(self.separator)
         line, rest = 1, ""
@@ -307,7 +307,7 @@ class TextFile(Source):
         yield from _document_row(line, rest, trim=bool(separator))
 
     def _pieces(self) -> Iterator[str]:
-        """Yield the text in pieces of about BLOCK_BYTES characters, with line ends of one
+        """Yields the text in pieces of about BLOCK_BYTES characters, with line ends of one
         character."""
         with open_text(self.name) as text:
             while piece := text.read(BLOCK_BYTES):
@@ -327,7 +327,7 @@ class Table(Source):
     streaming: bool = False
 
     def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
-        """Yield the rows from number `start` on, without the nulls of structs, with their numbers,
+        """Yields the rows from number `start` on, without the nulls of structs, with their numbers,
         counted from 1, as lines."""
         line = start + 1
         with _reader_errors(self.name):
@@ -361,7 +361,7 @@ class Table(Source):
         )
 
     def total(self) -> int | None:
-        """Count the rows of the data set; None for one of the hub that is streamed."""
+        """Counts the rows of the data set; None for one of the hub that is streamed."""
         with _reader_errors(self.name):
             if self.kind == "parquet":
                 from pyarrow.parquet import read_metadata
@@ -376,8 +376,8 @@ class Table(Source):
         return self.split, self.config, self.revision
 
     def files(self) -> list[Path]:
-        """List the files on this host: of a saved data set the .arrow and .json files of its split,
-        and of the hub those in the library's cache, none if it is streamed."""
+        """Lists the files on this host: of a saved data set the .arrow and .json files of its
+        split, and of the hub those in the library's cache, none if it is streamed."""
         if self.kind == "saved":
             return [f for f in sorted(self.folder().rglob("*")) if f.suffix in (".arrow", ".json")]
         if self.kind != "hub":
@@ -460,7 +460,7 @@ def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool
 
 
 def _match_paths(pattern: str) -> list[Path]:
-    """List the path, or the files that a glob matches, sorted; FileNotFoundError if there are
+    """Lists the path, or the files that a glob matches, sorted; FileNotFoundError if there are
     none."""
     path = expand_user(pattern)
     paths = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
@@ -477,7 +477,7 @@ def _match_paths(pattern: str) -> list[Path]:
 def _file_source(
     path: Path, entry: Entry, split: str | None, format: Format, separator: str
 ) -> Source:
-    """Make the source of a file or of a directory that save_to_disk wrote, by its suffix;
+    """Makes the source of a file or of a directory that save_to_disk wrote, by its suffix;
     ValueError for another kind of file, or for options that it cannot have."""
     name = str(path)
     for option in ("config", "revision"):
@@ -517,7 +517,8 @@ def _hub_source(entry: Entry, split: str | None, format: Format, streaming: bool
 
 
 def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
-    """Narrow the sources, read one after the other, to a slice that is rounded as in `datasets`."""
+    """Narrows the sources, reads one after the other, to a slice that is rounded as in
+    `datasets`."""
     start, stop = split.start, split.stop
     if split.percent or (start or 0) < 0 or (stop or 0) < 0:
         total = sum(source.count() for source in sources)
@@ -528,7 +529,7 @@ def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
 
 
 def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list[Source]:
-    """Narrow the sources, read one after the other, to rows `start` to `stop` - 1 of all."""
+    """Narrows the sources, reads one after the other, to rows `start` to `stop` - 1 of all."""
     if start == 0 and stop is None:
         return list(sources)
     selected: list[Source] = []
@@ -563,7 +564,7 @@ def hash_files(paths: Sequence[Path], *options: object) -> str:
 
 
 def _hash_piece(path: Path, start: int) -> bytes:
-    """Compute the SHA-256 digest of HASH_BYTES of a file, from byte `start` on."""
+    """Computes the SHA-256 digest of HASH_BYTES of a file, from byte `start` on."""
     with path.open("rb") as file:
         file.seek(start)
         piece = hashlib.sha256()
@@ -574,7 +575,7 @@ def _hash_piece(path: Path, start: int) -> bytes:
 
 @contextmanager
 def open_file(name: str) -> Iterator[io.BufferedReader]:
-    """Open a file for reading decompressed bytes; ValueError if they are damaged."""
+    """Opens a file for reading decompressed bytes; ValueError if they are damaged."""
     broken: tuple[type[Exception], ...] = (gzip.BadGzipFile, EOFError, zlib.error)
     with open(name, "rb") as file:
         raw: Any = file
@@ -596,7 +597,7 @@ def open_file(name: str) -> Iterator[io.BufferedReader]:
 
 @contextmanager
 def open_text(name: str) -> Iterator[io.TextIOWrapper]:
-    """Open a file for reading text without its byte order mark; ValueError if it is not UTF-8."""
+    """Opens a file for reading text without its byte order mark; ValueError if it is not UTF-8."""
     with open_file(name) as file:
         try:
             yield io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
@@ -611,7 +612,7 @@ def suffix(name: str) -> str:
 
 
 def parse_json(raw: bytes) -> Row | ValueError:
-    """Return the JSON object of a line, or a ValueError that says what is wrong with it."""
+    """Returns the JSON object of a line, or a ValueError that says what is wrong with it."""
     # `[],` over and over is small as bytes only
     if len(raw) > LARGE_ROW_BYTES and raw.count(b"[") + raw.count(b"{") > MAX_CONTAINERS:
         return ValueError(f"has more than {MAX_CONTAINERS:,} lists and objects")
@@ -630,19 +631,19 @@ def parse_json(raw: bytes) -> Row | ValueError:
 
 
 def _duplicate_key(error: DuplicateKeyError) -> ValueError:
-    """Make the error of a row with one key twice."""
+    """Makes the error of a row with one key twice."""
     return ValueError(f"has the key {quote(error.key)} twice in one object: remove one")
 
 
 def _check_object(row: Any) -> Row | ValueError:
-    """Return the row, or a ValueError if it is no object."""
+    """Returns the row, or a ValueError if it is no object."""
     if isinstance(row, dict | ValueError):
         return row
     return ValueError(f"needs a JSON object, not {type(row).__name__}")
 
 
 def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, Row | ValueError]]:
-    """Yield the line and the row of each item of a JSON list."""
+    """Yields the line and the row of each item of a JSON list."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
@@ -674,7 +675,7 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, Row | ValueError]]
 
 
 def _document_row(line: int, text: str, *, trim: bool) -> Iterator[tuple[int, Row]]:
-    """Yield the row of a document, if it is not blank, and the line on which it begins; `trim`
+    """Yields the row of a document, if it is not blank, and the line on which it begins; `trim`
     removes blank ends."""
     body = text.strip() if trim else text
     if body.strip():
@@ -682,15 +683,15 @@ def _document_row(line: int, text: str, *, trim: bool) -> Iterator[tuple[int, Ro
 
 
 def _unescape(separator: str) -> str:
-    """Replace written \\n, \\r and \\t by these characters, and \\r\\n by \\n."""
+    """Replaces written \\n, \\r and \\t by these characters, and \\r\\n by \\n."""
     for written, meaning in _ESCAPES.items():
         separator = separator.replace(written, meaning)
     return separator.replace("\r\n", "\n")
 
 
 def measure(value: Any, scalar: int = 0) -> int:
-    """Count the characters of all texts among the values of a row or a record (bytes of bytes); any
-    other value, such as a number, counts `scalar`."""
+    """Counts the characters of all texts among the values of a row or a record (bytes of bytes);
+    any other value, such as a number, counts `scalar`."""
     if isinstance(value, str | bytes):
         return len(value)
     values = value.values() if isinstance(value, dict) else value
@@ -705,7 +706,7 @@ def saved_split(folder: Path) -> str:
 
 
 def check_columns(name: str, columns: Sequence[str]) -> None:
-    """Raise ValueError if two columns have one name."""
+    """Raises ValueError if two columns have one name."""
     if twice := [column for column, count in Counter(columns).items() if count > 1]:
         raise ValueError(f"{name} has the column {quote(twice[0])} twice: remove one")
 
@@ -733,7 +734,7 @@ def without_nulls(value: Any) -> Any:
 
 @contextmanager
 def _reader_errors(name: str) -> Iterator[None]:
-    """Turn the errors of pyarrow, datasets and huggingface_hub into one line with the name."""
+    """Turns the errors of pyarrow, datasets and huggingface_hub into one line with the name."""
     try:
         yield
     except ImportError as error:

@@ -67,7 +67,7 @@ class Stream(WindowSource):
         self._next, self._queue = 0, self._begin(0)
 
     def window(self, number: int) -> Window:
-        """Return window `number`, counted through all epochs, when the process has made it; raises
+        """Returns window `number`, counted through all epochs, when the process has made it; raises
         the error of its rows, or RuntimeError once the stream is closed."""
         if number < self._next and number not in self._windows:  # training has gone back
             self._next, self._queue = number, self._begin(number)
@@ -80,7 +80,7 @@ class Stream(WindowSource):
         return self._windows[number]
 
     def _wait(self) -> "EncodedWindow | Exception":
-        """Take the next window, or the error that ends them, out of the queue; RuntimeError once
+        """Takes the next window, or the error that ends them, out of the queue; RuntimeError once
         the stream is closed."""
         while not self._closed.is_set():  # by another thread
             with suppress(Empty):
@@ -88,7 +88,7 @@ class Stream(WindowSource):
         raise RuntimeError("the stream is closed")
 
     def release_before(self, number: int) -> None:
-        """Drop the windows before this one; `window` makes them again if training goes back."""
+        """Drops the windows before this one; `window` makes them again if training goes back."""
         # `window` makes them again if training goes back
         for old in [n for n in self._windows if n < number]:
             del self._windows[old]
@@ -99,11 +99,11 @@ class Stream(WindowSource):
         return self._states[number]
 
     def check_vocabulary(self, size: int) -> None:
-        """Let `window` raise ValueError from now on if a token is `size` or more."""
+        """Lets `window` raise ValueError from now on if a token is `size` or more."""
         self.vocabulary = size
 
     def identity(self) -> str:
-        """Return a digest of the sources' settings and sizes, of a sample of their bytes, and of
+        """Returns a digest of the sources' settings and sizes, of a sample of their bytes, and of
         weights and encoder, since a stream is never read as a whole."""
         # A stream is never read as a whole
         sources = [(source, source.size()) for source in self.sources]
@@ -111,13 +111,13 @@ class Stream(WindowSource):
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def sample(self) -> str:
-        """Return a digest of about SAMPLED_PIECES pieces of all sources."""
+        """Returns a digest of about SAMPLED_PIECES pieces of all sources."""
         count = SAMPLED_PIECES // max(1, len(self.sources))
         samples = (source.sample(count) for source in self.sources)
         return hashlib.blake2b(b"".join(samples), digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """Stop the tokenizing; a call of `window` that waits raises RuntimeError."""
+        """Stops the tokenizing; a call of `window` that waits raises RuntimeError."""
         # A call of `window` that waits gets an error
         self._closed.set()
 
@@ -131,7 +131,7 @@ class Stream(WindowSource):
         queue: Queue[Any] = Queue(PREFETCHED_WINDOWS)
 
         def put(window: EncodedWindow | Exception) -> bool:
-            """Put a window into the queue; False if the stream was closed or has gone back."""
+            """Puts a window into the queue; False if the stream was closed or has gone back."""
             while not self._closed.is_set() and queue is self._queue:
                 with suppress(Full):
                     queue.put(window, timeout=POLL_SECONDS)
@@ -173,7 +173,7 @@ class Stream(WindowSource):
 
 
 def _process_loader(windows: "_WindowDataset") -> DataLoader[Any]:
-    """Make an iterable of the windows that makes them in a worker process."""
+    """Makes an iterable of the windows that makes them in a worker process."""
     return DataLoader(
         windows,
         batch_size=None,
@@ -185,7 +185,7 @@ def _process_loader(windows: "_WindowDataset") -> DataLoader[Any]:
 
 
 def _identity(window: Any) -> Any:
-    """Return the window as it is: nothing is collated."""
+    """Returns the window as it is: nothing is collated."""
     return window
 
 
@@ -206,7 +206,7 @@ class _WindowDataset(IterableDataset[Any]):
             yield error
 
     def _windows(self) -> Iterator[EncodedWindow]:
-        """Yield each window as its state, whether it is its epoch's last, and the examples of each
+        """Yields each window as its state, whether it is its epoch's last, and the examples of each
         entry."""
         state = self.state
         begins = zip(self.entries, state["places"], strict=True)
@@ -263,7 +263,7 @@ class _GroupReader:
         return total
 
     def ended(self) -> bool:
-        """Read blocks until there is another group; True if the pass has no more. ValueError if it
+        """Reads blocks until there is another group; True if the pass has no more. ValueError if it
         had none at all."""
         while self.examples is None or self.group >= self.examples.num_groups:
             at_place = self.examples is None
@@ -278,14 +278,14 @@ class _GroupReader:
         return False
 
     def restart(self) -> None:
-        """Begin another pass over the sources, from the first group."""
+        """Begins another pass over the sources, from the first group."""
         self.times, self.source, self.record, self.group = self.times + 1, 0, 0, 0
         self.is_new, self.examples = True, None
         self.blocks = self._blocks(0, 0)
 
     def _blocks(self, first: int, record: int) -> Iterator[tuple[int, int, Examples]]:
-        """Yield, from a record of the first source on, the index of each block's source, the number
-        of its first record, and its examples."""
+        """Yields, from a record of the first source on, the index of each block's source, the
+        number of its first record, and its examples."""
         for i in range(first, len(self.sources)):
             for block in self.sources[i].blocks(record):
                 yield i, record, self.encoder(block)

@@ -31,7 +31,7 @@ COLUMN_KINDS = ("per_token", "per_example")
 
 
 def count_cpus() -> int:
-    """Count the CPUs that this process may use."""
+    """Counts the CPUs that this process may use."""
     count = getattr(os, "sched_getaffinity", None)
     return len(count(0)) if count else os.cpu_count() or 1
 
@@ -39,7 +39,7 @@ def count_cpus() -> int:
 def tokenize(
     sources: Sequence[Source], encoder: Encoder, *, workers: int | None = None
 ) -> list[Examples]:
-    """Load the examples of the sources from the cache, or tokenize them; one item for each block.
+    """Loads the examples of the sources from the cache, or tokenizes them; one item for each block.
 
     The first process of a host tokenizes; others that want the same wait for it. ValueError for a
     source without rows, and for a bad row unless the encoder skips these.
@@ -89,7 +89,7 @@ def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: 
 
 
 def _cached_digest(root: Path, source: Source) -> str:
-    """Look up `source.digest()` by the file's size and times; read the file if they are new."""
+    """Looks up `source.digest()` by the file's size and times; reads the file if they are new."""
     path = Path(source.name)
     if not path.is_file():
         return source.digest()
@@ -106,7 +106,7 @@ def _cached_digest(root: Path, source: Source) -> str:
 def _build_dataset(
     path: Path, sources: Sequence[Source], encoder: Encoder, workers: int | None
 ) -> None:
-    """Tokenize the sources into a data set, in worker processes if there is enough to do."""
+    """Tokenizes the sources into a data set, in worker processes if there is enough to do."""
     max_workers = min(count_cpus(), MAX_WORKERS) if workers is None else workers
     blocks = _list_blocks(sources) if max_workers > 1 or workers else []
     if not blocks or (workers is None and len(blocks) < MIN_PARALLEL_BLOCKS):
@@ -143,7 +143,7 @@ Shard = tuple[int, int, int | None]  # a source, its first record, and the one t
 
 
 def _list_blocks(sources: Sequence[Source]) -> list[Shard]:
-    """List the blocks of the sources as shards, so that any number of processes has the same."""
+    """Lists the blocks of the sources as shards, so that any number of processes has the same."""
     shards: list[Shard] = []
     for i, source in enumerate(sources):
         first = 0
@@ -175,7 +175,7 @@ def _divide_blocks(blocks: Sequence[Shard], workers: int) -> list[list[Shard]]:
 def _encode_shards(
     runs: Sequence[Sequence[Shard]], encoder: Encoder, sources: Sequence[Source]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row of the data set for each block of the runs; in place of a bad block one with its
+    """Yields a row of the data set for each block of the runs; in place of a bad block one with its
     error, after which nothing follows unless bad rows are skipped."""
     _exit_with_parent()
     for run in runs:
@@ -192,7 +192,7 @@ def _encode_shards(
 
 
 def _to_row(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]:
-    """Convert examples to a row of the data set; a missing array becomes an empty one."""
+    """Converts examples to a row of the data set; a missing array becomes an empty one."""
     shapes: dict[str, Any] = {}
     row: dict[str, np.ndarray] = {
         "tokens": examples.tokens,
@@ -223,7 +223,7 @@ def _to_row(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]
 
 
 def _load_examples(path: Path, key: str, names: Sequence[str]) -> list[Examples] | None:
-    """Map the data set and return the examples of each block; None if it is absent or damaged."""
+    """Maps the data set and returns the examples of each block; None if it is absent or damaged."""
     files = sorted(path.glob("generator/*/*/*.arrow"))
     if not files or any("incomplete" in str(file) for file in files):
         return None
@@ -248,7 +248,7 @@ def _load_examples(path: Path, key: str, names: Sequence[str]) -> list[Examples]
 
 
 def _list_arrays(column: Any) -> list[np.ndarray]:
-    """Return the lists of a column as views of the mapped file."""
+    """Returns the lists of a column as views of the mapped file."""
     arrays = []
     for chunk in column.chunks:
         values, ends = chunk.values.to_numpy(zero_copy_only=True), chunk.offsets.to_pylist()
@@ -259,7 +259,7 @@ def _list_arrays(column: Any) -> list[np.ndarray]:
 def _from_row(
     arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any], names: Sequence[str], key: str
 ) -> Examples:
-    """Make the examples that `_to_row` converted, as views of the arrays."""
+    """Makes the examples that `_to_row` converted, as views of the arrays."""
     columns: dict[str, dict[str, np.ndarray]] = {kind: {} for kind in COLUMN_KINDS}
     for name, shape in facts["shapes"].items():
         kind, _, column = name.partition(".")
@@ -282,7 +282,7 @@ def _from_row(
 
 @contextmanager
 def one_tokenizer_thread() -> Iterator[None]:
-    """Give the tokenizers of processes that start inside one thread each, by
+    """Gives the tokenizers of processes that start inside one thread each, by
     TOKENIZERS_PARALLELISM."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

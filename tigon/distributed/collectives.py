@@ -60,7 +60,7 @@ class Ranks(NamedTuple):
         return _ops.reduce_scatter_tensor(x.contiguous(), "sum", self.size, self.group)
 
     def sum(self, x: Tensor) -> Tensor:
-        """All-reduce: the sum of x over the ranks, in new memory on each."""
+        """All-reduces: the sum of x over the ranks, in new memory on each."""
         return wait_tensor(_ops.all_reduce(x.contiguous(), "sum", self.group))
 
     def local_part(self, x: Tensor) -> Tensor:

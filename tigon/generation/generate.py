@@ -146,7 +146,7 @@ def _run(
     cache: CacheImplementation,
     output: Continuations,
 ) -> None:
-    """Generate on the model's device into `output`, until all its rows have ended."""
+    """Generates on the model's device into `output`, until all its rows have ended."""
     device, copies, generator = prompt.ids.device, settings.num_return_sequences, None
     seed = settings.seed
     if model.communication_groups and seed is None and settings.do_sample:

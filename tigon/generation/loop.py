@@ -186,7 +186,7 @@ class HostCopies:
 def run_steps(
     steps: Steps, output: Continuations, lag: int = LAG, *, in_step: bool = False
 ) -> None:
-    """Run steps until every row has ended; with `in_step`, all ranks stop after the same step.
+    """Runs steps until every row has ended; with `in_step`, all ranks stop after the same step.
 
     The host learns some steps later that a row has ended, and drops the tokens of steps launched
     since. When at least half of the rows have ended, they are removed from the batch.

@@ -86,7 +86,7 @@ class Steps(Protocol):
         ...
 
     def select(self, index: Tensor) -> None:
-        """Keep the rows `index` [n] of the b rows."""
+        """Keeps the rows `index` [n] of the b rows."""
         ...
 
 

@@ -58,7 +58,7 @@ class Draws:
         return self._select_rows(self._empty(columns).uniform_(generator=self.generator))
 
     def select(self, index: Tensor) -> None:
-        """Keep these of the b rows."""
+        """Keeps these of the b rows."""
         self._rows = index if self._rows is None else self._rows[index]
 
     def _empty(self, columns: int) -> Tensor:
@@ -70,7 +70,7 @@ class Draws:
 
 
 def sample_columns(weights: Tensor, draws: Draws) -> Tensor:
-    """Sample one column [b] per row with probabilities proportional to weights [b, V].
+    """Samples one column [b] per row with probabilities proportional to weights [b, V].
 
     Takes the largest of weight / Exp(1), as torch.multinomial does, so the same random state gives
     the same column, but without a sync that checks the weights. NOT_FINITE if a weight is NaN.

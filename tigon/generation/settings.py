@@ -108,7 +108,7 @@ def resolve_settings(
     arguments: Mapping[str, Any],
     unsupported: Mapping[str, Any],
 ) -> tuple[GenerationSettings, dict[str, str]]:
-    """Resolve every setting: the call, generation_config, the model's, its config, the default.
+    """Resolves every setting: the call, generation_config, the model's, its config, the default.
 
     `arguments` are those of the call, and `unsupported` those that generate does not name. Also
     returns the path of the model's generation_config.json, as the prefix of a message, for each

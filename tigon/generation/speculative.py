@@ -119,8 +119,8 @@ class SpeculativeSteps:
         self._replay = self._new_replay()
 
     def _grow(self) -> None:
-        """Allocate memory for more tokens if a step's may not fit; only then the host waits for the
-        device, to learn how many there are."""
+        """Allocates memory for more tokens if a step's may not fit; only then the host waits for
+        the device, to learn how many there are."""
         new = self._k + 1
         if self._capacity < self._final and self._max_generated + new > self._capacity:
             self._max_generated = int(self._generated.max())
@@ -192,7 +192,7 @@ class SpeculativeSteps:
         return self._tokens.gather(1, at)
 
     def _append(self, proposed: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
-        """Append the accepted proposals and the token after them; returns these [B, k + 1], padded
+        """Appends the accepted proposals and the token after them; returns these [B, k + 1], padded
         with ABSENT."""
         column = torch.arange(self._k + 1, device=accepted.device)
         new = torch.cat((proposed, last[:, None]), 1)

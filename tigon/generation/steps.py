@@ -39,7 +39,8 @@ def prefill(
     max_tokens: int,  # tokens of a forward pass
     copies: int = 1,
 ) -> Tensor:
-    """Fill the cache with the prompts, unpadded, and return the logits [B * copies, V] after each.
+    """Fills the cache with the prompts, unpadded, and returns the logits [B * copies, V] after
+    each.
 
     The head computes only each prompt's last token. The cache then has B * copies rows.
     """
@@ -183,7 +184,7 @@ class GraphedStep:
         self._result: Tensor | None = None
 
     def __call__(self, step: Callable[[], Tensor], remaining: int) -> Tensor:
-        """Run the next of at most `remaining` steps, which overwrites the last step's result."""
+        """Runs the next of at most `remaining` steps, which overwrites the last step's result."""
         if self._graph is None:
             if not self._possible or remaining <= FEW_STEPS:
                 return step()
@@ -195,7 +196,7 @@ class GraphedStep:
         return self._result
 
     def _warm_up(self, step: Callable[[], Tensor]) -> Tensor:
-        """Run the step on the capture stream, whose workspaces are then not in the graph's memory.
+        """Runs the step on the capture stream, whose workspaces are then not in the graph's memory.
 
         Returns its result.
         """
@@ -288,7 +289,7 @@ class DynamicSteps:
         return new
 
     def _extend(self, count: int) -> None:
-        """Allocate room for `count` more tokens, which are visible."""
+        """Allocates room for `count` more tokens, which are visible."""
         ids, visible = self._tokens, self._visible
         self._tokens = torch.cat((ids, ids.new_zeros(len(ids), count)), 1)
         if visible is not None:

@@ -23,7 +23,7 @@ MODELS: dict[str, type[CausalLM]] = {
 def from_pretrained(
     path_or_repo: str | os.PathLike[str], **options: Unpack[load.LoadOptions]
 ) -> CausalLM:
-    """Load a Hugging Face checkpoint, with the class that its config.json names.
+    """Loads a Hugging Face checkpoint, with the class that its config.json names.
 
     `path_or_repo` is a directory, a hub repository, or a .gguf file. Keywords: dtype ("auto" is
     the checkpoint's), device, attention (a backend's name; "auto" takes the fastest that can),

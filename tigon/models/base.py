@@ -75,11 +75,11 @@ class LanguageModel(CheckedCasts):
         return self.config.tie_word_embeddings and not self.config.labels
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
-        """Make the decoder of a config; families add their options."""
+        """Makes the decoder of a config; families add their options."""
         return Decoder(c, self.block_class, **options)
 
     def make_head(self, c: Any, **options: Any) -> LMHead:
-        """Make the language-model head of a config; families add their options."""
+        """Makes the language-model head of a config; families add their options."""
         return LMHead(c.hidden_size, c.vocab_size, **options)
 
     @property
@@ -111,7 +111,7 @@ class LanguageModel(CheckedCasts):
         return None
 
     def use_attention(self, backend: Backend) -> Self:
-        """Choose the attention backend by a name of docs/attention.md, or "auto"; returns the
+        """Chooses the attention backend by a name of docs/attention.md, or "auto"; returns the
         model.
 
         Raises for an unknown name and for a package that is not installed. A backend raises in the
@@ -161,7 +161,7 @@ class LanguageModel(CheckedCasts):
         input_ids: Tensor | None = None,
         **kwargs: Unpack[ItemArguments],
     ) -> Tensor:
-        """Count this batch's part of the global loss denominator, an int64 scalar: its targets, or
+        """Counts this batch's part of the global loss denominator, an int64 scalar: its targets, or
         with loss_reduction="sequence" its sequences that have targets.
 
         Takes the keywords of `forward`. The sum over all micro-batches and ranks is the

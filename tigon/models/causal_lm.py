@@ -43,15 +43,15 @@ class CausalLM(LanguageModel):
         return list(self.adapters)
 
     def layout(self, *, stacked_experts: bool = False) -> Layout:
-        """Map each parameter to the checkpoint tensors that hold its rows; `stacked_experts`: those
-        of a checkpoint with one tensor for all experts of a layer."""
+        """Maps each parameter to the checkpoint tensors that hold its rows; `stacked_experts`:
+        those of a checkpoint with one tensor for all experts of a layer."""
         return layout(self, self.checkpoint_names, stacked_experts)
 
     @classmethod
     def from_pretrained(
         cls, path_or_repo: str | os.PathLike[str], **options: Unpack[load.LoadOptions]
     ) -> Self:
-        """Load a Hugging Face checkpoint of this class; see `tigon.from_pretrained`."""
+        """Loads a Hugging Face checkpoint of this class; see `tigon.from_pretrained`."""
         return load.from_pretrained(path_or_repo, {cls.config_class.model_type: cls}, **options)
 
     @classmethod
@@ -63,7 +63,7 @@ class CausalLM(LanguageModel):
         device: torch.device | str = "cpu",
         attention: Backend = "auto",
     ) -> Self:
-        """Make a model of a config, or of config.json's content, with random weights as
+        """Makes a model of a config, or of config.json's content, with random weights as
         transformers initialises them; on "meta", without memory."""
         model = load.from_config(cls, config, dtype=dtype, device=torch.device(device))
         return model.use_attention(attention)

@@ -110,7 +110,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
-        """Read the content of config.json.
+        """Reads the content of config.json.
 
         Raises ConfigError for a key that changes what the model computes and that the family does
         not support; warns of other unknown keys, and of dropout, which is not applied.
@@ -171,7 +171,7 @@ class ModelConfig:
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Read the config's `rope_parameters` from config.json's content; `longest` is
+        """Reads the config's `rope_parameters` from config.json's content; `longest` is
         max_position_embeddings."""
         return read_rope(
             source, cls.default_theta, longest, partial=cls.partial_rotary, extras=cls.rope_extras
@@ -216,8 +216,8 @@ class ModelConfig:
         return (self.classifier() if self.labels else None) or self.architecture
 
     def to_dict(self) -> dict[str, Any]:
-        """Make config.json's content for transformers 4 and 5: RoPE and dtype under both names, and
-        unknown keys of the source as they were."""
+        """Makes config.json's content for transformers 4 and 5: RoPE and dtype under both names,
+        and unknown keys of the source as they were."""
         # auto_map names code that is not exported
         original = self.source.config
         out = {k: v for k, v in original.items() if not k.startswith("_") and k != "auto_map"}
@@ -238,7 +238,7 @@ class ModelConfig:
         }
 
     def to_file(self) -> dict[str, Any]:
-        """Make config.json's content: `to_dict`, or the multimodal config around it if the family
+        """Makes config.json's content: `to_dict`, or the multimodal config around it if the family
         has a `wrapper_type`, with the source's parts for other modalities."""
         text = self.to_dict()
         if not self.wrapper_type:
@@ -299,7 +299,7 @@ class TwoRopesConfig(WindowedConfig):
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Read the RoPEs of full and of sliding layers, by kind of layer, from config.json's
+        """Reads the RoPEs of full and of sliding layers, by kind of layer, from config.json's
         content."""
         return read_two_ropes(source, cls.default_theta, cls._local_theta(source), longest)
 
@@ -337,7 +337,7 @@ def torch_dtype(name: Any) -> torch.dtype:
 
 
 def parse_dtype(dtype: Any) -> torch.dtype:
-    """Convert a caller's dtype or its name to a torch.dtype; TypeError if no model is in it."""
+    """Converts a caller's dtype or its name to a torch.dtype; TypeError if no model is in it."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise TypeError(f"dtype must be a floating one ({', '.join(DTYPES)}), not {dtype!r}")
@@ -353,7 +353,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(hidden_act: str) -> Activation:
-    """Map config.json's `hidden_act` to the name of a kernel; raises ConfigError if there is
+    """Maps config.json's `hidden_act` to the name of a kernel; raises ConfigError if there is
     none."""
     if hidden_act not in ACTIVATIONS:
         raise ConfigError(f"hidden_act={quote(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")

@@ -66,11 +66,11 @@ class TransformerBlock(nn.Module):
     kv_source: int | None = None
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
-        """Make the layer's attention, or another module that mixes tokens."""
+        """Makes the layer's attention, or another module that mixes tokens."""
         return self.make_attention(c)
 
     def add_mixer(self, c: ModelConfig, layer: int) -> None:
-        """Make the layer's mixer and add it as the submodule `mixer_name`."""
+        """Makes the layer's mixer and adds it as the submodule `mixer_name`."""
         mixer = self.make_mixer(c, layer)  # may set mixer_name
         self.add_module(self.mixer_name, mixer)
 
@@ -80,7 +80,7 @@ class TransformerBlock(nn.Module):
         return getattr(self, self.mixer_name)
 
     def make_mlp(self, c: Any, layer: int) -> nn.Module:
-        """Make the layer's MLP or experts."""
+        """Makes the layer's MLP or experts."""
         return gated_mlp(c)
 
     def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
@@ -91,25 +91,25 @@ class TransformerBlock(nn.Module):
     def make_attention(
         self, c: ModelConfig, *, bias: bool = False, out_bias: bool | None = None, **options: Any
     ) -> Attention:
-        """Make attention with the config's sizes and the family's norms; `bias` is that of queries,
-        keys and values, and `out_bias` that of the output, by default the same."""
+        """Makes attention with the config's sizes and the family's norms; `bias` is that of
+        queries, keys and values, and `out_bias` that of the output, by default the same."""
         sizes = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
         options |= {"bias": bias, "out_bias": bias if out_bias is None else out_bias}
         return Attention(*sizes, offset=self.norm_offset, cast=self.norm_cast, **options)
 
     def make_norm(self, c: ModelConfig) -> RMSNorm:
-        """Make an RMSNorm over hidden_size, with the config's eps and the family's offset and
+        """Makes an RMSNorm over hidden_size, with the config's eps and the family's offset and
         cast."""
         return RMSNorm(c.hidden_size, c.rms_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
 
     def make_add_norm(self, c: ModelConfig) -> AddRMSNorm:
-        """Make a norm as `make_norm` does that first adds a branch to the residual stream."""
+        """Makes a norm as `make_norm` does that first adds a branch to the residual stream."""
         return AddRMSNorm(
             c.hidden_size, c.rms_norm_eps, offset=self.norm_offset, cast=self.norm_cast
         )
 
     def mlp_forward(self, x: Tensor, ctx: BlockInputs) -> tuple[Tensor, Tensor | None]:
-        """Run the MLP: returns its output [B, T, C], and the router's counts if `ctx.routing` is
+        """Runs the MLP: returns its output [B, T, C], and the router's counts if `ctx.routing` is
         set and it has experts, else None."""
         y = self.mlp(x, *ctx.dropout_args)
         if not isinstance(y, MoEOutput):
@@ -118,12 +118,12 @@ class TransformerBlock(nn.Module):
         return y.x, mlp.count_routing(y, ctx.real) if ctx.routing else None
 
     def make_state(self, rows: int, capacity: int | None, **options: Any) -> LayerState:
-        """Make an empty state of the mixer for a cache of `rows` rows; see MakeStates."""
+        """Makes an empty state of the mixer for a cache of `rows` rows; see MakeStates."""
         return self.mixer.make_state(rows, capacity, **options)
 
 
 def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:
-    """Make a gated MLP with the config's sizes, and its activation unless `act` is given."""
+    """Makes a gated MLP with the config's sizes, and its activation unless `act` is given."""
     act = activation(c.hidden_act) if act is None else act
     return GatedMLP(c.hidden_size, c.intermediate_size, act, bias=bias)
 
@@ -163,7 +163,7 @@ class PreNormBlock(TransformerBlock):
 
 
 def _unview(x: Tensor) -> Tensor:
-    """Return x as a tensor that is no view to autograd, since FSDP2 warns of views in a block's
+    """Returns x as a tensor that is no view to autograd, since FSDP2 warns of views in a block's
     output."""
     if torch.compiler.is_compiling() or not x._is_view():
         return x
@@ -308,7 +308,7 @@ class Decoder(nn.Module):
         return [self.norm]
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Embed ids [B, T]: returns what `forward` takes."""
+        """Embeds ids [B, T]: returns what `forward` takes."""
         return self.embed_tokens(input_ids)
 
     def begin(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
@@ -320,7 +320,7 @@ class Decoder(nn.Module):
         return self.norm(x, residual)[0]
 
     def set_state_kinds(self) -> None:
-        """Set `state_kinds`, the kinds of the states in a cache, and `shares_prefixes`."""
+        """Sets `state_kinds`, the kinds of the states in a cache, and `shares_prefixes`."""
         states = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
         self.state_kinds = tuple(state.layout for state in states)
         # Whether sequences may share a prefix, which only attention can read from another sequence
@@ -335,7 +335,7 @@ class Decoder(nn.Module):
         return cast(RotaryEmbedding, self.rotary_embs[self._first_turn])
 
     def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[LayerState]:
-        """Make an empty state for each layer that does not read another's; see MakeStates."""
+        """Makes an empty state for each layer that does not read another's; see MakeStates."""
         blocks = cast(Iterable[TransformerBlock], self.layers)
         owners = [block for block in blocks if block.kv_source is None]
         return [block.make_state(rows, capacity, **options) for block in owners]

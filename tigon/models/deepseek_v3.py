@@ -103,7 +103,7 @@ class DeepseekV3Config(LatentConfig):
 
 
 def group_experts_or_mlp(c: GroupMoEConfig, layer: int) -> GatedMLP | SparseMoE:
-    """Make the layer's experts, chosen by groups, with the shared ones, or its MLP."""
+    """Makes the layer's experts, chosen by groups, with the shared ones, or its MLP."""
     if not c.sparse(layer):
         return gated_mlp(c)
     router = GroupRouter(
@@ -130,7 +130,7 @@ class LatentBlock(PreNormBlock):
         return c.qk_rope_head_dim, rope
 
     def make_mixer(self, c: LatentConfig, layer: int) -> LatentAttention:
-        """Make attention over latents, whose scale has the square of YaRN's magnitude if
+        """Makes attention over latents, whose scale has the square of YaRN's magnitude if
         mscale_all_dim is given."""
         plain, rotated, rope = c.qk_nope_head_dim, c.qk_rope_head_dim, c.rope_parameters
         sizes = LatentSizes(c.q_lora_rank, c.kv_lora_rank, plain, rotated, c.v_head_dim)
@@ -147,7 +147,7 @@ class LatentBlock(PreNormBlock):
         )
 
     def make_mlp(self, c: LatentConfig, layer: int) -> GatedMLP | SparseMoE:
-        """Make the layer's experts with the shared ones, or its MLP if it has none."""
+        """Makes the layer's experts with the shared ones, or its MLP if it has none."""
         return group_experts_or_mlp(c, layer)
 
 

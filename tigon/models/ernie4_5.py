@@ -44,11 +44,11 @@ class Ernie4_5Block(PreNormBlock):
     """A `PreNormBlock` with interleaved RoPE and the biases of Ernie4_5Config."""
 
     def make_mixer(self, c: Ernie4_5Config, layer: int) -> Attention:
-        """Make attention with interleaved RoPE and the config's biases."""
+        """Makes attention with interleaved RoPE and the config's biases."""
         return self.make_attention(c, bias=bool(c.use_bias), interleaved=True)
 
     def make_mlp(self, c: Ernie4_5Config, layer: int) -> GatedMLP:
-        """Make a gated MLP with the config's biases."""
+        """Makes a gated MLP with the config's biases."""
         return gated_mlp(c, bias=bool(c.use_bias))
 
 
@@ -59,5 +59,5 @@ class Ernie4_5(CausalLM):
     block_class = Ernie4_5Block
 
     def make_decoder(self, c: Ernie4_5Config, **options: object) -> Decoder:
-        """Make a decoder with cos and sin of RoPE in fp32."""
+        """Makes a decoder with cos and sin of RoPE in fp32."""
         return super().make_decoder(c, rounded_angles=False, **options)

@@ -63,7 +63,7 @@ class Exaone4Block(PostNormBlock):
     have windows without RoPE where there is none."""
 
     def make_mixer(self, c: Exaone4Config, layer: int) -> Attention:
-        """Make attention with QK-norm per head and the layer's sliding window."""
+        """Makes attention with QK-norm per head and the layer's sliding window."""
         return self.make_attention(c, qk_norm_eps=c.rms_norm_eps, window=layer_window(c, layer))
 
     def layer_rope(self, c: Exaone4Config, layer: int) -> tuple[int, dict[str, Any]]:

@@ -45,11 +45,11 @@ class GemmaBlock(PreNormBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: GemmaConfig, layer: int) -> Attention:
-        """Make attention with the config's biases."""
+        """Makes attention with the config's biases."""
         return self.make_attention(c, bias=c.attention_bias)
 
     def make_mlp(self, c: GemmaConfig, layer: int) -> GatedMLP:
-        """Make a gated MLP, with the tanh approximation for "gelu" too."""
+        """Makes a gated MLP, with the tanh approximation for "gelu" too."""
         # The first checkpoints say gelu and mean its approximation
         return gated_mlp(c, "gelu_tanh" if c.hidden_act == "gelu" else None)
 
@@ -61,5 +61,5 @@ class Gemma(CausalLM):
     block_class: ClassVar[type[TransformerBlock]] = GemmaBlock
 
     def make_decoder(self, c: GemmaConfig, **options: Any) -> Decoder:
-        """Make a decoder that multiplies the embeddings of token ids by sqrt(hidden_size)."""
+        """Makes a decoder that multiplies the embeddings of token ids by sqrt(hidden_size)."""
         return super().make_decoder(c, embedding_scale=c.hidden_size**0.5, **options)

@@ -51,7 +51,7 @@ class Gemma2Block(SandwichBlock):
         return self.make_attention(c, bias=bias, scale=scale, softcap=softcap, window=window)
 
     def make_mlp(self, c: Gemma2Config, layer: int) -> GatedMLP:
-        """Make a gated MLP with the config's `hidden_activation`."""
+        """Makes a gated MLP with the config's `hidden_activation`."""
         return gated_mlp(c, activation(c.hidden_activation))
 
 
@@ -62,5 +62,5 @@ class Gemma2(Gemma):
     block_class = Gemma2Block
 
     def make_head(self, c: Gemma2Config, **options: Any) -> LMHead:
-        """Make a head with the config's softcap of the logits."""
+        """Makes a head with the config's softcap of the logits."""
         return super().make_head(c, softcap=c.final_logit_softcapping, **options)

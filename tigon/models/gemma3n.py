@@ -128,7 +128,7 @@ class AltUp(nn.Module):
         return torch.tanh(self.modality_router(normed).float()).to(x.dtype)
 
     def predict(self, x: Tensor) -> Tensor:
-        """Add to each stream a mixture of all: x [S, B, T, C] -> [S, B, T, C]."""
+        """Adds to each stream a mixture of all: x [S, B, T, C] -> [S, B, T, C]."""
         if self.training and self.clip is not None and self.prediction_coefs.quantized is None:
             # In place, as in transformers; `data`, as another pass may have saved the weight
             self.prediction_coefs.weight.data.clamp_(-self.clip, self.clip)
@@ -137,7 +137,7 @@ class AltUp(nn.Module):
         return (coefs @ x.permute(1, 2, 0, 3)).permute(2, 0, 1, 3) + x
 
     def correct(self, predicted: Tensor, activated: Tensor) -> Tensor:
-        """Add to each predicted stream [S, B, T, C] a share of the difference of `activated`
+        """Adds to each predicted stream [S, B, T, C] a share of the difference of `activated`
         [B, T, C] from the active one."""
         modalities, layer = self._modalities(activated), self.correction_coefs
         if self.training and self.clip is not None and layer.quantized is None:
@@ -199,7 +199,7 @@ class Gemma3nBlock(TransformerBlock):
         )
 
     def make_mlp(self, c: Any, layer: int) -> GatedMLP:
-        """Make a gated MLP of the layer's size, with a share of its units only if it is sparse."""
+        """Makes a gated MLP of the layer's size, with a share of its units only if it is sparse."""
         sizes = c.hidden_size, c.intermediate_size[layer], activation(c.hidden_activation)
         sparsity = c.activation_sparsity_pattern[layer]
         return TopKMLP(*sizes, sparsity=sparsity) if sparsity else GatedMLP(*sizes)
@@ -268,7 +268,7 @@ class Gemma3nDecoder(PerLayerDecoder):
 
 
 def _rescale(x: Tensor, like: Tensor) -> Tensor:
-    """Give x [B, T, C] the magnitude of another tensor, token by token."""
+    """Gives x [B, T, C] the magnitude of another tensor, token by token."""
     # A row of zeros, as that of padding, has no finite gradient otherwise
     least = torch.finfo(like.dtype).tiny
     magnitude = like.square().mean(-1, keepdim=True).clamp(min=least).sqrt()
@@ -282,9 +282,9 @@ class Gemma3n(CausalLM):
     block_class: ClassVar[type[TransformerBlock]] = Gemma3nBlock
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
-        """Make a decoder of streams that scales embeddings by sqrt(hidden_size)."""
+        """Makes a decoder of streams that scales embeddings by sqrt(hidden_size)."""
         return Gemma3nDecoder(c, self.block_class, embedding_scale=c.hidden_size**0.5, **options)
 
     def make_head(self, c: Any, **options: Any) -> LMHead:
-        """Make a head with the config's softcap of the logits."""
+        """Makes a head with the config's softcap of the logits."""
         return super().make_head(c, softcap=c.final_logit_softcapping, **options)

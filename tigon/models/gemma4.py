@@ -152,7 +152,7 @@ class Gemma4UnifiedConfig(SharedKVConfig):
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Read `rope_parameters`, which has no other names here."""
+        """Reads `rope_parameters`, which has no other names here."""
         given = check_type("rope_parameters", source.get("rope_parameters") or {}, dict)
         return super()._read_rope({"rope_parameters": ROPES | given}, longest)
 
@@ -230,7 +230,7 @@ class Gemma4Block(SandwichBlock):
             self.post_per_layer_input_norm = self.make_norm(c)
 
     def init_weights(self) -> None:
-        """Set the factor of the output to 1."""
+        """Sets the factor of the output to 1."""
         nn.init.ones_(self.layer_scalar)
 
     def make_mixer(self, c: Any, layer: int) -> SharingAttention:
@@ -255,7 +255,7 @@ class Gemma4Block(SandwichBlock):
         )
 
     def make_mlp(self, c: Any, layer: int) -> GatedMLP:
-        """Make a gated MLP, twice as wide with `use_double_wide_mlp` where keys and values are
+        """Makes a gated MLP, twice as wide with `use_double_wide_mlp` where keys and values are
         another layer's."""
         wide = c.use_double_wide_mlp and c.kv_source(layer) is not None
         size = c.intermediate_size * (2 if wide else 1)
@@ -301,11 +301,11 @@ class Gemma4Unified(CausalLM):
         return self.config.use_bidirectional_attention != "all"
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
-        """Make a decoder that multiplies the embeddings of token ids by sqrt(hidden_size)."""
+        """Makes a decoder that multiplies the embeddings of token ids by sqrt(hidden_size)."""
         return super().make_decoder(c, embedding_scale=c.hidden_size**0.5, **options)
 
     def make_head(self, c: Any, **options: Any) -> LMHead:
-        """Make a head with the config's softcap of the logits."""
+        """Makes a head with the config's softcap of the logits."""
         return super().make_head(c, softcap=c.final_logit_softcapping, **options)
 
 
@@ -327,5 +327,5 @@ class Gemma4(Gemma4Unified):
     )
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
-        """Make a decoder with scaled embeddings that gives blocks inputs of their own."""
+        """Makes a decoder with scaled embeddings that gives blocks inputs of their own."""
         return PerLayerDecoder(c, self.block_class, embedding_scale=c.hidden_size**0.5, **options)

@@ -59,7 +59,7 @@ class Glm4Block(SandwichBlock):
     )
 
     def make_mixer(self, c: Glm4Config, layer: int) -> Attention:
-        """Make attention with interleaved RoPE, and biases, if the config has them, on queries,
+        """Makes attention with interleaved RoPE, and biases, if the config has them, on queries,
         keys and values alone."""
         bias = c.attention_bias
         return self.make_attention(c, bias=bias, out_bias=False, interleaved=True)

@@ -63,13 +63,13 @@ class Glm4MoeBlock(PreNormBlock):
     output."""
 
     def make_mixer(self, c: Glm4MoeConfig, layer: int) -> Attention:
-        """Make attention with the config's biases on queries, keys and values alone and, if it has
+        """Makes attention with the config's biases on queries, keys and values alone and, if it has
         one, with QK-norm per head."""
         eps = c.rms_norm_eps if c.use_qk_norm else None
         return self.make_attention(c, bias=c.attention_bias, out_bias=False, qk_norm_eps=eps)
 
     def make_mlp(self, c: Glm4MoeConfig, layer: int) -> GatedMLP | SparseMoE:
-        """Make the layer's experts with the shared ones, or its MLP if it has none."""
+        """Makes the layer's experts with the shared ones, or its MLP if it has none."""
         return group_experts_or_mlp(c, layer)
 
 

@@ -72,12 +72,12 @@ class GptOssBlock(PreNormBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: GptOssConfig, layer: int) -> Attention:
-        """Make attention with sinks, the config's biases and the layer's sliding window."""
+        """Makes attention with sinks, the config's biases and the layer's sliding window."""
         window = layer_window(c, layer)
         return self.make_attention(c, bias=c.attention_bias, window=window, sinks=True)
 
     def make_mlp(self, c: GptOssConfig, layer: int) -> SparseMoE:
-        """Make experts with biases and the clamped SwiGLU; softmax is over those that are chosen,
+        """Makes experts with biases and the clamped SwiGLU; softmax is over those that are chosen,
         which is that over all, made to sum to 1."""
         act = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)
         options = {"normalize": True, "bias": True, "transposed": True}

@@ -40,7 +40,7 @@ class GraniteBlock(LlamaBlock):
         self.branch_scale = c.residual_multiplier
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Make attention with the config's biases, and attention_multiplier as the scale of
+        """Makes attention with the config's biases, and attention_multiplier as the scale of
         scores."""
         return self.make_attention(c, bias=c.attention_bias, scale=c.attention_multiplier)
 
@@ -53,9 +53,9 @@ class Granite(CausalLM):
     block_class = GraniteBlock
 
     def make_decoder(self, c: GraniteConfig, **options: Any) -> Decoder:
-        """Make a decoder that multiplies its input by embedding_multiplier."""
+        """Makes a decoder that multiplies its input by embedding_multiplier."""
         return super().make_decoder(c, input_scale=c.embedding_multiplier, **options)
 
     def make_head(self, c: GraniteConfig, **options: Any) -> LMHead:
-        """Make a head that divides the logits by logits_scaling."""
+        """Makes a head that divides the logits by logits_scaling."""
         return super().make_head(c, logit_scale=1 / c.logits_scaling, **options)

@@ -54,7 +54,7 @@ class GraniteSWABlock(GraniteBlock):
     """Granite's block with sinks, and the layer's sliding window and RoPE."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Make attention with sinks that begin as zeros, the config's biases and multiplier, and
+        """Makes attention with sinks that begin as zeros, the config's biases and multiplier, and
         the layer's sliding window."""
         options = {"bias": c.attention_bias, "scale": c.attention_multiplier}
         mixer = self.make_attention(c, window=layer_window(c, layer), sinks=True, **options)

@@ -23,7 +23,7 @@ def init_weights(model: LanguageModel) -> None:
 
 @torch.no_grad()
 def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> None:
-    """Give a sharded model the weights that `init_weights` draws for the unsharded one.
+    """Gives a sharded model the weights that `init_weights` draws for the unsharded one.
 
     `full_model` is the unsharded model on the meta device. Every rank draws all weights on the
     CPU, one module after the other, so that memory for one module is enough. 4-bit weights of
@@ -51,14 +51,14 @@ def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> Non
 
 
 def _copy_local(name: str, parameter: Tensor, spec: ShardSpec | None, values: Tensor) -> None:
-    """Copy this rank's shard of the values into the parameter."""
+    """Copies this rank's shard of the values into the parameter."""
     shard = values if spec is None else spec.take(values)
     rows, first = local_rows(name, parameter)
     rows.copy_(shard.view(-1, *rows.shape[1:])[first : first + len(rows)])
 
 
 def _init(module: nn.Module, model: LanguageModel) -> None:
-    """Initialize the parameters of one module, without its submodules; a tied head is left as it
+    """Initializes the parameters of one module, without its submodules; a tied head is left as it
     is."""
     init: Callable[[], None] | None = getattr(module, "init_weights", None)
     if init is not None:

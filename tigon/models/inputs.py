@@ -107,7 +107,7 @@ class Batch:
     def of(
         cls, model: BatchModel, input_ids: Tensor | None = None, **kwargs: Unpack[BatchArguments]
     ) -> Self:
-        """Resolve the arguments of `forward`, for `model(batch=...)`.
+        """Resolves the arguments of `forward`, for `model(batch=...)`.
 
         A packed sequence begins at a bound of `cu_seq_lens`, or where `position_ids` do not
         increase. If a cache is to be filled, the host may wait for the device to find these.
@@ -140,7 +140,7 @@ class Batch:
         return cls(*inputs, model.defaults, drop, keys)
 
     def draw_dropout_keys(self) -> Tensor:
-        """Draw seeds of an adapter's dropout, int64 [B, T], from torch's generator."""
+        """Draws seeds of an adapter's dropout, int64 [B, T], from torch's generator."""
         bounds = torch.iinfo(torch.int64)
         return torch.randint(bounds.min, bounds.max, self.shape, device=self.device)
 
@@ -159,7 +159,7 @@ class Batch:
         return x.flatten(0, 1)[indices][None], position_ids, mask, indices
 
     def restore_padding(self, hidden: Tensor, real_token_indices: Tensor | None) -> Tensor:
-        """Undo `drop_padding`: hidden [1, N, C] becomes [B, T, C] with zeros at padding."""
+        """Undoes `drop_padding`: hidden [1, N, C] becomes [B, T, C] with zeros at padding."""
         if real_token_indices is None:
             return hidden
         b, t = self.shape
@@ -182,7 +182,7 @@ class Batch:
 def _resolve(
     model: BatchModel, new: Tensor, cache: Cache | None, arguments: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor | None, AttentionMask]:
-    """Resolve positions [B or 1, T], segment ids [B, T] of packed sequences or None, and the
+    """Resolves positions [B or 1, T], segment ids [B, T] of packed sequences or None, and the
     attention mask; tells the cache that a pass begins."""
     batch, tokens, device = *new.shape[:2], new.device
     attention_mask = arguments.get("attention_mask")
@@ -274,7 +274,7 @@ def _check_ids(input_ids: Tensor, vocab: int) -> None:
 
 
 def _check_dropout_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """Return the keys on the device of the tokens; raises ValueError unless they are int64 [B, T],
+    """Returns the keys on the device of the tokens; raises ValueError unless they are int64 [B, T],
     or None."""
     shape = tokens.shape[:2]
     if keys is not None and (keys.dtype != torch.int64 or keys.shape != shape):
@@ -301,7 +301,7 @@ def _check_cache(cache: Cache, model: BatchModel) -> None:
 
 
 def _describe_layers(state_kinds: Sequence[str]) -> str:
-    """Describe layers in a message by runs of equal kinds, as "2 layers of a, 1 layers of b"."""
+    """Describes layers in a message by runs of equal kinds, as "2 layers of a, 1 layers of b"."""
     runs = ((len(list(run)), kind) for kind, run in itertools.groupby(state_kinds))
     return ", ".join(f"{n} layers of {kind}" for n, kind in runs)
 
@@ -345,7 +345,7 @@ def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device)
 
 
 def _check_position_ids(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
-    """Return positions as [B or 1, T], also if they were [T]; raises for another shape or values
+    """Returns positions as [B or 1, T], also if they were [T]; raises for another shape or values
     that are not integers."""
     if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
         raise TypeError(f"position_ids is {position_ids.dtype}: positions are integers")
@@ -380,7 +380,7 @@ def merge_bounds(arguments: Mapping[str, Any], device: torch.device) -> Tensor |
 def check_bounds(
     cu_seq_lens: Tensor, longest: int | None, total: int, device: torch.device
 ) -> tuple[Tensor, int | None]:
-    """Return `cu_seq_lens` as int32 on the device, and the longest sequence's length if the host
+    """Returns `cu_seq_lens` as int32 on the device, and the longest sequence's length if the host
     knows it; raises unless they rise from 0 to `total`, and for a sequence longer than
     `longest`."""
     if cu_seq_lens.dim() != 1 or cu_seq_lens.is_floating_point() or len(cu_seq_lens) < 2:

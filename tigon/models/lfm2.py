@@ -110,14 +110,14 @@ class Lfm2Block(PreNormBlock):
     """A `PreNormBlock` with a short convolution, or attention with QK-norm per head."""
 
     def make_mixer(self, c: Lfm2Config, layer: int) -> nn.Module:
-        """Make attention with QK-norm, or a short convolution, which is called "conv"."""
+        """Makes attention with QK-norm, or a short convolution, which is called "conv"."""
         if c.attends(layer):
             return self.make_attention(c, qk_norm_eps=c.rms_norm_eps)
         self.mixer_name = CONV
         return ShortConv(c.hidden_size, c.conv_L_cache, bias=c.conv_bias)
 
     def make_mlp(self, c: Lfm2Config, layer: int) -> GatedMLP:
-        """Make a gated MLP of `mlp_size`."""
+        """Makes a gated MLP of `mlp_size`."""
         return GatedMLP(c.hidden_size, c.mlp_size, "silu")
 
 

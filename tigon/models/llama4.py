@@ -95,7 +95,7 @@ class Llama4Block(PreNormBlock):
     """A `PreNormBlock` with attention in chunks, and with experts and a shared one, or an MLP."""
 
     def make_mixer(self, c: Llama4Config, layer: int) -> Attention:
-        """Make attention in the layer's chunks; with RoPE, which is interleaved, heads are normed
+        """Makes attention in the layer's chunks; with RoPE, which is interleaved, heads are normed
         without weights. The norm commutes with the rotation, which it follows in transformers."""
         normed = c.use_qk_norm and c.rotates(layer)
         options: dict[str, Any] = {"window": c.chunk(layer), "chunked": True, "interleaved": True}
@@ -103,7 +103,7 @@ class Llama4Block(PreNormBlock):
         return self.make_attention(c, bias=c.attention_bias, **options)
 
     def make_mlp(self, c: Llama4Config, layer: int) -> GatedMLP | SparseMoE:
-        """Make the layer's experts with a shared one, or its MLP if it has none."""
+        """Makes the layer's experts with a shared one, or its MLP if it has none."""
         if not c.sparse(layer):
             return GatedMLP(c.hidden_size, c.intermediate_size_mlp, activation(c.hidden_act))
         size = c.intermediate_size
@@ -133,5 +133,5 @@ class Llama4(CausalLM):
     )
 
     def make_decoder(self, c: Llama4Config, **options: Any) -> Decoder:
-        """Make a decoder with cos and sin of RoPE in fp32."""
+        """Makes a decoder with cos and sin of RoPE in fp32."""
         return super().make_decoder(c, rounded_angles=False, **options)

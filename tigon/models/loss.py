@@ -98,7 +98,7 @@ class Targets:
     @classmethod
     @expand_kwargs_signature
     def of(cls, batch: Batch, **kwargs: Unpack[TargetArguments]) -> Self:
-        """Resolve the arguments of `forward`, for `model(batch=batch, targets=...)`.
+        """Resolves the arguments of `forward`, for `model(batch=batch, targets=...)`.
 
         Position t predicts label t + 1 of its sequence; then logits_to_keep selects positions.
         Missing arguments come from the model's `defaults`.
@@ -161,7 +161,7 @@ class Targets:
         return type(self)(**values | changes)
 
     def take(self, x: Tensor) -> Tensor:
-        """Select the kept positions of x [B, T, ...]: [B, n, ...]."""
+        """Selects the kept positions of x [B, T, ...]: [B, n, ...]."""
         return take(x, self.kept)
 
     def scatter_to_positions(self, x: Tensor, fill: float) -> Tensor:
@@ -218,7 +218,7 @@ def _check_shape(name: str, value: Tensor, batch: Batch) -> None:
 def _shift(
     labels: Tensor, weights: Tensor | None, segment_ids: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Move labels and weights [B, T] to the token before: -100 where that is of another sequence,
+    """Moves labels and weights [B, T] to the token before: -100 where that is of another sequence,
     and at the end of each row, where the weight is 0."""
     targets = _shift_left(labels, IGNORE_INDEX)
     if segment_ids is not None:
@@ -228,7 +228,7 @@ def _shift(
 
 
 def _shift_left(x: Tensor, fill: int) -> Tensor:
-    """Copy x [B, T] with each column moved one to the left, and `fill` in the last."""
+    """Copies x [B, T] with each column moved one to the left, and `fill` in the last."""
     return torch.cat((x[:, 1:], x.new_full((x.shape[0], 1), fill)), dim=1)
 
 
@@ -277,8 +277,8 @@ def _denominator(num_items: Any, items: Tensor) -> Tensor | float:
 
 
 def resolve_keep(keep: Keep, batch: int, tokens: int, device: torch.device) -> slice | Tensor:
-    """Return `logits_to_keep` as a slice, an index [n] for all rows or one for each [B, n], without
-    negative numbers; raises for what is none of these."""
+    """Returns `logits_to_keep` as a slice, an index [n] for all rows or one for each [B, n],
+    without negative numbers; raises for what is none of these."""
     if isinstance(keep, bool) or not isinstance(keep, int | Tensor):
         raise TypeError(f"logits_to_keep must be an int or a tensor, not {keep!r}")
     if isinstance(keep, int):
@@ -337,7 +337,7 @@ def _check_index(name: str, index: Tensor, first: int, end: int) -> None:
 
 
 def take(x: Tensor, keep: slice | Tensor) -> Tensor:
-    """Select positions of each row of x [B, T, ...]: by a slice, an index [n] for all rows, or [B,
+    """Selects positions of each row of x [B, T, ...]: by a slice, an index [n] for all rows, or [B,
     n] for each."""
     if isinstance(keep, slice):
         return x[:, keep]
@@ -476,7 +476,7 @@ class LossTerms:
         return out
 
     def _add_aux_loss(self, out: CausalLMOutput, router_stats: Sequence[Tensor]) -> None:
-        """Add the routers' metrics to the output, and aux_loss to it and to its loss if the config
+        """Adds the routers' metrics to the output, and aux_loss to it and to its loss if the config
         asks for it and the loss is a mean."""
         shard, coef = self.targets.batch.shard, aux_loss_coef(self.config)
         if shard is not None and router_stats:  # of all tokens; each rank adds an equal part
@@ -519,7 +519,7 @@ def resolve_arguments(
     targets: Targets | None = None,
     **arguments: Any,
 ) -> tuple[Batch, Targets, dict[str, Any]]:
-    """Split the arguments of a call of `forward` into its batch and targets, made here if they are
+    """Splits the arguments of a call of `forward` into its batch and targets, made here if they are
     not given, and a dictionary of the rest; raises for arguments that contradict each other."""
     check_keywords("forward", arguments, PASS)
     of_batch, of_targets, options = (

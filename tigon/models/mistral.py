@@ -43,7 +43,7 @@ class MistralBlock(PreNormBlock):
     """A `PreNormBlock` without biases, whose attention has the layer's sliding window."""
 
     def make_mixer(self, c: MistralConfig, layer: int) -> Attention:
-        """Make attention with the layer's sliding window."""
+        """Makes attention with the layer's sliding window."""
         return self.make_attention(c, window=layer_window(c, layer))
 
 

@@ -65,15 +65,15 @@ class MoEConfig(ExpertsConfig):
 def sparse_moe(
     c: ExpertsConfig, intermediate: int, act: ExpertActivation | None = None, **options: Any
 ) -> SparseMoE:
-    """Make a SparseMoE with the config's sizes, experts of size `intermediate`, and the config's
+    """Makes a SparseMoE with the config's sizes, experts of size `intermediate`, and the config's
     activation unless `act` is given."""
     sizes = c.hidden_size, intermediate, c.experts, c.num_experts_per_tok
     return SparseMoE(*sizes, activation(c.hidden_act) if act is None else act, **options)
 
 
 def expert_balance(c: ModelConfig, router_stats: Sequence[Tensor]) -> Balance | None:
-    """Compute each expert's share of assignments, and aux_loss, from the counts of each layer; None
-    if the model has no experts."""
+    """Computes each expert's share of assignments, and aux_loss, from the counts of each layer;
+    None if the model has no experts."""
     if not isinstance(c, ExpertsConfig) or not router_stats:
         return None
     return balance(router_stats, c.num_experts_per_tok)

@@ -75,18 +75,18 @@ class MuseGlimmerBlock(SandwichBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: MuseGlimmerConfig, layer: int) -> Attention:
-        """Make gated attention with qk_scale_factor in the scale of scores, and the layer's sliding
-        window."""
+        """Makes gated attention with qk_scale_factor in the scale of scores, and the layer's
+        sliding window."""
         options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "qk_norm_weight": False}
         options |= {"bias": c.attention_bias, "gate": "gate_proj", "window": layer_window(c, layer)}
         return self.make_attention(c, scale=c.qk_scale_factor * c.head_dim**-0.5, **options)
 
     def make_mlp(self, c: MuseGlimmerConfig, layer: int) -> GatedMLP:
-        """Make a gated MLP with the config's `hidden_activation`."""
+        """Makes a gated MLP with the config's `hidden_activation`."""
         return gated_mlp(c, activation(c.hidden_activation))
 
     def make_norm(self, c: Any) -> RMSNorm:
-        """Make a norm behind a branch, with post_norm_eps."""
+        """Makes a norm behind a branch, with post_norm_eps."""
         return RMSNorm(c.hidden_size, c.post_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
 
     def layer_rope(self, c: MuseGlimmerConfig, layer: int) -> tuple[int, dict[str, Any]]:
@@ -103,10 +103,10 @@ class MuseGlimmer(CausalLM):
     checkpoint_names = CheckpointNames(decoder="model.language_model.")
 
     def make_decoder(self, c: MuseGlimmerConfig, **options: Any) -> Decoder:
-        """Make a decoder that norms the embeddings of token ids, whose last norm has no offset."""
+        """Makes a decoder that norms the embeddings of token ids, whose last norm has no offset."""
         return super().make_decoder(c, embedding_eps=c.rms_norm_eps, norm_offset=0.0, **options)
 
     def make_head(self, c: MuseGlimmerConfig, **options: Any) -> LMHead:
-        """Make a head with the config's multiplier and softcap of the logits."""
+        """Makes a head with the config's multiplier and softcap of the logits."""
         scale, softcap = c.output_multiplier, c.final_logit_softcapping
         return super().make_head(c, logit_scale=scale, softcap=softcap, **options)

@@ -36,7 +36,7 @@ class Olmo2Block(PostNormBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: Olmo2Config, layer: int, window: int | None = None) -> Attention:
-        """Make attention with the config's biases, norms of whole queries and keys, and this
+        """Makes attention with the config's biases, norms of whole queries and keys, and this
         sliding window, by default none."""
         bias, eps = c.attention_bias, c.rms_norm_eps
         return self.make_attention(c, bias=bias, qk_norm_eps=eps, flat_qk_norm=True, window=window)
@@ -49,5 +49,5 @@ class Olmo2(CausalLM):
     block_class = Olmo2Block
 
     def make_decoder(self, c: Olmo2Config, **options: Any) -> Decoder:
-        """Make a decoder with cos and sin of RoPE in fp32."""
+        """Makes a decoder with cos and sin of RoPE in fp32."""
         return super().make_decoder(c, rounded_angles=False, **options)

@@ -31,7 +31,7 @@ class Olmo3Block(Olmo2Block):
     """OLMo 2's block with a sliding window, and the RoPE of its kind of layer."""
 
     def make_mixer(self, c: Any, layer: int, window: int | None = None) -> Attention:
-        """Make OLMo 2's attention with the layer's sliding window; `window` is ignored."""
+        """Makes OLMo 2's attention with the layer's sliding window; `window` is ignored."""
         return super().make_mixer(c, layer, layer_window(c, layer))
 
     def layer_rope(self, c: Olmo3Config, layer: int) -> tuple[int, dict[str, Any]]:

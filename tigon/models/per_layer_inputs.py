@@ -14,7 +14,7 @@ from tigon.models.decoder import Decoder, TransformerBlock
 
 
 def multiply(x: Tensor, scale: float, *, rounded: bool) -> Tensor:
-    """Multiply x by a number, which is rounded to the dtype of x first if `rounded`."""
+    """Multiplies x by a number, which is rounded to the dtype of x first if `rounded`."""
     return x * torch.full((), scale, dtype=x.dtype, device=x.device) if rounded else x * scale
 
 
@@ -62,8 +62,8 @@ class PerLayerDecoder(Decoder):
         return modules
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """Embed ids [B, T] twice: [B, T, C + L P], in one tensor, so that whatever drops or divides
-        tokens does so with both."""
+        """Embeds ids [B, T] twice: [B, T, C + L P], in one tensor, so that whatever drops or
+        divides tokens does so with both."""
         x = super().embed(input_ids)
         if not self.needs_ids:
             return x

@@ -39,7 +39,7 @@ class Qwen2Block(PreNormBlock):
     """A `PreNormBlock` with biases of queries, keys and values, and the layer's sliding window."""
 
     def make_mixer(self, c: Qwen2Config, layer: int) -> Attention:
-        """Make attention with biases on queries, keys and values alone, and the layer's sliding
+        """Makes attention with biases on queries, keys and values alone, and the layer's sliding
         window."""
         window = layer_window(c, layer)
         return self.make_attention(c, bias=True, out_bias=False, window=window)

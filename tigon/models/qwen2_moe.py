@@ -36,7 +36,7 @@ class QwenMoEConfig(MoEConfig):
 
 
 def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | SparseMoE:
-    """Make the layer's experts, or its MLP if it has none; `shared` is the shared expert's size, 0
+    """Makes the layer's experts, or its MLP if it has none; `shared` is the shared expert's size, 0
     for none."""
     if not c.sparse(layer):
         return gated_mlp(c)
@@ -82,13 +82,13 @@ class Qwen2MoeBlock(PreNormBlock):
     MLP."""
 
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
-        """Make attention with biases, if `qkv_bias`, on queries, keys and values alone, and the
+        """Makes attention with biases, if `qkv_bias`, on queries, keys and values alone, and the
         layer's sliding window."""
         window = layer_window(c, layer)
         return self.make_attention(c, bias=c.qkv_bias, out_bias=False, window=window)
 
     def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
-        """Make the layer's experts with a shared expert, or its MLP if it has none."""
+        """Makes the layer's experts with a shared expert, or its MLP if it has none."""
         return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)
 
 

@@ -47,7 +47,7 @@ class GatedDeltaConfig(ModelConfig):
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Read the config's `rope_parameters`, with a quarter of each head rotated by default."""
+        """Reads the config's `rope_parameters`, with a quarter of each head rotated by default."""
         return {"partial_rotary_factor": 0.25, **super()._read_rope(source, longest)}
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class GatedDeltaBlock(PreNormBlock):
     packed = False  # whether checkpoints have the rows of each key head together
 
     def make_mixer(self, c: GatedDeltaConfig, layer: int) -> nn.Module:
-        """Make attention with QK-norm and an output gate, or Gated DeltaNet."""
+        """Makes attention with QK-norm and an output gate, or Gated DeltaNet."""
         if c.attends(layer):
             return self.make_attention(
                 c, bias=c.attention_bias, qk_norm_eps=c.rms_norm_eps, gate="q_proj"

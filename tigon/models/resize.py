@@ -62,7 +62,7 @@ def resize_token_embeddings(
 
 
 def _resize_rows(old: Tensor, size: int, std: float | None) -> nn.Parameter:
-    """Make a parameter of the first `size` rows of `old`; rows that it lacks are drawn from
+    """Makes a parameter of the first `size` rows of `old`; rows that it lacks are drawn from
     Normal(0, std), or with std=None are the mean of all its rows."""
     mean = old.mean(0, dtype=torch.float32).to(old.dtype)
     new = mean.expand(max(0, size - len(old)), *old.shape[1:])

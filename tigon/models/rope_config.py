@@ -23,7 +23,7 @@ ANY: Range = (-LARGEST, LARGEST)  # of a number without a row below
 
 
 def _range_of_names(*groups: tuple[Range, str]) -> dict[str, Range]:
-    """Map each name to its range; a group's names are separated by spaces."""
+    """Maps each name to its range; a group's names are separated by spaces."""
     return {name: limits for limits, names in groups for name in names.split()}
 
 

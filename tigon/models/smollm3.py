@@ -64,7 +64,7 @@ class SmolLM3Block(LlamaBlock):
     config."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Make attention with the config's biases and the layer's sliding window."""
+        """Makes attention with the config's biases and the layer's sliding window."""
         return self.make_attention(c, bias=c.attention_bias, window=layer_window(c, layer))
 
     def layer_rope(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:

@@ -29,8 +29,8 @@ class CheckedCasts(nn.Module):
         return self.model.embed_tokens.weight.dtype
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Apply a conversion to all tensors, as `to` and `half` do; raises ValueError, before any,
-        if it changes the dtype of quantized weights."""
+        """Applies a conversion to all tensors, as `to` and `half` do; raises ValueError, before
+        any, if it changes the dtype of quantized weights."""
         if (weight := self._quantized_weight) is not None:  # before anything is converted
             weight.check(fn)
         old_dtype = self.dtype

@@ -26,7 +26,7 @@ from tigon.parallel.mesh import as_ranks
 
 
 def share_context(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
-    """Shard the tokens of every later pass without a cache over the mesh, of one dimension.
+    """Shards the tokens of every later pass without a cache over the mesh, of one dimension.
 
     All its ranks make the same passes over the same rows. A rank's loss is its part of the sum over
     the ranks, and its logits, log-probabilities and metrics are those of its tokens. Gradients are

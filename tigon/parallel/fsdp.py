@@ -32,7 +32,7 @@ def shard_blocks(
     keeps_ends: bool,
     one_backward: bool = False,
 ) -> None:
-    """Shard each block as an FSDP group, and embedding, last norm and head as another.
+    """Shards each block as an FSDP group, and embedding, last norm and head as another.
 
     Embedding and head are one group since they may share a weight; what else runs before the blocks
     is a group for each module. `experts`: with expert

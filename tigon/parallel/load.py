@@ -92,7 +92,7 @@ def from_pretrained(
 
 
 def shard_layers(model: CausalLM, mesh: DeviceMesh, *, expert_parallel: bool) -> None:
-    """Keep only this rank's shard of each layer, with some whole experts or a shard of each.
+    """Keeps only this rank's shard of each layer, with some whole experts or a shard of each.
     `mesh` has one dimension; `model` is on the meta device."""
     if expert_parallel and mesh.size() > 1:
         shard_experts(model, mesh)
@@ -137,7 +137,7 @@ def _tensor_and_fsdp_mesh(mesh: DeviceMesh) -> tuple[DeviceMesh | None, DeviceMe
 
 
 def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> None:
-    """Let ranks with the same shard of each layer each write a part of it when saving."""
+    """Lets ranks with the same shard of each layer each write a part of it when saving."""
     coordinate, count, index = mesh.get_coordinate(), mesh.size() // tensor.size(), 0
     assert coordinate is not None
     names = mesh.mesh_dim_names or ("tensor",)
@@ -153,7 +153,7 @@ def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> Non
 
 # No closure, so that a model can be copied and pickled before its first call
 def check_first_call(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Compare the checkpoint and the inputs over the ranks in the model's first call.
+    """Compares the checkpoint and the inputs over the ranks in the model's first call.
 
     Calls raise ValueError on all ranks until both are the same.
     """

@@ -84,7 +84,7 @@ class Meshes:
 
     @classmethod
     def of(cls, device: str, sizes: MeshSizes) -> "Meshes":
-        """Make the meshes for a type of device. Every rank of the process group calls this."""
+        """Makes the meshes for a type of device. Every rank of the process group calls this."""
         dims = {"replicate": sizes.replicate, "shard": sizes.shards, "tensor": sizes.tensor}
         mesh = init_device_mesh(device, tuple(dims.values()), mesh_dim_names=tuple(dims))
         context = None

@@ -65,7 +65,7 @@ from tigon.weights import ReplicaIndex, RowSpan, ShardSpec, local_blocks, local_
 
 
 def keep_rank_zero(model: CausalLM, sizes: MeshSizes) -> None:
-    """Keep rank 0's shard of a model on the meta device, without process groups, before FSDP.
+    """Keeps rank 0's shard of a model on the meta device, without process groups, before FSDP.
 
     Collectives return meta tensors of the right size, and experts get equally many tokens. Raises
     ValueError for a model that the sizes do not divide.
@@ -109,18 +109,18 @@ class TensorParallel:
         return Ranks.of(group)
 
     def use_separate_group(self) -> None:
-        """All-reduce gradients in a separate process group, so that they do not queue with the
+        """All-reduces gradients in a separate process group, so that they do not queue with the
         collectives of backward. Every rank calls this."""
         self.replica_groups[self.ranks.size] = self._neighbor_group(self.ranks.size)
 
     def sum_gradients(self, model: nn.Module) -> None:
-        """All-reduce partial gradients, once a step after its last backward pass and before
+        """All-reduces partial gradients, once a step after its last backward pass and before
         clipping. Every rank calls this."""
         self.all_reduce_grads(model.named_parameters())
 
     @torch.no_grad()
     def all_reduce_grads(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Sum partial gradients over the ranks with the same rows, in float32 and in place.
+        """Sums partial gradients over the ranks with the same rows, in float32 and in place.
 
         `named` are name and parameter of the same parameters on all ranks; others stay as they are.
         """
@@ -216,7 +216,7 @@ def adapter_specs(
 
 
 def set_local_adapters(model: CausalLM, specs: Mapping[str, ShardSpec], ranks: Ranks) -> None:
-    """Set the local rows of adapters, the ranks that sum norms, and where dropout masks begin."""
+    """Sets the local rows of adapters, the ranks that sum norms, and where dropout masks begin."""
     for _, low, weights in _adapters(model, specs):
         if isinstance(low, LowRankEmbedding):
             low.token_ranks = ranks
@@ -486,7 +486,7 @@ def _kv_head_rows(
 
 
 def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
-    """Keep only this rank's shard of each layer; on the meta device, before the weights are read.
+    """Keeps only this rank's shard of each layer; on the meta device, before the weights are read.
 
     With expert parallelism call `shard_experts` first: experts that are already distributed stay as
     they are. With `Ranks` there are no process groups for gradients. Raises ValueError for a model
@@ -538,7 +538,7 @@ def _vocabulary_shard(size: int, module: nn.Module, ranks: Ranks) -> VocabularyS
 
 
 def install_modules(model: CausalLM, tensor: TensorPass) -> None:
-    """Put the modules of `tensor_modules` in place of the model's; parameters and hooks stay."""
+    """Puts the modules of `tensor_modules` in place of the model's; parameters and hooks stay."""
     _install(model.model, TensorParallelDecoder, tensor=tensor)
     for block in model.model.layers:
         moes = [module for module in block.modules() if isinstance(module, SparseMoE)]
@@ -654,7 +654,7 @@ def _shard_specs(
 
 
 def _set_local_heads(module: Attention, ranks: Ranks) -> None:
-    """Set the numbers of local heads, and make norms over all heads take the ranks' mean."""
+    """Sets the numbers of local heads, and makes norms over all heads take the ranks' mean."""
     if module.flat_qk_norm and module.q_norm is not None and module.k_norm is not None:
         copies = max(1, ranks.size // module.kv_heads)
         for norm, heads in (module.q_norm, module.heads), (module.k_norm, module.kv_heads * copies):

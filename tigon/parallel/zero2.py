@@ -66,7 +66,7 @@ class ShardedParameter:
         self.sum: Tensor | None = None  # of gradients, if their dtype is too narrow
 
     def allocate(self, dtype: torch.dtype) -> None:
-        """Allocate the whole parameter in `dtype`; rows of this dtype move into its memory."""
+        """Allocates the whole parameter in `dtype`; rows of this dtype move into its memory."""
         local, ranks = self.rows.detach().to_local(), self.mesh.size()
         self.memory = local.new_empty(self.each * ranks, *self.shape[1:], dtype=dtype)  # [n r, ...]
         self.shard = self.memory.tensor_split(ranks)[self.mesh.get_local_rank()]  # [r, ...]
@@ -95,7 +95,7 @@ class ShardedParameter:
         self.whole.grad = None
 
     def take_gradient(self, dtype: torch.dtype) -> Tensor:
-        """Remove and return the accumulated gradient [n r, ...], padded with zeros.
+        """Removes and returns the accumulated gradient [n r, ...], padded with zeros.
 
         Zeros in `dtype` if the loss has no gradient here.
         """
@@ -184,7 +184,8 @@ class Zero2:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Start the all-gathers of all weights in the order of forward, which waits for each group.
+        """Starts the all-gathers of all weights in the order of forward, which waits for each
+        group.
 
         Weights stay gathered until `release` or the end of the last backward.
         """
@@ -209,7 +210,7 @@ class Zero2:
                 )
 
     def _begin(self) -> None:
-        """Gather weights before a forward pass of the model; RuntimeError if a backward failed."""
+        """Gathers weights before a forward pass of the model; RuntimeError if a backward failed."""
         if self.pending is not None:
             raise RuntimeError(
                 "an earlier backward pass has failed and left partly reduced gradients: restart "
@@ -218,7 +219,7 @@ class Zero2:
         self.gather()
 
     def release(self) -> None:
-        """Make the local rows the model's parameters again, so that optimizers update them."""
+        """Makes the local rows the model's parameters again, so that optimizers update them."""
         if not self.gathered:
             return
         self.gathered = False
@@ -228,7 +229,7 @@ class Zero2:
                 weight.register(weight.rows)
 
     def allocate(self) -> None:
-        """Allocate the whole weights, once: after the rows, and before an optimizer takes pointers
+        """Allocates the whole weights, once: after the rows, and before an optimizer takes pointers
         to them; at the latest in the first pass."""
         if self.allocated:
             return
@@ -266,7 +267,7 @@ class Zero2:
             self._begin_reduction(self.pending.pop())
 
     def prepare_reduction(self) -> None:
-        """Prepare the reduction of all groups at the first gradient of a backward that reduces."""
+        """Prepares the reduction of all groups at the first gradient of a backward that reduces."""
         if not self.reduces or self.pending is not None:
             return
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -312,7 +313,7 @@ class Zero2:
         self.release()
 
     def _gather(self, weights: Sequence[ShardedParameter]) -> Any:
-        """Start the all-gather of the rows; returns its handle."""
+        """Starts the all-gather of the rows; returns its handle."""
         group = self.mesh.get_group()
         with dist._coalescing_manager(group, async_ops=True) as handle:
             for weight in weights:
@@ -320,7 +321,7 @@ class Zero2:
         return handle
 
     def _reduce(self, shards: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
-        """Start the reduce-scatter of the gradients; returns its handle."""
+        """Starts the reduce-scatter of the gradients; returns its handle."""
         group = self.mesh.get_group()
         with dist._coalescing_manager(group, async_ops=True) as handle:
             for shard, gradient in zip(shards, gradients, strict=True):
@@ -331,7 +332,7 @@ class Zero2:
 def shard_gradients(
     model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
 ) -> Zero2:
-    """Shard the model's parameters, which may be on the meta device, between passes, by hooks.
+    """Shards the model's parameters, which may be on the meta device, between passes, by hooks.
 
     Returns the Zero2, which the model also keeps.
     `compute` is the dtype of the whole weights, `sums` the one in which gradients accumulate over

@@ -31,7 +31,7 @@ class WeightedRows(NamedTuple):
 def message_weights(
     messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None] | None = None
 ) -> dict[int, float]:
-    """Return the loss weights of the learned messages by index: 1 for the turns of `train_on`,
+    """Returns the loss weights of the learned messages by index: 1 for the turns of `train_on`,
     unless `weights` has a number for a message; messages of weight 0 are left out.
 
     With train_on=all, only those in `weights`, also if they are 0: the rest of the text has weight
@@ -50,7 +50,7 @@ def message_weights(
 def learned_turns(
     messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None]
 ) -> list[int]:
-    """Return the indices of the assistant's turns that are learned.
+    """Returns the indices of the assistant's turns that are learned.
 
     Raises ValueError if the messages are no conversation.
     """
@@ -72,7 +72,7 @@ def weighted_rows(
     train_on_empty_thinking: bool = False,
     **variables: Any,
 ) -> WeightedRows:
-    """Render a conversation, and locate the characters that are learned.
+    """Renders a conversation, and locates the characters that are learned.
 
     Takes the arguments of `Tokenizer.encode_chat_rows`. Raises ValueError if the position of a
     learned message is ambiguous.
@@ -92,7 +92,7 @@ def weighted_rows(
 
 
 def token_weights(offsets: list[tuple[int, int]], spans: Sequence[Span]) -> list[float]:
-    """Return the weight of each token: the largest of the spans that overlap it, or 0."""
+    """Returns the weight of each token: the largest of the spans that overlap it, or 0."""
     weights = [0.0] * len(offsets)
     for start, stop, weight in sorted(spans, key=lambda span: span.weight):
         if start < stop:
@@ -103,7 +103,7 @@ def token_weights(offsets: list[tuple[int, int]], spans: Sequence[Span]) -> list
 
 
 def _weigh_all(conversation: Conversation, chosen: Mapping[int, float]) -> WeightedRows:
-    """Give all of the text the weight 1, except for the chosen messages."""
+    """Gives all of the text the weight 1, except for the chosen messages."""
     text = conversation.full.text
     turns = [i for i in conversation.turns if i in chosen]
     spans = _message_spans(conversation, chosen, text)
@@ -131,7 +131,7 @@ def _weigh_all(conversation: Conversation, chosen: Mapping[int, float]) -> Weigh
 def _weigh_turns(
     conversation: Conversation, chosen: Mapping[int, float], train_on: TrainOn
 ) -> WeightedRows:
-    """Make rows until each chosen turn is learned; other chosen messages are in the first."""
+    """Makes rows until each chosen turn is learned; other chosen messages are in the first."""
     turns = [i for i in conversation.turns if i in chosen]
     row = _first_row(conversation, chosen, train_on)
     spans = _message_spans(conversation, chosen, row.text)
@@ -184,7 +184,7 @@ def _first_row(
 def _generation_spans(
     conversation: Conversation, turns: Sequence[int], chosen: Mapping[int, float]
 ) -> list[Span]:
-    """Return the {% generation %} blocks of these turns in the full conversation."""
+    """Returns the {% generation %} blocks of these turns in the full conversation."""
     blocks = _blocks(conversation.full)
     if turns == conversation.turns and len({chosen[i] for i in turns}) == 1:
         by_turn = {turns[-1]: blocks}  # which is whose does not matter
@@ -196,7 +196,7 @@ def _generation_spans(
 
 
 def _blocks(rendered: Rendered, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
-    """Return the bounds of the {% generation %} blocks that overlap a range."""
+    """Returns the bounds of the {% generation %} blocks that overlap a range."""
     for at, text in rendered.generations:
         if not rendered.text.startswith(text, at):
             raise ValueError(
@@ -212,7 +212,7 @@ def _blocks(rendered: Rendered, start: int = 0, stop: int | None = None) -> list
 def _blocks_of_turn(
     blocks: list[tuple[int, int]], conversation: Conversation, i: int
 ) -> list[tuple[int, int]]:
-    """Return the blocks of messages[i]: a turn may have several, or none."""
+    """Returns the blocks of messages[i]: a turn may have several, or none."""
     turns = conversation.turns
     position = turns.index(i)
     first, last = 0, len(blocks)
@@ -230,7 +230,7 @@ def _blocks_of_turn(
 
 
 def _count_blocks(conversation: Conversation, i: int) -> int:
-    """Count the blocks up to messages[i] in the full conversation."""
+    """Counts the blocks up to messages[i] in the full conversation."""
     full, prefix = conversation.full, conversation.render(conversation.messages[: i + 1])
     if full.text.startswith(prefix.text):
         return sum(start < len(prefix.text) for start, _ in full.generations)
@@ -247,7 +247,7 @@ def _count_blocks(conversation: Conversation, i: int) -> int:
 def _message_spans(
     conversation: Conversation, chosen: Mapping[int, float], full: str
 ) -> list[Span]:
-    """Return the spans of the chosen messages that are not the assistant's."""
+    """Returns the spans of the chosen messages that are not the assistant's."""
     spans = []
     for i in sorted(chosen.keys() - set(conversation.turns)):
         messages = conversation.messages
@@ -266,7 +266,7 @@ def _message_spans(
 
 
 def _ambiguous(i: int) -> ValueError:
-    """Make the error for a message whose place in the text is unclear."""
+    """Makes the error for a message whose place in the text is unclear."""
     return ValueError(
         f"messages[{i}] has a weight of its own, but where it is in the text is unclear: the "
         "chat template writes what is before differently in the whole conversation"

@@ -61,7 +61,7 @@ def render(
     strftime_now: datetime | None = None,
     **variables: Any,
 ) -> Rendered:
-    """Render a conversation by a chat template.
+    """Renders a conversation by a chat template.
 
     `strftime_now` is the time that the template's function of this name formats; None is now.
     Raises ValueError with the template's message if the template refuses the conversation.
@@ -90,7 +90,7 @@ def render(
 
 
 def now() -> datetime:
-    """Return the time that `strftime_now` formats by default; tests replace it."""
+    """Returns the time that `strftime_now` formats by default; tests replace it."""
     return datetime.now()
 
 
@@ -100,7 +100,7 @@ class _Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> Node:
-        """Parse a block into a call of `_report` on its text."""
+        """Parses a block into a call of `_report` on its text."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_report"), [], [], body).set_lineno(line)
@@ -129,7 +129,7 @@ class _TemplateNamespace(Namespace):
 
 
 def _raise_exception(message: str) -> None:
-    """Raise TemplateError: what templates call to refuse a conversation."""
+    """Raises TemplateError: what templates call to refuse a conversation."""
     raise jinja2.TemplateError(str(message))
 
 
@@ -140,7 +140,7 @@ def _tojson(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as transformers' filter: without jinja's escapes for HTML."""
+    """Writes JSON as transformers' filter: without jinja's escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -148,7 +148,7 @@ def _tojson(
 
 @lru_cache(maxsize=1)
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the environment of transformers' `_compile_jinja_template`."""
+    """Returns the environment of transformers' `_compile_jinja_template`."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -159,7 +159,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 @lru_cache
 def _compile(template: str) -> jinja2.Template:
-    """Compile a chat template, once; ValueError if it is too long or no template."""
+    """Compiles a chat template, once; ValueError if it is too long or no template."""
     if len(template) > MAX_TEMPLATE:
         raise ValueError(
             f"the chat template has {len(template)} characters, and may have {MAX_TEMPLATE}"
@@ -193,7 +193,7 @@ def _generate(template: jinja2.Template, variables: dict[str, Any]) -> Rendered:
 
 
 def _template_error(error: Exception) -> ValueError:
-    """Return a ValueError with the line of the template in which the error was raised."""
+    """Returns a ValueError with the line of the template in which the error was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == "<template>"]
     if isinstance(error, jinja2.TemplateSyntaxError):
@@ -206,7 +206,7 @@ def _template_error(error: Exception) -> ValueError:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise ValueError, which names the message and its key, unless this is a conversation."""
+    """Raises ValueError, which names the message and its key, unless this is a conversation."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages must be a list of at least one message, got {messages!r:.100}")
     for i, message in enumerate(messages):
@@ -222,7 +222,7 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def check_variables(variables: Any, name: str) -> None:
-    """Raise ValueError unless this is a dict of variables that a chat template can take."""
+    """Raises ValueError unless this is a dict of variables that a chat template can take."""
     keys = variables.keys() if isinstance(variables, dict) else RESERVED
     if RESERVED & keys or not all(isinstance(key, str) for key in keys):
         raise ValueError(
@@ -235,7 +235,7 @@ def check_variables(variables: Any, name: str) -> None:
 
 
 def check_unicode(text: Any) -> None:
-    """Raise ValueError if a text has a lone surrogate, which JSON can write but UTF-8 cannot."""
+    """Raises ValueError if a text has a lone surrogate, which JSON can write but UTF-8 cannot."""
     try:
         if isinstance(text, str):
             text.encode()
@@ -247,7 +247,7 @@ def check_unicode(text: Any) -> None:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    """Copy a message without its None values, which most templates print.
+    """Copies a message without its None values, which most templates print.
 
     Reasoning is under both keys that templates read.
     """
@@ -259,7 +259,7 @@ def _template_message(message: Message) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Copy a value to plain JSON types, so that a template cannot call a subclass' methods;
+    """Copies a value to plain JSON types, so that a template cannot call a subclass' methods;
     ValueError for other types."""
     if value is None or type(value) in (str, bool, int, float):
         return value
@@ -321,7 +321,7 @@ def template_times(
     variables: Mapping[str, Any],
     time: datetime | None,
 ) -> dict[str, str]:
-    """Format the time in each format that the template passes to strftime_now, by format.
+    """Formats the time in each format that the template passes to strftime_now, by format.
 
     Empty if `variables` pin the time: short chats depend on it without them, and not with them.
     `time=None` is the present time.
@@ -340,7 +340,7 @@ def template_times(
 
 
 def _strftime_formats(template: str) -> Iterator[str]:
-    """Yield the format of each use of strftime_now, except for `strftime_now is defined`."""
+    """Yields the format of each use of strftime_now, except for `strftime_now is defined`."""
     try:
         tokens = [t[1:] for t in _environment().lex(template) if t[1] != "whitespace"]
     except jinja2.TemplateSyntaxError:  # it cannot be rendered

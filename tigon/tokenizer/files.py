@@ -36,7 +36,7 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 def find_files(repository: Repository) -> dict[str, Path]:
-    """Find all files of a tokenizer, by name, also those that an export only copies."""
+    """Finds all files of a tokenizer, by name, also those that an export only copies."""
     if repository.optional_file("tokenizer.json") is None:
         names = repository.listing()
         if repository.directory is None and not names:
@@ -58,7 +58,7 @@ def find_files(repository: Repository) -> dict[str, Path]:
 
 
 def read_backend(path: Path) -> tokenizers.Tokenizer:
-    """Read a tokenizer.json; ValueError that names the file if the library refuses it."""
+    """Reads a tokenizer.json; ValueError that names the file if the library refuses it."""
     text = _read_text(path, MAX_TOKENIZER_BYTES)
     # The assistant mask needs offsets that cover every character; ids do not depend on this
     text = re.sub(r'("trim_offsets"\s*:\s*)true', r"\1false", text)
@@ -71,7 +71,7 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
 
 @contextmanager
 def library_errors(message: str) -> Iterator[None]:
-    """Turn errors of the tokenizers library into a ValueError that begins with `message`.
+    """Turns errors of the tokenizers library into a ValueError that begins with `message`.
 
     The library raises plain Exceptions, and for a panic of its Rust code a BaseException.
     """
@@ -129,7 +129,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
-    """Read the object of a JSON file, and raise ValueError for a value of the wrong type.
+    """Reads the object of a JSON file, and raises ValueError for a value of the wrong type.
 
     Keys that this package does not use may have any value.
     """
@@ -145,7 +145,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
 
 
 def _wrong_value(path: Path, key: str, value: Any) -> ValueError:
-    """Make the error for a value of the wrong type in a file."""
+    """Makes the error for a value of the wrong type in a file."""
     name = escape(key, 100)
     return ValueError(
         f"{escape(path)}: {name} is {quote(value)}, which no tokenizer can have there"
@@ -155,7 +155,7 @@ def _wrong_value(path: Path, key: str, value: Any) -> ValueError:
 def add_tokens(
     backend: tokenizers.Tokenizer, config: dict[str, Any], files: dict[str, Path]
 ) -> dict[str, str]:
-    """Add the tokens that other files list and tokenizer.json lacks to the backend.
+    """Adds the tokens that other files list and tokenizer.json lacks to the backend.
 
     Returns the special tokens by name ({"bos_token": "<s>"}). Where the files differ, the same file
     counts as in transformers 5.
@@ -195,7 +195,7 @@ def add_tokens(
 
 
 def _added_token(value: str | dict[str, Any]) -> AddedToken:
-    """Make an AddedToken of its text, or of a text with flags; it is special unless they say
+    """Makes an AddedToken of its text, or of a text with flags; it is special unless they say
     otherwise."""
     if isinstance(value, str):
         return AddedToken(value, special=True)
@@ -204,7 +204,7 @@ def _added_token(value: str | dict[str, Any]) -> AddedToken:
 
 
 def read_templates(config: dict[str, Any], files: dict[str, Path]) -> str | dict[str, str] | None:
-    """Read the chat template, or several by name; files win over tokenizer_config.json."""
+    """Reads the chat template, or several by name; files win over tokenizer_config.json."""
     templates = {
         "default" if name == "chat_template.jinja" else path.stem: read_template(path)
         for name, path in files.items()
@@ -219,7 +219,7 @@ def read_templates(config: dict[str, Any], files: dict[str, Path]) -> str | dict
 
 
 def read_template(path: Path) -> str:
-    """Read a Jinja file, with \\n for all newlines, as in transformers."""
+    """Reads a Jinja file, with \\n for all newlines, as in transformers."""
     try:
         text = _read_text(path, MAX_TEMPLATE_BYTES)
     except FileNotFoundError:
@@ -228,7 +228,7 @@ def read_template(path: Path) -> str:
 
 
 def _read_text(path: Path, max_bytes: int) -> str:
-    """Read a text file; ValueError if it has more than `max_bytes` or is not UTF-8."""
+    """Reads a text file; ValueError if it has more than `max_bytes` or is not UTF-8."""
     try:
         return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
@@ -244,13 +244,13 @@ class TokenizerFiles:
         self._contents: dict[Path, bytes] = {}
 
     def read_all(self) -> None:
-        """Read all files into memory, so that `save` works after they are deleted."""
+        """Reads all files into memory, so that `save` works after they are deleted."""
         for path in self.paths.values():
             with _open(path) as file:
                 self._contents[path] = file.read()
 
     def use_template(self, path: str | os.PathLike[str]) -> None:
-        """Replace all template files by one Jinja file."""
+        """Replaces all template files by one Jinja file."""
         other = {name: file for name, file in self.paths.items() if not name.endswith(".jinja")}
         self.paths = other | {"chat_template.jinja": Path(os.path.realpath(path))}
 
@@ -260,7 +260,7 @@ class TokenizerFiles:
         special_tokens: dict[str, str],
         added_tokens: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Write the files to a directory: copies, but for those that list changed tokens.
+        """Writes the files to a directory: copies, but for those that list changed tokens.
 
         `special_tokens` are the changed ones. `added_tokens` is empty without new tokens; with
         new ones it has all added tokens, old and new, as tokenizer.json lists them.
@@ -279,7 +279,7 @@ class TokenizerFiles:
     def _edits(
         self, special_tokens: dict[str, str], added_tokens: Sequence[dict[str, Any]]
     ) -> dict[str, dict[str, Any]]:
-        """Return the new content of the files that list changed tokens, by name."""
+        """Returns the new content of the files that list changed tokens, by name."""
         config, edits = self._read_json("tokenizer_config.json") | special_tokens, {}
         if special_tokens and "special_tokens_map.json" in self.paths:
             tokens = self._read_json("special_tokens_map.json")
@@ -300,14 +300,14 @@ class TokenizerFiles:
         return edits
 
     def _read_json(self, name: str) -> dict[str, Any]:
-        """Read the object of one of the files; {} if there is no such file."""
+        """Reads the object of one of the files; {} if there is no such file."""
         if name not in self.paths:
             return {}
         with self._open(self.paths[name]) as file:
             return parse_object(file.read(), self.paths[name])
 
     def _open(self, path: Path) -> IO[bytes]:
-        """Open a file for reading, from memory if `read_all` has read it."""
+        """Opens a file for reading, from memory if `read_all` has read it."""
         return BytesIO(self._contents[path]) if path in self._contents else _open(path)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -315,6 +315,6 @@ class TokenizerFiles:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Open a file for reading; OSError if it was replaced by a link, and a pipe does not block."""
+    """Opens a file for reading; OSError if it was replaced by a link, and a pipe does not block."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
     return open(path, "rb", opener=lambda name, mode: os.open(name, mode | flags))

@@ -36,11 +36,11 @@ class MessageFormat(NamedTuple):
     reasoning_key: bool = False  # reasoning as reasoning_content alone, not in tags in the content
 
     def convert(self, messages: Sequence[Message]) -> list[Any]:
-        """Convert messages to this form; they have content as text, and arguments as objects."""
+        """Converts messages to this form; they have content as text, and arguments as objects."""
         return [self._convert(m) if isinstance(m, dict) else m for m in messages]
 
     def _convert(self, message: Message) -> Message:
-        """Copy a message in this form."""
+        """Copies a message in this form."""
         message = dict(message)
         content = message.get("content")
         if (
@@ -62,7 +62,7 @@ class MessageFormat(NamedTuple):
 
 
 def _dump_arguments(call: Any) -> Any:
-    """Copy a tool call with its arguments as JSON text."""
+    """Copies a tool call with its arguments as JSON text."""
     function = call["function"]
     text = json.dumps(function["arguments"], ensure_ascii=False)  # as the filter tojson writes it
     return {**call, "function": {**function, "arguments": text}}
@@ -70,7 +70,7 @@ def _dump_arguments(call: Any) -> Any:
 
 @lru_cache(maxsize=32)
 def detect_format(template: str, variables: tuple[tuple[str, str], ...]) -> MessageFormat:
-    """Return the first format in which the template, rendered with these `variables`, writes all
+    """Returns the first format in which the template, rendered with these `variables`, writes all
     content of a short conversation; else the default."""
     options: dict[str, Any] = dict(variables)
 

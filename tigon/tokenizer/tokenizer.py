@@ -65,7 +65,7 @@ class DecodeStream:
         self._num_returned = 0  # characters of the text that were returned
 
     def step(self, token_id: int) -> str | None:
-        """Decode one more token, and return the text that it completes, if any."""
+        """Decodes one more token, and returns the text that it completes, if any."""
         token = self._backend.id_to_token(token_id)
         if token is None or token_id in self._ignored_ids:
             return None
@@ -86,13 +86,13 @@ class DecodeStream:
         return piece
 
     def finish(self) -> str:
-        """Return the rest of the text, with U+FFFD if the tokens end inside a character."""
+        """Returns the rest of the text, with U+FFFD if the tokens end inside a character."""
         rest = self._text()[self._num_returned :]
         self._ids, self._num_context, self._num_returned = [], 0, 0
         return rest
 
     def _text(self) -> str:
-        """Decode the tokens that are kept, those of the last piece included."""
+        """Decodes the tokens that are kept, those of the last piece included."""
         with library_errors(self._error_message):
             return self._backend.decode(self._ids, skip_special_tokens=False)
 
@@ -142,7 +142,7 @@ class Tokenizer:
     def from_pretrained(
         cls, path_or_repo: str | os.PathLike[str], **options: Unpack[HubOptions]
     ) -> "Tokenizer":
-        """Load the tokenizer of a local directory or hub repository: its tokenizer.json, settings
+        """Loads the tokenizer of a local directory or hub repository: its tokenizer.json, settings
         and chat templates."""
         repository = Repository(path_or_repo, **options)
         # All files now: an export at the end of a long run must not depend on the hub
@@ -159,7 +159,7 @@ class Tokenizer:
         )
 
     def use_chat_template(self, path: str | os.PathLike[str]) -> None:
-        """Replace the chat template by a Jinja file, which `save_pretrained` then copies."""
+        """Replaces the chat template by a Jinja file, which `save_pretrained` then copies."""
         self.chat_template = read_template(Path(path))
         self._files.use_template(path)
 
@@ -187,11 +187,11 @@ class Tokenizer:
         return len(self) - before
 
     def keep_files(self) -> None:
-        """Read the files into memory, so that `save_pretrained` works after they are deleted."""
+        """Reads the files into memory, so that `save_pretrained` works after they are deleted."""
         self._files.read_all()
 
     def use_chat_template_kwargs(self, variables: Mapping[str, Any]) -> None:
-        """Set the defaults of template variables for all chats.
+        """Sets the defaults of template variables for all chats.
 
         Raises ValueError for a variable that the template does not read.
         """
@@ -209,15 +209,15 @@ class Tokenizer:
         return any(re.search(rf"\b{re.escape(name)}\b", text) for text in self._templates())
 
     def use_eos(self, token_id: int) -> None:
-        """Use this token as eos; `save_pretrained` then writes it too."""
+        """Uses this token as eos; `save_pretrained` then writes it too."""
         self.eos_token, self.eos_token_id = self._set_special("eos_token", token_id), token_id
 
     def use_pad(self, token_id: int) -> None:
-        """Use this token as pad; `save_pretrained` then writes it too."""
+        """Uses this token as pad; `save_pretrained` then writes it too."""
         self.pad_token, self.pad_token_id = self._set_special("pad_token", token_id), token_id
 
     def _set_special(self, name: str, token_id: int) -> str:
-        """Note a token under a special token's name, for exports too, and return its text;
+        """Notes a token under a special token's name, for exports too, and returns its text;
         ValueError for an unknown id."""
         token = self.backend.id_to_token(token_id)
         if token is None:
@@ -240,14 +240,14 @@ class Tokenizer:
         return list(self._files.paths.values())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text, with the special tokens, such as bos, that the tokenizer
+        """Returns the token ids of a text, with the special tokens, such as bos, that the tokenizer
         adds, unless `add_special_tokens` is False."""
         return self._encode(text, add_special_tokens).ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Encode many texts in parallel, each as `encode` does."""
+        """Encodes many texts in parallel, each as `encode` does."""
         try:
             with library_errors(self._error_message):
                 encode = self.backend.encode_batch_fast
@@ -261,13 +261,13 @@ class Tokenizer:
     def decode(
         self, ids: "Sequence[int] | torch.Tensor", *, skip_special_tokens: bool = False
     ) -> str:
-        """Return the text of token ids, without special tokens if these are to be skipped."""
+        """Returns the text of token ids, without special tokens if these are to be skipped."""
         ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
         with library_errors(self._error_message):
             return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def decode_stream(self, *, skip_special_tokens: bool = False) -> DecodeStream:
-        """Return a decoder for tokens that come one at a time."""
+        """Returns a decoder for tokens that come one at a time."""
         ignored_ids = self._special_ids if skip_special_tokens else frozenset()
         return DecodeStream(self.backend, ignored_ids, self._error_message)
 
@@ -301,7 +301,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> list[int] | str:
-        """Render a conversation, and return its token ids, or with tokenize=False its text.
+        """Renders a conversation, and returns its token ids, or with tokenize=False its text.
 
         Tools are functions or JSON schemas; chat_template is a template or the name of one;
         `variables` are those that the template reads (enable_thinking, date_string, ...).
@@ -321,7 +321,7 @@ class Tokenizer:
     def convert_messages(
         self, messages: Sequence[Message], tools: Sequence[Any] | None = None
     ) -> list[Any]:
-        """Convert messages to the form that the chat template expects.
+        """Converts messages to the form that the chat template expects.
 
         They come with content as text and with tool arguments as objects; some templates expect
         content in parts or arguments as JSON text. `apply_chat_template` converts nothing, as in
@@ -338,7 +338,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> tuple[list[int], list[bool]]:
-        """Encode a conversation, and return its token ids and its assistant mask.
+        """Encodes a conversation, and returns its token ids and its assistant mask.
 
         The mask covers the template's {% generation %} blocks. Without any, it covers what each
         turn adds to the prompt before it, end-of-turn token included; ValueError where that is
@@ -353,7 +353,7 @@ class Tokenizer:
     def encode_weighted_chat(
         self, messages: Sequence[Message], **options: Any
     ) -> tuple[list[int], list[float]]:
-        """Return the one row of `encode_chat_rows`, which takes the same arguments.
+        """Returns the one row of `encode_chat_rows`, which takes the same arguments.
 
         Raises ValueError if there are several.
         """
@@ -373,7 +373,7 @@ class Tokenizer:
         chat_template: str | None = None,
         **variables: Any,
     ) -> EncodedChat:
-        """Encode a conversation for fine-tuning: token ids with a loss weight for each.
+        """Encodes a conversation for fine-tuning: token ids with a loss weight for each.
 
         `train_on`: "assistant" (as in `encode_chat`), its "last" turn, or "all" of the text; or
         "all_turns", which adds a row for each turn that the template writes differently when others
@@ -403,7 +403,7 @@ class Tokenizer:
         return EncodedChat(encoded, rewritten, missing_opener)
 
     def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
-        """Encode a text with special tokens, and return its token ids and their weights.
+        """Encodes a text with special tokens, and returns its token ids and their weights.
 
         The weight of a token is the largest of the spans that overlap it, or 0.
         """
@@ -415,7 +415,7 @@ class Tokenizer:
         return encoding.ids, token_weights(offsets, spans)
 
     def digest(self, *, chats: bool = True) -> str:
-        """Hash what the tokens of a text depend on or, with `chats`, those of a conversation.
+        """Hashes what the tokens of a text depend on or, with `chats`, those of a conversation.
 
         The time is hashed as the chat template writes it: only its day, if it writes a date.
         """
@@ -428,7 +428,7 @@ class Tokenizer:
         return hashlib.sha256(f"{self.backend.to_str()} {parts}".encode()).hexdigest()
 
     def template_times(self) -> dict[str, str]:
-        """Return what strftime_now writes, by format; empty if variables pin the time."""
+        """Returns what strftime_now writes, by format; empty if variables pin the time."""
         times: dict[str, str] = {}
         for template in self._templates():
             times |= template_times(
@@ -439,7 +439,7 @@ class Tokenizer:
     def end_of_turn(
         self, messages: Sequence[Message], *, tools: Sequence[Any] | None = None, **variables: Any
     ) -> int:
-        """Return the token that ends the assistant's last turn, at which generation should stop.
+        """Returns the token that ends the assistant's last turn, at which generation should stop.
 
         Raises ValueError if the turn does not end in a special token that is learned.
         """
@@ -465,7 +465,7 @@ class Tokenizer:
         )
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
-        """Write the files of the tokenizer to a directory, with changed and new tokens."""
+        """Writes the files of the tokenizer to a directory, with changed and new tokens."""
         content = json.loads(self.backend.to_str()) if self._has_new_tokens else {}
         added_tokens = content.get("added_tokens", [])
         self._files.save(directory, self._changed_special_tokens, added_tokens)
@@ -480,7 +480,8 @@ class Tokenizer:
         self.backend.encode_special_tokens = split
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
-        """Encode a text, with its offsets; ValueError if it is not Unicode or the library fails."""
+        """Encodes a text, with its offsets; ValueError if it is not Unicode or the library
+        fails."""
         try:
             with library_errors(self._error_message):
                 return self.backend.encode(text, add_special_tokens=add_special_tokens)
@@ -493,7 +494,7 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def _template_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
-        """Join what a template may read: special tokens, defaults for all chats, `variables`, and
+        """Joins what a template may read: special tokens, defaults for all chats, `variables`, and
         the time; TypeError for reserved names."""
         if reserved := (RESERVED - {"documents"}) & variables.keys():
             raise TypeError(f"not supported with a chat template: {', '.join(sorted(reserved))}")
@@ -501,12 +502,12 @@ class Tokenizer:
         return variables | {"strftime_now": self.strftime_now}
 
     def _templates(self) -> list[str]:
-        """List the texts of all chat templates."""
+        """Lists the texts of all chat templates."""
         templates = self.chat_template or {}
         return [*templates.values()] if isinstance(templates, dict) else [templates]
 
     def _choose_template(self, choice: str | None, tools: Sequence[Any] | None) -> str:
-        """Return the template of a name, `choice` itself if it is a template, or for None the only
+        """Returns the template of a name, `choice` itself if it is a template, or for None the only
         one, the one for tools or the default; ValueError if there is none."""
         if choice is None and isinstance(self.chat_template, str):
             return self.chat_template

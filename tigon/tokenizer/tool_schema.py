@@ -22,7 +22,7 @@ _TYPES: dict[Any, str] = {
 
 
 def tool_schema(tool: Callable[..., Any] | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the JSON schema of a tool: of a function, or the schema itself if `tool` is one.
+    """Returns the JSON schema of a tool: of a function, or the schema itself if `tool` is one.
 
     A function needs type hints and a docstring in Google's format. Its schema equals that of
     transformers' `get_json_schema`.
@@ -73,7 +73,7 @@ def tool_schema(tool: Callable[..., Any] | Mapping[str, Any]) -> Mapping[str, An
 
 
 def _sections(doc: str) -> dict[str, list[str]]:
-    """Return the lines of a docstring by the heading of their section; the summary has ""."""
+    """Returns the lines of a docstring by the heading of their section; the summary has ""."""
     sections: dict[str, list[str]] = {"": []}
     heading = ""
     for line in doc.splitlines():
@@ -86,7 +86,7 @@ def _sections(doc: str) -> dict[str, list[str]]:
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:
-    """Return the descriptions in an `Args:` section by argument.
+    """Returns the descriptions in an `Args:` section by argument.
 
     Lines indented deeper than the first one continue a description.
     """
@@ -105,7 +105,7 @@ def _arguments(lines: list[str]) -> dict[str, str]:
 
 
 def _type_schema(hint: Any, subject: str) -> dict[str, Any]:
-    """Return the JSON schema of a type hint; ValueError, which names the `subject`, for types that
+    """Returns the JSON schema of a type hint; ValueError, which names the `subject`, for types that
     JSON lacks."""
     kind, arguments = get_origin(hint) or hint, get_args(hint)
     if kind is Any:
@@ -131,7 +131,7 @@ def _type_schema(hint: Any, subject: str) -> dict[str, Any]:
 
 
 def _union_schema(members: tuple[Any, ...], subject: str) -> dict[str, Any]:
-    """Return the JSON schema of a union of types, nullable if None is among them."""
+    """Returns the JSON schema of a union of types, nullable if None is among them."""
     options = [_type_schema(member, subject) for member in members if member is not NoneType]
     if len(options) == 1:
         schema = options[0]
@@ -144,7 +144,7 @@ def _union_schema(members: tuple[Any, ...], subject: str) -> dict[str, Any]:
 
 
 def _enum_schema(values: list[Any], subject: str) -> dict[str, Any]:
-    """Return the JSON schema of a choice of values; ValueError unless they are JSON scalars."""
+    """Returns the JSON schema of a choice of values; ValueError unless they are JSON scalars."""
     types = dict.fromkeys(_TYPES.get(type(value)) for value in values)
     if not values or not types.keys() <= {"integer", "number", "string", "boolean", "null"}:
         raise ValueError(f"{subject} must be one of {values}, which are no JSON scalars")

@@ -32,7 +32,7 @@ ADVICE = (
 
 
 def skip_empty_thinking(text: str, start: int) -> int:
-    """Return the end of an empty block of reasoning that begins or is open at `start`.
+    """Returns the end of an empty block of reasoning that begins or is open at `start`.
 
     Returns `start` if there is no such block.
     """
@@ -71,12 +71,12 @@ class Conversation:
         self._turns: dict[int, Turn] = {}
 
     def render(self, messages: Sequence[Message], **options: Any) -> Rendered:
-        """Render messages by the template with the variables of the conversation."""
+        """Renders messages by the template with the variables of the conversation."""
         return render(self.template, messages, **options, **self.variables)
 
     def turn(self, i: int) -> Turn:
-        """Return the turn messages[i]: the conversation up to its end, and where it begins, in most
-        templates at the end of its prompt; ValueError where that is ambiguous."""
+        """Returns the turn messages[i]: the conversation up to its end, and where it begins, in
+        most templates at the end of its prompt; ValueError where that is ambiguous."""
         if i not in self._turns:
             prompt = self._render_prefix(i, self.messages[:i], add_generation_prompt=True).text
             rendered = self._prefix(i)
@@ -87,7 +87,7 @@ class Conversation:
         return self._turns[i]
 
     def turn_end(self, i: int, text: str) -> int | None:
-        """Return where the turn ends in `text`, which may go on; None if it differs there.
+        """Returns where the turn ends in `text`, which may go on; None if it differs there.
 
         A special token that ends the full conversation may be missing in `text`, if the token in
         front of it is one that ends messages.
@@ -99,7 +99,7 @@ class Conversation:
         return end if end is not None and self.turn(i).rendered is turn else None
 
     def _end_without_token(self, i: int, text: str) -> int | None:
-        """Return where the turn ends in `text` if special tokens at the end of it are missing
+        """Returns where the turn ends in `text` if special tokens at the end of it are missing
         there; None if it differs otherwise."""
         turn = self._prefix(i).text
         end = turn.rstrip()
@@ -116,7 +116,7 @@ class Conversation:
         return None
 
     def check_end(self) -> None:
-        """Raise ValueError if the template always ends in the prompt for another turn."""
+        """Raises ValueError if the template always ends in the prompt for another turn."""
         if self.has_generation or "add_generation_prompt" in self.template or not self.turns:
             return
         messages = self.messages[: self.turns[0] + 1]
@@ -134,13 +134,13 @@ class Conversation:
             )
 
     def _prefix(self, i: int) -> Rendered:
-        """Render the conversation up to messages[i]."""
+        """Renders the conversation up to messages[i]."""
         if i not in self._prefixes:
             self._prefixes[i] = self._render_prefix(i, self.messages[: i + 1])
         return self._prefixes[i]
 
     def _align(self, i: int, prompt: str, turn: Rendered) -> Turn:
-        """Locate a turn whose text does not begin with its prompt, since reasoning or earlier
+        """Locates a turn whose text does not begin with its prompt, since reasoning or earlier
         messages are written differently; ValueError if neither explains it."""
         common = common_prefix_length(turn.text, prompt)
         thinking = _ENDS_IN_THINKING.search(prompt)
@@ -170,7 +170,7 @@ class Conversation:
         )
 
     def _move_after_prompt(self, i: int, prompt: str, turn: Rendered) -> Rendered | None:
-        """Put the turn behind its prompt, if the turn changes how earlier messages are written.
+        """Puts the turn behind its prompt, if the turn changes how earlier messages are written.
 
         None if it changes the message before it too.
         """
@@ -190,7 +190,7 @@ class Conversation:
         return Rendered(prompt + turn.text[start:], blocks)
 
     def _render_prefix(self, i: int, messages: Sequence[Message], **options: Any) -> Rendered:
-        """Render the messages before messages[i], or up to it; an error says that what the
+        """Renders the messages before messages[i], or up to it; an error says that what the
         assistant says there cannot be told."""
         try:
             return self.render(messages, **options)
@@ -201,12 +201,12 @@ class Conversation:
             ) from error
 
     def _last_token(self, text: str) -> str:
-        """Return the longest special token in which the text ends, or an empty text."""
+        """Returns the longest special token in which the text ends, or an empty text."""
         tokens = [token for token in self.special_tokens if text.endswith(token)]
         return max(tokens, key=len, default="")
 
 
 def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Return the number of characters, tokens or messages with which both begin."""
+    """Returns the number of characters, tokens or messages with which both begin."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

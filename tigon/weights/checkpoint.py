@@ -76,7 +76,7 @@ class Fp8Tensor(DecodedTensor):
             return self._scales(reader, 0, self.scale.shape[0])
 
     def _multiply(self, values: Tensor, scales: Tensor, skipped: int) -> None:
-        """Multiply values [n, K] in place by the scales of their blocks; the values begin after
+        """Multiplies values [n, K] in place by the scales of their blocks; the values begin after
         `skipped` rows of the first block."""
         rows, columns = self.block
         by_row = scales.repeat_interleave(rows, dim=0)[skipped : skipped + len(values)]
@@ -100,7 +100,7 @@ class Fp8Tensor(DecodedTensor):
         return scales
 
     def _read(self, reader: Reader, info: TensorInfo, first: int, count: int) -> Tensor:
-        """Read `count` rows of a stored tensor from row `first` on, in the dtype of the file."""
+        """Reads `count` rows of a stored tensor from row `first` on, in the dtype of the file."""
         out = torch.empty(count, *info.shape[1:], dtype=info.dtype)
         row_bytes = out[0].nbytes if count else 0
         reader.read(info.path, info.offset + first * row_bytes, info.dtype, out)
@@ -110,7 +110,7 @@ class Fp8Tensor(DecodedTensor):
 def decode_fp8(
     tensors: Mapping[str, TensorInfo], scales: BlockScales | None
 ) -> dict[str, TensorInfo | DecodedTensor]:
-    """Combine each fp8 tensor with its scales to an Fp8Tensor; other tensors stay unchanged.
+    """Combines each fp8 tensor with its scales to an Fp8Tensor; other tensors stay unchanged.
 
     `scales` is None if config.json does not mention them. Raises ValueError for scales that are
     missing, or of another shape or dtype.
@@ -197,7 +197,7 @@ class Checkpoint:
     def open(
         cls, repository: Repository, scales: BlockScales | Mxfp4Blocks | None = None
     ) -> "Checkpoint":
-        """Read the headers of the repository's model.safetensors, or of all shards of its index,
+        """Reads the headers of the repository's model.safetensors, or of all shards of its index,
         which are downloaded if they are not there.
 
         `scales`: the blocks of fp8 or MXFP4 tensors in config.json, without which these cannot be

@@ -84,7 +84,7 @@ def convert_entries(
 
 
 def _spans(parts: Sequence[TensorSlice]) -> list[_Span]:
-    """List the parts' spans in the order of the parameter's rows."""
+    """Lists the parts' spans in the order of the parameter's rows."""
     spans = []
     for part in parts:
         size = math.prod(part.shape[1:-1])
@@ -102,7 +102,8 @@ def _row_blocks(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> list[RowBlock]:
-    """Make blocks that write stored rows [source_row, source_row + count) to rows from `row` on."""
+    """Makes blocks that write stored rows [source_row, source_row + count) to rows from `row`
+    on."""
     blocks = []
     for block in stored:
         info = block.checkpoint.tensors[block.name]

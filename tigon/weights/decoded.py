@@ -44,7 +44,7 @@ class DecodedTensor(ABC):
 
     @abstractmethod
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
-        """Decode rows [first, first + count) to fp32 [count, *shape[1:]] on the CPU.
+        """Decodes rows [first, first + count) to fp32 [count, *shape[1:]] on the CPU.
 
         A row of a one-dimensional tensor is an element; a scalar has one.
         """

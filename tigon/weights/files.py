@@ -31,7 +31,8 @@ def require_space(directory: Path, needed: int) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Reword an OSError inside that says too little: a full disk with sizes, others with `path`."""
+    """Rewords an OSError inside that says too little: a full disk with sizes, others with
+    `path`."""
     try:
         yield
     except OSError as error:
@@ -45,7 +46,8 @@ def explain_full_disk(path: Path, needed: int | None = None) -> Iterator[None]:
 def full_disk_error(
     path: Path, error: OSError, needed: int | None = None, remedy: str = ""
 ) -> DiskFullError:
-    """Make the error that says how much is free where `path` was to be written, and how to help."""
+    """Makes the error that says how much is free where `path` was to be written, and how to
+    help."""
     free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
     quota = " (a quota)" if error.errno == errno.EDQUOT else ""
     text = f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
@@ -79,7 +81,7 @@ class LockedError(FileExistsError):
 
 @contextmanager
 def lock_file(path: Path, target: Path, doing: str, instead: str) -> Iterator[bool]:
-    """Lock the file `path` for a target; yields False if the file system has no locks.
+    """Locks the file `path` for a target; yields False if the file system has no locks.
 
     The lock ends with the process, even by SIGKILL; the file stays. Raises LockedError if another
     process has the lock: the target is `doing`, such as "in use": wait, or do `instead`.
@@ -220,7 +222,7 @@ def _current_directories() -> list[Path]:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[bool]:
-    """Lock a target directory while it is written; yields False if there are no locks."""
+    """Locks a target directory while it is written; yields False if there are no locks."""
     path = target.with_name(f".{target.name}.lock")
     with lock_file(path, target, "being written", "choose another path") as held:
         try:
@@ -232,7 +234,7 @@ def _locked(target: Path) -> Iterator[bool]:
 
 
 def remove_leftovers(parent: Path, names: str) -> None:
-    """Remove what killed writers of directories left in `parent`, unless they are being written.
+    """Removes what killed writers of directories left in `parent`, unless they are being written.
 
     `names`: a regular expression for the directories' names.
     """
@@ -260,7 +262,7 @@ def _recover(target: Path) -> None:
 
 
 def carry_over_files(old: Path, new: Path, stale: Callable[[str], bool], folder: str = "") -> None:
-    """Link the files that only the old directory has, such as notes, into the new one.
+    """Links the files that only the old directory has, such as notes, into the new one.
 
     `stale(path)`: whether to leave out a file, by its path inside `old`. Links, not moves, so that
     an interruption loses no file.
@@ -304,7 +306,7 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
 
 @contextmanager
 def read_lock(directory: Path) -> Iterator[None]:
-    """Keep writers from removing or replacing a directory in the body of a `with`, if the file
+    """Keeps writers from removing or replacing a directory in the body of a `with`, if the file
     system has locks."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -317,7 +319,7 @@ def read_lock(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _unread(directory: Path) -> Iterator[bool]:
-    """Keep readers from locking a directory in the body of a `with`; yields False if one has it
+    """Keeps readers from locking a directory in the body of a `with`; yields False if one has it
     locked."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
@@ -332,7 +334,7 @@ def _unread(directory: Path) -> Iterator[bool]:
 
 
 def remove_directory(directory: Path) -> bool:
-    """Remove a directory unless a process has its `read_lock`; returns whether it is gone.
+    """Removes a directory unless a process has its `read_lock`; returns whether it is gone.
 
     It is renamed first, so that its name is never that of a part of it. A link is removed, not the
     directory that it leads to.
@@ -353,12 +355,12 @@ def remove_directory(directory: Path) -> bool:
 
 
 def _hidden(target: Path, kind: str) -> Path:
-    """Make a unique hidden name beside the target."""
+    """Makes a unique hidden name beside the target."""
     return target.with_name(f".{target.name}.{kind}-{secrets.token_hex(8)}")
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two directories atomically; returns False if the system cannot."""
+    """Swaps two directories atomically; returns False if the system cannot."""
     try:
         renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # not Linux

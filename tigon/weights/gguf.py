@@ -70,7 +70,7 @@ class GGUF:
 
 @cache
 def import_reader() -> Any:
-    """Make a subclass of GGUFReader that reads an array of numbers at once and skips arrays of
+    """Makes a subclass of GGUFReader that reads an array of numbers at once and skips arrays of
     strings: the package's own takes half a minute for a vocabulary."""
     gguf = import_gguf()
     length_at = struct.Struct("<Q").unpack_from
@@ -152,7 +152,7 @@ class GGMLTensor(DecodedTensor):
 
 
 def import_gguf() -> Any:
-    """Import the `gguf` package; an ImportError says how to install it."""
+    """Imports the `gguf` package; an ImportError says how to install it."""
     try:
         import gguf
         import gguf.quants

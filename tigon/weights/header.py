@@ -33,12 +33,12 @@ class TensorInfo:
 
 
 def tensor_infos(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:
-    """Convert the tensors of files to TensorInfos, with torch's dtypes."""
+    """Converts the tensors of files to TensorInfos, with torch's dtypes."""
     return {n: TensorInfo(DTYPES[t.tag], t.shape, t.path, t.offset) for n, t in tensors.items()}
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Read the tensors of a file by name; every length, dtype, shape and offset of its header is
+    """Reads the tensors of a file by name; every length, dtype, shape and offset of its header is
     checked."""
     return tensor_infos(read_tensors(path))
 
@@ -46,7 +46,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def write_header(
     entries: Sequence[tuple[str, Sequence[int], torch.dtype]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Make the bytes of a safetensors file before its data, for tensors (name, shape, dtype) that
+    """Makes the bytes of a safetensors file before its data, for tensors (name, shape, dtype) that
     follow in this order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0

@@ -104,7 +104,7 @@ class ShardSpec:
         return sum(rows.length for rows, _ in self.pieces)
 
     def take(self, whole: Tensor) -> Tensor:
-        """Copy this rank's shard of the full parameter."""
+        """Copies this rank's shard of the full parameter."""
         return torch.cat(
             [whole.narrow(self.dim, r.source, r.length) for r, _ in self.pieces], self.dim
         )
@@ -205,7 +205,7 @@ class DecodedSpan:
             begin = stop
 
     def read(self, reader: Reader) -> Tensor:
-        """Decode the values for `out`, in fp32, and return them."""
+        """Decodes the values for `out`, in fp32, and returns them."""
         lines, width = self._row
         first, end = self.first // lines, -(-(self.first + len(self.out)) // lines)
         values = self.source.rows(reader, first, end - first).reshape(-1, width)
@@ -321,7 +321,7 @@ class ShardLines:
 
 
 def slice_columns(part: TensorSlice, lines: Tensor) -> Tensor:
-    """View the columns of a parameter's lines that this part fills."""
+    """Views the columns of a parameter's lines that this part fills."""
     if not part.inner or part.inner[-1].length == lines.shape[-1]:
         return lines
     return lines.narrow(-1, part.inner[-1].target, part.inner[-1].length)

@@ -193,7 +193,7 @@ class Replicas:
 
     @contextmanager
     def sync_errors(self) -> Iterator[None]:
-        """Raise an error of one rank on all ranks, so that none waits for its broadcast."""
+        """Raises an error of one rank on all ranks, so that none waits for its broadcast."""
         failure: BaseException | None = None
         try:
             yield
@@ -211,7 +211,7 @@ class Replicas:
             raise RuntimeError("another rank could not read the checkpoint: it says why")
 
     def broadcast(self, memory: Mapping[str, Tensor]) -> None:
-        """Fill every parameter's memory on this rank from the rank that has read it."""
+        """Fills every parameter's memory on this rank from the rank that has read it."""
         for name, (mesh, reader) in self._readers.items():
             if not memory[name].numel():
                 continue

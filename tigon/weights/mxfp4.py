@@ -70,7 +70,7 @@ class Mxfp4Tensor(DecodedTensor):
 def decode_mxfp4(
     tensors: Mapping[str, TensorInfo | DecodedTensor],
 ) -> dict[str, TensorInfo | DecodedTensor]:
-    """Combine blocks and scales to an Mxfp4Tensor each; other tensors stay unchanged.
+    """Combines blocks and scales to an Mxfp4Tensor each; other tensors stay unchanged.
 
     Raises ValueError for scales that are missing, or another shape or dtype.
     """

@@ -23,7 +23,7 @@ def parallel_for(
     tool: Callable[[], AbstractContextManager[Tool]],
     workers: int,
 ) -> None:
-    """Call `work(job, tool())` for each job, in order, by threads with one tool each.
+    """Calls `work(job, tool())` for each job, in order, by threads with one tool each.
 
     Raises the error of a job; no more jobs begin after it.
     """
@@ -174,7 +174,7 @@ class Reader:
         self._at_exit.close()
 
     def read(self, path: Path, offset: int, dtype: torch.dtype, out: Tensor) -> None:
-        """Fill `out` with elements of `dtype` from byte `offset` of the file on."""
+        """Fills `out` with elements of `dtype` from byte `offset` of the file on."""
         if not out.is_contiguous() and out.dim() > 1:
             for row in out:
                 self.read(path, offset, dtype, row)
@@ -192,7 +192,7 @@ class Reader:
         return DIRECT if span.direct else min(STAGING, self._staging)
 
     def fill(self, transfer: Transfer) -> None:
-        """Read a transfer's bytes from its file and fill the memory of its spans."""
+        """Reads a transfer's bytes from its file and fills the memory of its spans."""
         first = transfer.spans[0]
         if first.out.is_cuda:
             staging = self._cuda_staging(first.out.device)
@@ -272,7 +272,7 @@ class _PinnedStaging:
         return buffer
 
     def send(self, buffer: _Buffer, transfer: Transfer) -> None:
-        """Copy the buffer to the spans' memory; `stream` must be the current one."""
+        """Copies the buffer to the spans' memory; `stream` must be the current one."""
         source = buffer.pinned
         if not transfer.spans[0].direct:
             # Convert on the device: copy_ would do it on the CPU, unpinned
@@ -290,12 +290,12 @@ def pinned_bytes(staging: int) -> int:
 
 
 def pinned_buffer(size: int) -> Tensor:
-    """Allocate pinned host memory of `size` bytes."""
+    """Allocates pinned host memory of `size` bytes."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 def _copy(buffer: Tensor, spans: Sequence[ReadSpan]) -> None:
-    """Copy consecutive bytes to the memory of their spans, converted to its dtype; copies from
+    """Copies consecutive bytes to the memory of their spans, converted to its dtype; copies from
     pinned memory may end later."""
     begin = 0
     for span in spans:

@@ -92,7 +92,7 @@ class TensorEntry(NamedTuple):
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> "TensorEntry":
-        """Make an entry that writes the full tensor in its dtype."""
+        """Makes an entry that writes the full tensor in its dtype."""
         tensor = tensor.detach()
         shape = tuple(tensor.shape)
         rows = tensor.reshape(row_count(shape), *shape[1:][-1:])
@@ -183,7 +183,7 @@ def make_entries(
     values: Mapping[str, Tensor] | None = None,
     ranks: WriterGroup | None = None,
 ) -> list[TensorEntry]:
-    """Make an entry in `dtype` for every tensor that the parameters fill by the layout, with the
+    """Makes an entry in `dtype` for every tensor that the parameters fill by the layout, with the
     rows and columns that this rank writes.
 
     Rows that several ranks have are shared out among them. `values`: tensors to write instead of
@@ -303,7 +303,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 
 def _bytes_of(flat: Tensor) -> memoryview:
-    """View the memory of a flat tensor of bytes."""
+    """Views the memory of a flat tensor of bytes."""
     return flat.numpy().data
 
 
@@ -370,8 +370,8 @@ def _parse_size(size: int | str) -> int:
 def _shards(
     tensors: Iterable[TensorEntry], max_shard_size: int | str, stem: str
 ) -> dict[str, list[TensorEntry]]:
-    """Map each file name to its entries, in the order of the safetensors library; raises ValueError
-    for a name given twice or a dtype that files cannot hold."""
+    """Maps each file name to its entries, in the order of the safetensors library; raises
+    ValueError for a name given twice or a dtype that files cannot hold."""
     entries: dict[str, TensorEntry] = {}
     for entry in tensors:
         if entry.name in entries:
@@ -469,7 +469,7 @@ class _Job:
         return self.file.offsets[self.entry.name] + row * self.entry.row_bytes + column
 
     def write(self, descriptor: int, content: memoryview) -> None:
-        """Write the bytes of the rows, one by one if they have only some of the columns."""
+        """Writes the bytes of the rows, one by one if they have only some of the columns."""
         if self.block.columns is None:
             _pwrite(descriptor, content, self.offset)
             return
@@ -501,7 +501,7 @@ class _File:
         self._lock, self._unfinished, self._descriptor = threading.Lock(), len(self.jobs), -1
 
     def create(self, root: Path, created: list[Path]) -> None:
-        """Create the file with its header and its size, and append its path to `created`."""
+        """Creates the file with its header and its size, and appends its path to `created`."""
         path = root / self.name
         with open(path, "xb") as file:
             created.append(path)
@@ -511,7 +511,7 @@ class _File:
             fsync(path)
 
     def open(self, root: Path) -> int:
-        """Open the file for writing, once; returns a descriptor that all threads of this process
+        """Opens the file for writing, once; returns a descriptor that all threads of this process
         share."""
         with self._lock:
             if self._descriptor < 0:
@@ -528,14 +528,14 @@ class _File:
             self.close()
 
     def close(self) -> None:
-        """Close the descriptor, if it is open."""
+        """Closes the descriptor, if it is open."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
 
 def _write(root: Path, files: list[_File]) -> None:
-    """Run this process's jobs, on as many files at a time as there are threads."""
+    """Runs this process's jobs, on as many files at a time as there are threads."""
     jobs: list[_Job] = []
     for i in range(0, len(files), WORKERS):
         turns = zip_longest(*(file.jobs for file in files[i : i + WORKERS]))
@@ -574,12 +574,12 @@ def copy_to_host(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 
 def _stage() -> AbstractContextManager[StagingBuffer]:
-    """Make a thread's StagingBuffer, as a context."""
+    """Makes a thread's StagingBuffer, as a context."""
     return nullcontext(StagingBuffer())
 
 
 def _rows(job: _Job) -> Tensor:
-    """Read a job's rows; raises ValueError if they are not of the shape that the entry
+    """Reads a job's rows; raises ValueError if they are not of the shape that the entry
     announced."""
     entry, rows = job.entry, job.block.read(job.first, job.count)
     columns = entry.shape[1:][-1:] if job.block.columns is None else [job.block.columns]

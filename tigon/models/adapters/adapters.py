@@ -75,12 +75,12 @@ def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
 
 
 def column_norms(rows: Tensor, weight: Tensor, low: LowRankEmbedding) -> Tensor:
-    """Compute the norms [C] of a weight's columns; every rank calls this with its rows [n, C]."""
+    """Computes the norms [C] of a weight's columns; every rank calls this with its rows [n, C]."""
     return low.column_norms(rows, row_group(weight) if isinstance(weight, DTensor) else None)
 
 
 def add_experts_deltas(layer: Experts, low: LowRankExperts) -> None:
-    """Add scale B_e A_e to the matrices of this rank's experts, in place; computed in float32."""
+    """Adds scale B_e A_e to the matrices of this rank's experts, in place; computed in float32."""
     for part in low.parts:
         local, start = local_rows(part.name, layer.get_parameter(part.name))
         names = LORA_A + part.name, LORA_B + part.name
@@ -92,8 +92,8 @@ def add_experts_deltas(layer: Experts, low: LowRankExperts) -> None:
 
 
 def _full_tensor(parameter: Tensor) -> Tensor:
-    """Return a parameter without gradient, and gathered from all ranks if it is sharded; every rank
-    calls this."""
+    """Returns a parameter without gradient, and gathered from all ranks if it is sharded; every
+    rank calls this."""
     tensor = parameter.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -167,7 +167,7 @@ def _check_ranks(model: LanguageModel, parts: LoRAParts) -> None:
 
 
 def _columns(layer: nn.Module, part: LoRAPart) -> int:
-    """Count the columns of the matrix that a part of an adapter is added to."""
+    """Counts the columns of the matrix that a part of an adapter is added to."""
     if isinstance(layer, Embedding):
         return layer.embedding_dim
     if isinstance(layer, Experts):
@@ -190,7 +190,7 @@ def add_parameters(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Register an adapter: its config, and its uninitialized parameters in the layers; before the
+    """Registers an adapter: its config, and its uninitialized parameters in the layers; before the
     first adapter, remember which parameters of the base are trained."""
     if not model.adapters:
         model.trainable_before_adapters = {
@@ -215,7 +215,7 @@ def add_parameters(
 def _make_layer_adapter(
     layer: nn.Module, path: str, parts: Sequence[LoRAPart], config: LoraConfig, **options: Any
 ) -> LayerAdapter:
-    """Make the adapter of a layer, without values, of the class that fits the layer."""
+    """Makes the adapter of a layer, without values, of the class that fits the layer."""
     if isinstance(layer, Embedding):
         return LowRankEmbedding(layer.embedding_dim, *parts, dora=config.dora, **options)
     if isinstance(layer, Experts):
@@ -226,13 +226,13 @@ def _make_layer_adapter(
 
 
 def _embedding_or_head(model: LanguageModel, name: str) -> Embedding | LMHead:
-    """Find the module that an entry of modules_to_save names: the embedding for "embed_tokens",
+    """Finds the module that an entry of modules_to_save names: the embedding for "embed_tokens",
     else the head."""
     return model.model.embed_tokens if name == "embed_tokens" else model.lm_head
 
 
 def _saved_weights(model: LanguageModel, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of this rank's rows: of the base's embedding or head, and of the copy that the
+    """Yields pairs of this rank's rows: of the base's embedding or head, and of the copy that the
     adapter trains."""
     for end in model.adapters[name].modules_to_save:
         owner = _embedding_or_head(model, end)
@@ -245,7 +245,7 @@ def _saved_weights(model: LanguageModel, name: str) -> Iterator[tuple[Tensor, Te
 def init_adapter(
     model: LanguageModel, name: str = "default", generator: torch.Generator | None = None
 ) -> None:
-    """Initialize an adapter as PEFT does: A random, B zero, saved modules copies of the base's.
+    """Initializes an adapter as PEFT does: A random, B zero, saved modules copies of the base's.
 
     Values are drawn unsharded on the CPU, layer by layer, so that the ranks of a sharded model with
     equal generators get shards of the same values. Raises ValueError if a row or column that DoRA
@@ -275,7 +275,7 @@ def init_adapter(
 
 
 def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]) -> Iterator[str]:
-    """Yield a description of the first zero row or column of each part that has one, by its
+    """Yields a description of the first zero row or column of each part that has one, by its
     unsharded index."""
     for name, values in magnitudes.items():
         if values.is_meta or values.all():
@@ -290,7 +290,7 @@ def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]
 
 
 def _base_magnitudes(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
-    """Compute DoRA's first magnitudes in fp32, by the name of their parameter: norms of the base
+    """Computes DoRA's first magnitudes in fp32, by the name of their parameter: norms of the base
     weight's rows, or of an embedding's columns. Every rank calls this."""
     weight = layer.values() if isinstance(layer, Linear) else layer.get_parameter("weight")
     rows, first = local_rows("weight", weight)
@@ -308,7 +308,7 @@ def _base_magnitudes(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:
 
 
 def adapter_layers(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
-    """Map the path of each layer that an adapter changes to the adapter's module there."""
+    """Maps the path of each layer that an adapter changes to the adapter's module there."""
     return {
         path.removesuffix(f".lora.{name}"): module
         for path, module in model.named_modules()
@@ -317,7 +317,7 @@ def adapter_layers(model: LanguageModel, name: str) -> dict[str, LayerAdapter]:
 
 
 def adapter_parameters(model: LanguageModel, name: str) -> dict[str, nn.Parameter]:
-    """Find one adapter's parameters by name, its copies of embedding and head included."""
+    """Finds one adapter's parameters by name, its copies of embedding and head included."""
     marks = f".lora.{name}.", f".copies.{name}"
     return {n: p for n, p in model.named_parameters() if marks[0] in n or n.endswith(marks[1])}
 
@@ -332,8 +332,8 @@ def activate_adapter(model: LanguageModel, name: str | None, *, trained: bool = 
 
 
 def set_adapter(model: LanguageModel, name: str | None) -> None:
-    """Activate an adapter by name; None: the base alone. No parameter is frozen or unfrozen. Raises
-    ValueError for an unknown name."""
+    """Activates an adapter by name; None: the base alone. No parameter is frozen or unfrozen.
+    Raises ValueError for an unknown name."""
     if name is not None:
         resolve_adapter_name(model, name)
     _check_not_captured(model)
@@ -341,7 +341,7 @@ def set_adapter(model: LanguageModel, name: str | None) -> None:
 
 
 def set_active_name(model: LanguageModel, name: str | None) -> None:
-    """Make this adapter the active one in the model and its layers, or none of them, without any
+    """Makes this adapter the active one in the model and its layers, or none of them, without any
     check."""
     model.active_adapter = name
     for module in model.modules():
@@ -364,7 +364,7 @@ def adapters_disabled(model: LanguageModel) -> Iterator[None]:
 
 
 def resolve_adapter_name(model: LanguageModel, name: str | None) -> str:
-    """Return the name, or that of the active adapter for None; raises ValueError if there is no
+    """Returns the name, or that of the active adapter for None; raises ValueError if there is no
     such adapter."""
     names = ", ".join(model.adapters) or "none"
     if name is not None and not isinstance(name, str):
@@ -378,7 +378,7 @@ def resolve_adapter_name(model: LanguageModel, name: str | None) -> str:
 
 
 def delete_adapter(model: LanguageModel, name: str) -> None:
-    """Remove an adapter, after which the base alone is active if it was; after the last one, the
+    """Removes an adapter, after which the base alone is active if it was; after the last one, the
     base's parameters train as before the first."""
     resolve_adapter_name(model, name)
     _check_not_captured(model)
@@ -453,8 +453,8 @@ def _refuse_untied(*_: object) -> None:
 
 
 def _tie_equal_head(model: LanguageModel) -> None:
-    """Tie embedding and head again if they are equal and not sharded, as PEFT's ensure_weight_tying
-    keeps them."""
+    """Ties embedding and head again if they are equal and not sharded, as PEFT's
+    ensure_weight_tying keeps them."""
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     if isinstance(head, DTensor) or model.shard_specs or not torch.equal(embedding, head):
         return

@@ -89,12 +89,12 @@ class LoraConfig:
                 raise ValueError(f"modules_to_save={quote(name)} is not one of {savable}")
 
     def scale(self, rank: int, alpha: float) -> float:
-        """Compute the factor of B A: alpha / rank, or alpha / sqrt(rank) with `rslora`."""
+        """Computes the factor of B A: alpha / rank, or alpha / sqrt(rank) with `rslora`."""
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
 def _with_patterns(name: str, value: Any, patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Map the names that messages use, "rank" and "rank_pattern[...]", to the setting's value and
+    """Maps the names that messages use, "rank" and "rank_pattern[...]", to the setting's value and
     to those of its patterns."""
     return {name: value} | {f"{name}_pattern[{quote(key)}]": v for key, v in patterns.items()}
 
@@ -119,7 +119,7 @@ class AdaptedModule(NamedTuple):
 
 
 def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
-    """List the modules that adapters support: embedding, language-model head, linear projections
+    """Lists the modules that adapters support: embedding, language-model head, linear projections
     but routers (parts of a packed one each), and stacked matrices of experts."""
     modules = dict(model.named_modules())
     routers = {id(moe.gate) for moe in modules.values() if isinstance(moe, SparseMoE)}
@@ -169,8 +169,8 @@ LoRAParts = dict[str, tuple[LoRAPart, ...]]  # by the layer's path
 
 
 def resolve_targets(model: LanguageModel, config: LoraConfig) -> LoRAParts:
-    """Map targeted layers to the parts of their adapters; raises ValueError for a target or pattern
-    that matches nothing."""
+    """Maps targeted layers to the parts of their adapters; raises ValueError for a target or
+    pattern that matches nothing."""
     modules = find_target_modules(model)
     targets = (config.targets,) if isinstance(config.targets, str) else config.targets
     for target in targets:

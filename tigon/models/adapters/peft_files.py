@@ -94,7 +94,7 @@ MAX_COST = 200  # of a setting's patterns that are no plain suffixes: 1, or 10 w
 
 
 def name_suffixes(name: str) -> Iterator[str]:
-    """Yield the name, and the text after each of its dots."""
+    """Yields the name, and the text after each of its dots."""
     while name:
         yield name
         name = name.partition(".")[2]
@@ -130,7 +130,7 @@ class Patterns:
             self._regexes.append((i, compile_pattern(key, pattern), number))
 
     def lookup(self, name: str, default: Any) -> Any:
-        """Return the number of the first pattern that matches this name, else the default."""
+        """Returns the number of the first pattern that matches this name, else the default."""
         matches = [self._suffixes[end] for end in name_suffixes(name) if end in self._suffixes]
         first, value = min(matches, default=(math.inf, default))
         for i, pattern, number in self._regexes:
@@ -142,7 +142,7 @@ class Patterns:
 
 
 def check_number(name: str, value: Any, kind: Any) -> Any:
-    """Return the value; raises ValueError if it is no instance of this type of number, or a
+    """Returns the value; raises ValueError if it is no instance of this type of number, or a
     bool."""
     if isinstance(value, bool) or not isinstance(value, kind):
         expected = "integer" if kind is int else "number"
@@ -151,7 +151,7 @@ def check_number(name: str, value: Any, kind: Any) -> Any:
 
 
 def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
-    """Compile a pattern, which may begin after any dot; raises ValueError if it may be slow or is
+    """Compiles a pattern, which may begin after any dot; raises ValueError if it may be slow or is
     no regular expression."""
     long = len(pattern) > MAX_LENGTH or len(REPEAT.findall(pattern)) > MAX_REPEATS
     if long or pattern.count("|") > MAX_BARS or COSTLY.search(pattern):
@@ -174,7 +174,7 @@ class AdapterBase(NamedTuple):
 
 
 def parse_base(values: Mapping[str, Any]) -> AdapterBase:
-    """Read the base model from adapter_config.json's content; ignores values that are not text."""
+    """Reads the base model from adapter_config.json's content; ignores values that are not text."""
     texts = {key: value for key, value in values.items() if isinstance(value, str) and value}
     return AdapterBase(
         texts.get(BASE, ""), texts.get("revision"), texts.get("task_type") == "SEQ_CLS"
@@ -182,7 +182,7 @@ def parse_base(values: Mapping[str, Any]) -> AdapterBase:
 
 
 def read_base(repository: Repository) -> AdapterBase | None:
-    """Read the base model of a repository's adapter; None if it has no adapter_config.json."""
+    """Reads the base model of a repository's adapter; None if it has no adapter_config.json."""
     path = repository.optional_file(CONFIG)
     return None if path is None else parse_base(read_json(path))
 
@@ -193,7 +193,7 @@ def is_listed(module: AdaptedModule, names: Set[str]) -> bool:
 
 
 def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
-    """Return the names' last components if these select the same modules in any version of
+    """Returns the names' last components if these select the same modules in any version of
     transformers, else the names, sorted."""
     all_names = [module.name for module in find_target_modules(model)]
     suffixes = list(dict.fromkeys(n.rpartition(".")[2] for n in all_names if n in names))
@@ -206,7 +206,7 @@ def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
 def peft_config(
     model: LanguageModel, config: LoraConfig, modules: Collection[AdaptedModule]
 ) -> dict[str, Any]:
-    """Make the content of adapter_config.json for an adapter of these modules."""
+    """Makes the content of adapter_config.json for an adapter of these modules."""
     names = sorted(module.name for module in modules)
 
     def overrides(patterns: Mapping[str, float], default: float) -> dict[str, float]:
@@ -244,8 +244,8 @@ def peft_config(
 
 
 def peft_name(name: str, adapter: str) -> str:
-    """Convert a tensor's name in a model's layout to that in PEFT's file, which lacks the adapter's
-    name; PREFIX is not added."""
+    """Converts a tensor's name in a model's layout to that in PEFT's file, which lacks the
+    adapter's name; PREFIX is not added."""
     if name.endswith((f".lora_embedding_A.{adapter}", f".lora_embedding_B.{adapter}")):
         return name.removesuffix(f".{adapter}")
     inner, dot, kind = name.rpartition(".")
@@ -313,7 +313,7 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
 
 
 def _drop_duplicates(tensors: dict[str, TensorInfo], names: dict[str, str], embedding: str) -> None:
-    """Remove, from both dictionaries, the tensors that PEFT writes besides the trained embedding
+    """Removes, from both dictionaries, the tensors that PEFT writes besides the trained embedding
     and head of a resized base: copies of both, and the base's weights."""
     for name in (embedding, HEAD):
         module = name.removesuffix(".weight")
@@ -344,8 +344,8 @@ def _check_features(values: Mapping[str, Any]) -> None:
 
 
 def _model_names(tensors: Collection[str], file: str, model: LanguageModel) -> dict[str, str]:
-    """Map the names in the family's checkpoints of what the tensors belong to, to the file's names;
-    raises ValueError for two with one name."""
+    """Maps the names in the family's checkpoints of what the tensors belong to, to the file's
+    names; raises ValueError for two with one name."""
     names: dict[str, str] = {}
     for file_name in tensors:
         name = file_name.removeprefix(PREFIX)
@@ -365,7 +365,7 @@ def _model_names(tensors: Collection[str], file: str, model: LanguageModel) -> d
 def _lora_config(
     values: Mapping[str, Any], tensors: Mapping[str, TensorInfo], model: LanguageModel
 ) -> LoraConfig:
-    """Convert PEFT's config to a LoraConfig with names instead of regular expressions; raises
+    """Converts PEFT's config to a LoraConfig with names instead of regular expressions; raises
     ValueError for one that contradicts the tensors.
 
     `tensors`, by the model's names, decide which modules are adapted.
@@ -433,7 +433,7 @@ def _lora_config(
 
 
 def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | None:
-    """Count the rows of the embedding or head that the adapter saves; None if it saves neither.
+    """Counts the rows of the embedding or head that the adapter saves; None if it saves neither.
 
     Only a tensor of the model's width counts, since the model will be resized to this number.
     """
@@ -447,7 +447,7 @@ def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | 
 
 
 def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, AdaptedModule]:
-    """Map what precedes `.lora_A` in names of tensors to the module that they adapt, for all that
+    """Maps what precedes `.lora_A` in names of tensors to the module that they adapt, for all that
     adapters support.
 
     Experts are among them only where target_parameters of `values`, adapter_config.json's content,
@@ -514,7 +514,7 @@ def load_adapter(
     dtype: torch.dtype | None = None,
     **source: Unpack[HubOptions],
 ) -> None:
-    """Add a PEFT adapter from a directory or a hub repository, and activate it.
+    """Adds a PEFT adapter from a directory or a hub repository, and activates it.
 
     All other parameters are frozen, and those of the adapter unless `trainable`. `dtype` None: the
     model's, or float32 for a trainable adapter of a 16-bit model. Raises ValueError, leaving the
@@ -576,7 +576,7 @@ def _is_same_model(first: str, second: str) -> bool:
 
 
 def _model_name(path: str) -> str:
-    """Extract the model's name, in lower case, from a path, a hub repository, or a path in the
+    """Extracts the model's name, in lower case, from a path, a hub repository, or a path in the
     hub's cache."""
     parts = os.path.abspath(path).replace("\\", "/").split("/")
     cached = [part for part in parts if part.startswith("models--")]
@@ -603,7 +603,7 @@ def _check_base(model: LanguageModel, adapter: PeftAdapter) -> None:
 
 
 def _load_values(model: LanguageModel, name: str, adapter: PeftAdapter) -> None:
-    """Allocate the adapter's parameters and load the file's values.
+    """Allocates the adapter's parameters and loads the file's values.
 
     Raises ValueError for tensors that do not fit, before anything is allocated, and for values that
     are NaN or infinite.
@@ -629,7 +629,7 @@ def _load_values(model: LanguageModel, name: str, adapter: PeftAdapter) -> None:
 
 
 def _adapter_layout(model: LanguageModel, name: str) -> Layout:
-    """Map one adapter's parameters to tensors of PEFT's file."""
+    """Maps one adapter's parameters to tensors of PEFT's file."""
     full = layout(model, model.checkpoint_names, False)
     return {n: full[n] for n in adapter_parameters(model, name)}
 
@@ -646,7 +646,7 @@ def save_adapter(
     tokenizer: SavePretrained | None = None,
     replace: bool = False,
 ) -> None:
-    """Write an adapter, by default the active one, as PEFT does; PEFT can load it.
+    """Writes an adapter, by default the active one, as PEFT does; PEFT can load it.
 
     `dtype` None: the adapter's. The directory must be new or empty, and appears complete or not at
     all; with `replace` it may hold an earlier adapter. Under a process group every rank calls this,
@@ -668,7 +668,7 @@ def prepare_adapter(
     dtype: torch.dtype | None = None,
     tokenizer: SavePretrained | None = None,
 ) -> tuple[list[TensorEntry], Callable[[Path], None]]:
-    """Collect the tensors that save_adapter writes, and a function that writes the other files."""
+    """Collects the tensors that save_adapter writes, and a function that writes the other files."""
     name = resolve_adapter_name(model, name)
     parameters = adapter_parameters(model, name)
     slices: Layout = {
@@ -700,7 +700,7 @@ def write_adapter(
     ranks: WriterGroup,
     replace: bool = False,
 ) -> None:
-    """Write an adapter's directory: all tensors in one file, since PEFT reads no shards, and the
+    """Writes an adapter's directory: all tensors in one file, since PEFT reads no shards, and the
     files that `describe` writes."""
     size = max(1, sum(entry.nbytes for entry in tensors))
     options: dict[str, Any] = {"stem": Path(WEIGHTS).stem, "replace": replace}

@@ -32,7 +32,7 @@ ROUNDING = 1e-6  # relative error of divisors that were computed in fp32
 
 
 def read_gguf_rope(file: GGUF, keys: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Pop RoPE's metadata from `keys`; returns config.json's rope_theta and rope_scaling."""
+    """Pops RoPE's metadata from `keys`; returns config.json's rope_theta and rope_scaling."""
     theta = keys.pop("rope.freq_base", 10000.0)
     if not isinstance(theta, int | float) or not 0 < theta < math.inf:
         raise ConfigError(f"rope.freq_base={quote(theta)} is not a positive number")
@@ -45,7 +45,7 @@ def read_gguf_rope(file: GGUF, keys: dict[str, Any], config: dict[str, Any]) -> 
 
 
 def _pop_scaling(keys: dict[str, Any]) -> dict[str, Any] | None:
-    """Pop the metadata about the scaling of RoPE; returns config.json's rope_scaling."""
+    """Pops the metadata about the scaling of RoPE; returns config.json's rope_scaling."""
     linear = keys.pop("rope.scale_linear", None)  # in the oldest files
     kind = keys.pop("rope.scaling.type", "none" if linear is None else "linear")
     factor = keys.pop("rope.scaling.factor", linear)
@@ -67,7 +67,7 @@ def _pop_scaling(keys: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _read_divisors(file: GGUF, head_dim: int) -> Tensor:
-    """Read the numbers [head_dim / 2] that RoPE's frequencies are divided by."""
+    """Reads the numbers [head_dim / 2] that RoPE's frequencies are divided by."""
     stored = file.tensors[FREQS]
     if stored.kind not in TORCH_DTYPES or stored.shape != (head_dim // 2,):
         raise ConfigError(
@@ -83,7 +83,7 @@ def _read_divisors(file: GGUF, head_dim: int) -> Tensor:
 
 
 def _fit_scaling(divisors: Tensor, theta: float, config: dict[str, Any]) -> dict[str, Any]:
-    """Find the rope_scaling with these divisors: Llama 3's if its formula fits, else LongRoPE's
+    """Finds the rope_scaling with these divisors: Llama 3's if its formula fits, else LongRoPE's
     with the divisors as both lists of factors."""
     factor = round(divisors.max().item(), 4)
     expected = _llama3_divisors(factor, theta, config["head_dim"])
@@ -101,7 +101,7 @@ def _fit_scaling(divisors: Tensor, theta: float, config: dict[str, Any]) -> dict
 
 
 def _llama3_divisors(factor: float, theta: float, head_dim: int) -> Tensor:
-    """Compute the divisors [head_dim / 2] of Llama 3's scaling by this factor."""
+    """Computes the divisors [head_dim / 2] of Llama 3's scaling by this factor."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     wavelengths = 2 * math.pi * theta**exponents  # in tokens
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
@@ -246,7 +246,7 @@ class GGUFModel:
         self.config = self._pop_config(keys)
 
     def checkpoint(self, name: str) -> Checkpoint:
-        """Describe the tensors under Hugging Face's names; errors call the file `name`."""
+        """Describes the tensors under Hugging Face's names; errors call the file `name`."""
         tensors: dict[str, TensorInfo | DecodedTensor] = {}
         for file_name, stored in self.file.tensors.items():
             if file_name != FREQS:  # the config has it
@@ -256,7 +256,7 @@ class GGUFModel:
         return Checkpoint(name, tensors)
 
     def _pop_config(self, keys: dict[str, Any]) -> dict[str, Any]:
-        """Pop all metadata of the architecture; returns config.json's content. Raises ConfigError
+        """Pops all metadata of the architecture; returns config.json's content. Raises ConfigError
         for keys that are left over."""
         family, tensors = self.architecture, self.file.tensors
         config: dict[str, Any] = {"model_type": family.model_type, **family.fixed}
@@ -309,13 +309,13 @@ class GGUFModel:
         return config | self._token_ids()
 
     def _pop(self, keys: dict[str, Any], key: str, default: Any = None) -> Any:
-        """Pop a metadata value; raises ConfigError if there is neither it nor a default."""
+        """Pops a metadata value; raises ConfigError if there is neither it nor a default."""
         if (value := keys.pop(key, default)) is None:
             raise ConfigError(f"the metadata lack {self.name}.{key}")
         return value
 
     def _pop_size(self, keys: dict[str, Any], key: str, default: int | None = None) -> int:
-        """Pop a size of at least 1, which may be a list with one equal size for each layer; raises
+        """Pops a size of at least 1, which may be a list with one equal size for each layer; raises
         ConfigError for anything else."""
         value = self._pop(keys, key, default)
         if isinstance(value, list) and value and all(item == value[0] for item in value):
@@ -327,7 +327,7 @@ class GGUFModel:
         return value
 
     def _token_ids(self) -> dict[str, Any]:
-        """Read config.json's ids of special tokens; eos_token_id is a list if the metadata have
+        """Reads config.json's ids of special tokens; eos_token_id is a list if the metadata have
         another end of turn."""
         values = self.file.metadata
         ids = {
@@ -342,7 +342,7 @@ class GGUFModel:
     def _map_tensor(
         self, file_name: str, stored: GGUFTensorInfo
     ) -> dict[str, TensorInfo | DecodedTensor]:
-        """Map a tensor of the file to Hugging Face's: one, or one for each expert of a stack."""
+        """Maps a tensor of the file to Hugging Face's: one, or one for each expert of a stack."""
         top, _, kind = file_name.partition(".")
         block = IN_BLOCK.fullmatch(file_name)
         if top in TOP and kind in ("weight", "bias"):
@@ -372,7 +372,7 @@ class GGUFModel:
     def _make_tensor(
         self, file_name: str, name: str, stored: GGUFTensorInfo
     ) -> TensorInfo | DecodedTensor:
-        """Describe a tensor to the loader, decoded unless the file holds it in a torch dtype."""
+        """Describes a tensor to the loader, decoded unless the file holds it in a torch dtype."""
         kind, shape, path = stored.kind, stored.shape, self.file.path
         permuted = self.architecture.permuted and re.search(r"\.attn_[qk]\.", file_name)
         head = self.config["head_dim"] if permuted else 0

@@ -66,14 +66,14 @@ M = TypeVar("M", bound=LanguageModel)
 def read_config(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None = None
 ) -> tuple[type[M], ModelConfig]:
-    """Find the class of the repository's model, and read its config but no weights."""
+    """Finds the class of the repository's model, and reads its config but no weights."""
     return open_model(repository, models, gguf_file)[1:3]
 
 
 def open_model(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None
 ) -> tuple[str, type[M], ModelConfig, Callable[[], Checkpoint]]:
-    """Read what describes a model: returns the file's name, the model's class and config, and a
+    """Reads what describes a model: returns the file's name, the model's class and config, and a
     function that opens its checkpoint."""
     if gguf_file is not None:
         file = escape(f"{repository.name}/{gguf_file}")
@@ -96,7 +96,7 @@ def open_model(
 def parse_config(
     cls: type[M], content: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> ModelConfig:
-    """Read the config of this class from config.json's content, which may be a multimodal one, but
+    """Reads the config of this class from config.json's content, which may be a multimodal one, but
     for the `ignored` keys."""
     source = {k: v for k, v in _text_config(content).items() if k not in ignored}
     config = cls.config_class.from_dict(source)
@@ -106,7 +106,7 @@ def parse_config(
 
 
 def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
-    """Find the model class of a config's model_type; raises ConfigError if there is none."""
+    """Finds the model class of a config's model_type; raises ConfigError if there is none."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in models:
         raise ConfigError(f"model_type {quote(kind)} is not {' or '.join(map(repr, models))}")
@@ -114,7 +114,7 @@ def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> typ
 
 
 def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Extract the language model's config from a multimodal one; others are returned unchanged."""
+    """Extracts the language model's config from a multimodal one; others are returned unchanged."""
     kind = source.get("model_type")
     if not isinstance(kind, str) or kind not in MULTIMODAL:
         return source
@@ -131,7 +131,7 @@ def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @contextmanager
 def prefix_errors(file: str) -> Iterator[None]:
-    """Prefix a ConfigError that is raised in the body of a `with` with the file's name."""
+    """Prefixes a ConfigError that is raised in the body of a `with` with the file's name."""
     try:
         yield
     except ConfigError as error:
@@ -170,7 +170,7 @@ def from_pretrained(
     staging_bytes: int = STAGING_BYTES,
     **source: Any,
 ) -> M:
-    """Load the model of `models` that config.json's model_type names, in evaluation mode.
+    """Loads the model of `models` that config.json's model_type names, in evaluation mode.
 
     With `mmap`, on the CPU, a weight that needs no conversion stays in the file until it is used.
     With `quantize` the projections' weights are quantized, and only adapters can be trained.
@@ -259,7 +259,7 @@ def build(
 def add_score_head(
     config: C, checkpoint: Checkpoint, labels: int, seed: int
 ) -> tuple[C, Checkpoint]:
-    """Return the config of a sequence classifier with this number of scores, and the checkpoint
+    """Returns the config of a sequence classifier with this number of scores, and the checkpoint
     with a random head, by the seed, if it has none.
 
     Raises ConfigError as `as_sequence_classifier` does.
@@ -275,7 +275,7 @@ def add_score_head(
 def resize_vocabulary(
     config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int] = ()
 ) -> tuple[C, Checkpoint]:
-    """Return config and checkpoint with `size` rows of embedding and head, and of a second
+    """Returns config and checkpoint with `size` rows of embedding and head, and of a second
     embedding of all tokens. Rows that the checkpoint lacks, and those in `mean_rows`, become the
     mean of its rows, when they are read."""
     tensors, keys = dict(checkpoint.tensors), vocabulary_keys(config)
@@ -295,7 +295,7 @@ def resize_vocabulary(
 
 
 def as_sequence_classifier(config: C, labels: int) -> C:
-    """Make the config of a sequence classifier with this number of scores. Raises ConfigError if
+    """Makes the config of a sequence classifier with this number of scores. Raises ConfigError if
     transformers has no such class, or the config has another number."""
     if config.labels not in (0, labels):
         raise ConfigError(f"the model has {config.labels} scores of a sequence, not {labels}")
@@ -305,7 +305,7 @@ def as_sequence_classifier(config: C, labels: int) -> C:
 
 
 def build_on_meta(cls: type[M], config: ModelConfig, dtype: torch.dtype) -> M:
-    """Build a model without memory, in `dtype`; raises ConfigError for sizes that a layer refuses,
+    """Builds a model without memory, in `dtype`; raises ConfigError for sizes that a layer refuses,
     and warns if its activations exceed float16 in that dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -384,7 +384,7 @@ def load_weights(
     mapped: Collection[str] = (),
     staging_bytes: int = STAGING_BYTES,
 ) -> None:
-    """Fill the base's parameters and stored buffers, except those `mapped`; raises unless the
+    """Fills the base's parameters and stored buffers, except those `mapped`; raises unless the
     checkpoint fits exactly.
 
     Buffers take at most `staging_bytes` of host memory.
@@ -400,7 +400,7 @@ def load_weights(
 
 
 def _resolve_tied_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
-    """Return the config, untied with a warning if the checkpoint's embedding and head differ."""
+    """Returns the config, untied with a warning if the checkpoint's embedding and head differ."""
     tensors = checkpoint.tensors
     embedding, head = embedding_and_head(tensors)
     if not config.tie_word_embeddings or not {head, embedding} <= tensors.keys():
@@ -436,7 +436,7 @@ def _check_device(device: torch.device | str) -> None:
 
 
 def _default_dtype(config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
-    """Choose the config's dtype, else the checkpoint's first floating one, else float32."""
+    """Chooses the config's dtype, else the checkpoint's first floating one, else float32."""
     if config.dtype is not None:
         try:
             return torch_dtype(config.dtype)
@@ -454,7 +454,7 @@ def from_config(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> M:
-    """Build a model with random weights: matrices are drawn from Normal(0, initializer_range),
+    """Builds a model with random weights: matrices are drawn from Normal(0, initializer_range),
     biases and the padding row are zeros, norms are ones."""
     if not isinstance(config, ModelConfig):
         config = parse_config(cls, config)

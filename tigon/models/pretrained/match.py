@@ -65,12 +65,12 @@ def check_fit(model: LanguageModel, checkpoint: Checkpoint) -> None:
 
 
 def find_misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
-    """Collect the tensors for which `check_fit` would raise, by the kind of misfit."""
+    """Collects the tensors for which `check_fit` would raise, by the kind of misfit."""
     return compare_tensors(stored_tensors(model), **match_arguments(model, checkpoint))[1]
 
 
 def extra_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:
-    """Find the tensors of multi-token prediction, if the family's checkpoints may have them: in
+    """Finds the tensors of multi-token prediction, if the family's checkpoints may have them: in
     layers past the last one, or under prefixes of their own."""
     names = model.checkpoint_names
     extra = {name for name in present if names.extra and name.startswith(names.extra)}
@@ -82,7 +82,7 @@ def extra_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:
 
 
 def unread_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:
-    """Find keys and values of layers that read those of another layer, which need none."""
+    """Finds keys and values of layers that read those of another layer, which need none."""
     blocks = enumerate(model.model.layers)
     at = [f"layers.{i}.{b.mixer_name}." for i, b in blocks if b.kv_source is not None]
     ends = [f"{layer}{name}." for layer in at for name in ("k_proj", "v_proj", "k_norm", "v_norm")]
@@ -100,7 +100,7 @@ def warn_of_extra_tensors(model: LanguageModel, checkpoint: Checkpoint) -> None:
 
 
 def match_arguments(model: LanguageModel, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Make the keywords of `load_into` and `match_tensors` for a model and a checkpoint."""
+    """Makes the keywords of `load_into` and `match_tensors` for a model and a checkpoint."""
     present = checkpoint.tensors.keys()
     family = model.checkpoint_names
     parts_of = layout(model, family, family.stacked_in(present))

@@ -102,7 +102,7 @@ class CheckpointNames(NamedTuple):
 
 
 def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> Layout:
-    """Map each parameter, stored buffer and quantized weight to the checkpoint tensors that store
+    """Maps each parameter, stored buffer and quantized weight to the checkpoint tensors that store
     its rows.
 
     The model's `shard_specs` say which rows and columns of a parameter this rank has.
@@ -149,7 +149,7 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the module's parameters and stored buffers, and a quantized weight as a tensor without
+    """Yields the module's parameters and stored buffers, and a quantized weight as a tensor without
     memory."""
     if isinstance(module, Linear) and module.quantized is not None:
         yield "weight", module.weight_meta
@@ -158,7 +158,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def module_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Find the module's own buffers that checkpoints have: the persistent ones."""
+    """Finds the module's own buffers that checkpoints have: the persistent ones."""
     if isinstance(module, QuantizedWeight):  # its buffers are a weight, which has another form
         return {}
     skipped = module._non_persistent_buffers_set
@@ -166,7 +166,7 @@ def module_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Find all parameters, and the buffers that checkpoints have, by name and in the order of
+    """Finds all parameters, and the buffers that checkpoints have, by name and in the order of
     modules."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -178,7 +178,7 @@ def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Find all buffers that checkpoints have, by name; each is whole on every rank."""
+    """Finds all buffers that checkpoints have, by name; each is whole on every rank."""
     tensors = stored_tensors(model).items()
     return {name: t for name, t in tensors if not isinstance(t, nn.Parameter)}
 
@@ -191,7 +191,7 @@ def _adapter_slices(
     shape: tuple[int, ...],
     names: CheckpointNames,
 ) -> tuple[TensorSlice, ...]:
-    """Slice an adapter's parameter into tensors named as in PEFT's files, without their prefix."""
+    """Slices an adapter's parameter into tensors named as in PEFT's files, without their prefix."""
     if isinstance(module, SavedModules):
         owner = path.rpartition(".")[0]
         owner = names.head.removesuffix(".weight") if owner == "lm_head" else owner
@@ -217,7 +217,7 @@ def _adapter_slices(
 
 
 def _order(model: nn.Module, layer: str, part: str, names: CheckpointNames) -> RowOrder | None:
-    """Find how checkpoints order the rows of a layer's part, such as q_proj of qkv_proj."""
+    """Finds how checkpoints order the rows of a layer's part, such as q_proj of qkv_proj."""
     module, parts = model.get_submodule(layer), names.packed.get(layer.rpartition(".")[2], ())
     if not isinstance(module, FusedLinear) or part not in parts:
         return None
@@ -225,7 +225,7 @@ def _order(model: nn.Module, layer: str, part: str, names: CheckpointNames) -> R
 
 
 def _ordered(part: TensorSlice, order: RowOrder | None) -> TensorSlice:
-    """Return the slice of a whole tensor with its rows in the checkpoint's order."""
+    """Returns the slice of a whole tensor with its rows in the checkpoint's order."""
     if order is None:
         return part
     ((_, first, _),) = part.rows
@@ -234,7 +234,7 @@ def _ordered(part: TensorSlice, order: RowOrder | None) -> TensorSlice:
 
 
 def experts_stem(layer: str, part: str, parts: Collection[str]) -> str:
-    """Make what precedes `.lora_A` in PEFT's names of an experts' matrix `part`: if both matrices
+    """Makes what precedes `.lora_A` in PEFT's names of an experts' matrix `part`: if both matrices
     are among the adapted `parts`, PEFT nests the wrapper of gate_up_proj in that of down_proj."""
     return f"{layer}.base_layer" if part == "gate_up_proj" and len(parts) > 1 else layer
 
@@ -245,14 +245,14 @@ def is_adapter_parameter(name: str) -> bool:
 
 
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Find all parameters and stored buffers but those of adapters, by name."""
+    """Finds all parameters and stored buffers but those of adapters, by name."""
     return {n: t for n, t in stored_tensors(model).items() if not is_adapter_parameter(n)}
 
 
 def _tile(
     names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]
 ) -> tuple[TensorSlice, ...]:
-    """Cut a parameter into consecutive slices, one for each name, of these numbers of rows; `rest`
+    """Cuts a parameter into consecutive slices, one for each name, of these numbers of rows; `rest`
     is the shape of a row."""
     starts = itertools.accumulate(rows, initial=0)
     return tuple(
@@ -261,21 +261,21 @@ def _tile(
 
 
 def embedding_and_head(present: Collection[str]) -> tuple[str, str]:
-    """Find the names of embedding and head in a checkpoint with these tensors."""
+    """Finds the names of embedding and head in a checkpoint with these tensors."""
     inside = f"language_model.{HEAD}"
     embedding = _prefix(present) + EMBEDDING.removeprefix("model.")
     return embedding, inside if inside in present else HEAD
 
 
 def _prefix(present: Collection[str]) -> str:
-    """Find the first of PREFIXES that a tensor of the checkpoint begins with."""
+    """Finds the first of PREFIXES that a tensor of the checkpoint begins with."""
     return next((p for p in PREFIXES if any(name.startswith(p) for name in present)), "")
 
 
 def find_sources(
     names: Collection[str], present: Collection[str], family: CheckpointNames
 ) -> tuple[dict[str, str], set[str]]:
-    """Map a model's `names` to those of a checkpoint with tensors `present`, where they differ.
+    """Maps a model's `names` to those of a checkpoint with tensors `present`, where they differ.
 
     Also returns the checkpoint's tensors that the model does not need.
     """

@@ -38,14 +38,14 @@ def check_quantize(quantize: Any) -> None:
 
 
 def quantized_layers(model: LanguageModel) -> Iterator[tuple[str, Linear, QuantizedWeight]]:
-    """Yield the name of each quantized weight, its layer, and the weight."""
+    """Yields the name of each quantized weight, its layer, and the weight."""
     for path, module in model.named_modules():
         if isinstance(module, Linear) and module.quantized is not None:
             yield f"{path}.weight", module, module.quantized
 
 
 def count_parameters(model: LanguageModel, *, frozen: bool = False) -> int:
-    """Count all ranks' parameters, quantized ones included; `frozen`: only the frozen ones."""
+    """Counts all ranks' parameters, quantized ones included; `frozen`: only the frozen ones."""
     quantized = sum(math.prod(weight.shape) for _, _, weight in quantized_layers(model))
     shapes = (
         model.shard_specs[n].shape if n in model.shard_specs else p.shape
@@ -56,7 +56,7 @@ def count_parameters(model: LanguageModel, *, frozen: bool = False) -> int:
 
 
 def quantized_bytes(model: LanguageModel) -> int:
-    """Count the bytes that quantized weights take."""
+    """Counts the bytes that quantized weights take."""
     return sum(weight.nbytes for _, _, weight in quantized_layers(model))
 
 
@@ -94,7 +94,7 @@ def quantize_model(
 
 
 def store_nf4(nf4_weight: NF4Weight, name: str, weight: Tensor) -> None:
-    """Quantize `weight` [K, C] into `nf4_weight`; raises ValueError with its name for values that
+    """Quantizes `weight` [K, C] into `nf4_weight`; raises ValueError with its name for values that
     are NaN or infinite."""
     if not all_finite([weight], weight.device):
         raise ValueError(f"{name} has values that are NaN or infinite, which 4 bits cannot hold")
@@ -102,7 +102,7 @@ def store_nf4(nf4_weight: NF4Weight, name: str, weight: Tensor) -> None:
 
 
 def _keep_fp8(model: LanguageModel, layers: dict[str, Linear], checkpoint: Checkpoint) -> None:
-    """Make those layers fp8 of which the checkpoint has all matrices in one fp8 format; raises
+    """Makes those layers fp8 of which the checkpoint has all matrices in one fp8 format; raises
     ValueError if there is none."""
     load_options, has_fp8 = match_arguments(model, checkpoint), False
     for name, layer in layers.items():
@@ -121,7 +121,7 @@ def _keep_fp8(model: LanguageModel, layers: dict[str, Linear], checkpoint: Check
 
 
 def _find_fp8(load_options: dict[str, Any], name: str) -> list[Fp8Tensor]:
-    """Find the checkpoint's fp8 matrices that a parameter is made of; parts that are stored
+    """Finds the checkpoint's fp8 matrices that a parameter is made of; parts that are stored
     otherwise are left out."""
     parts, source_of = load_options["layout"][name], load_options["source_of"]
     tensors = load_options["checkpoint"].tensors
@@ -130,7 +130,7 @@ def _find_fp8(load_options: dict[str, Any], name: str) -> list[Fp8Tensor]:
 
 
 def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: int) -> None:
-    """Fill the quantized weights from the checkpoint, with at most BATCH_BYTES of unquantized ones
+    """Fills the quantized weights from the checkpoint, with at most BATCH_BYTES of unquantized ones
     in memory."""
     weights = {name: weight for name, _, weight in quantized_layers(model)}
     if not weights:
@@ -162,7 +162,7 @@ def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
 def _load_batch(
     device: torch.device, batch: dict[str, NF4Weight], load_options: dict[str, Any]
 ) -> None:
-    """Read the weights of a batch in full, then quantize them one by one; raises ValueError for
+    """Reads the weights of a batch in full, then quantizes them one by one; raises ValueError for
     values that are NaN or infinite."""
     dense = {
         name: torch.empty(weight.shape, dtype=weight.dtype, device=device)
@@ -179,7 +179,7 @@ def _load_batch(
 def dequantized_entries(
     model: LanguageModel, parts_of: Layout, dtype: torch.dtype, ranks: WriterGroup
 ) -> list[TensorEntry]:
-    """Make entries that write the quantized weights in `dtype`, a few rows at a time. All ranks
+    """Makes entries that write the quantized weights in `dtype`, a few rows at a time. All ranks
     have the same weights, and each writes a share."""
     entries: list[TensorEntry] = []
     for name, _, weight in quantized_layers(model):
@@ -202,5 +202,6 @@ def dequantized_entries(
 def _dequantize_rows(
     weight: QuantizedWeight, part: int, begin: int, first: int, count: int
 ) -> Tensor:
-    """Dequantize `count` rows, from row `first` of a block that begins at row `begin` of a part."""
+    """Dequantizes `count` rows, from row `first` of a block that begins at row `begin` of a
+    part."""
     return weight.rows(part, begin + first, count)

@@ -63,7 +63,7 @@ def save_pretrained(
     replace: bool = False,
     values: Mapping[str, Tensor] | None = None,
 ) -> None:
-    """Write a Hugging Face checkpoint that transformers loads at once.
+    """Writes a Hugging Face checkpoint that transformers loads at once.
 
     `dtype` (a torch.dtype or its name) is the model's by default. The directory must be new or
     empty, and appears complete or not at all. With `replace` it may hold an earlier export, which
@@ -113,7 +113,7 @@ def prepare_save(
     stacked_experts: bool | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[TensorEntry], Callable[[Path], None]]:
-    """Collect the tensors that save_pretrained writes, and a writer of the other files."""
+    """Collects the tensors that save_pretrained writes, and a writer of the other files."""
     dtype = model.dtype if dtype is None else parse_dtype(dtype)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
@@ -127,12 +127,12 @@ def prepare_save(
 
 
 def _buffer_dtypes(model: LanguageModel, parts_of: Layout) -> dict[str, torch.dtype]:
-    """Map the names of the buffers' tensors to their dtypes, which exports keep."""
+    """Maps the names of the buffers' tensors to their dtypes, which exports keep."""
     return {p.name: b.dtype for n, b in stored_buffers(model).items() for p in parts_of[n]}
 
 
 def _file_layout(model: LanguageModel, stacked_experts: bool | None) -> Layout:
-    """Map parameters to the tensors to write; None: experts as in the model's checkpoint."""
+    """Maps parameters to the tensors to write; None: experts as in the model's checkpoint."""
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
     return layout(model, model.checkpoint_names, stacked_experts)
@@ -141,7 +141,7 @@ def _file_layout(model: LanguageModel, stacked_experts: bool | None) -> Layout:
 def _description_writer(
     model: LanguageModel, dtype: torch.dtype, tokenizer: SavePretrained | None
 ) -> Callable[[Path], None]:
-    """Make a function that writes all files of a checkpoint but its weights into a directory."""
+    """Makes a function that writes all files of a checkpoint but its weights into a directory."""
     dtype_name: Any = str(dtype).removeprefix("torch.")
     config, generation = replaced(model.config, dtype=dtype_name), model.generation_config
     return lambda root: write_description(root, config, generation, tokenizer)
@@ -198,7 +198,7 @@ def write_model(
     stem: str = "model",
     replace: bool = False,
 ) -> None:
-    """Write a directory with the tensors, and the files that `describe` writes on the first rank.
+    """Writes a directory with the tensors, and the files that `describe` writes on the first rank.
 
     With `replace`, files with other names are kept, except an earlier export's weights.
     """
@@ -226,7 +226,7 @@ def write_model(
 def write_description(
     root: Path, config: ModelConfig, generation: Any, tokenizer: SavePretrained | None
 ) -> None:
-    """Write all files of a checkpoint but its weights: config.json, generation_config.json (only
+    """Writes all files of a checkpoint but its weights: config.json, generation_config.json (only
     special tokens' ids if `generation` is empty) and the tokenizer's."""
     write_json(root / "config.json", config.to_file())
     if not generation:
@@ -266,7 +266,7 @@ def push_to_hub(
     dtype: torch.dtype | str | None = None,
     **options: Unpack[FileOptions],
 ) -> str:
-    """Upload what `save_pretrained` writes; returns the address of the repository, or of the pull
+    """Uploads what `save_pretrained` writes; returns the address of the repository, or of the pull
     request with `create_pr`.
 
     The repository is made if there is none: `private`, or as the account's default is (None). A
@@ -298,7 +298,7 @@ def push_to_hub(
 
 
 def _short_card(model: LanguageModel, repository: str) -> str:
-    """Make the text of a model card with the model's class, size and usage."""
+    """Makes the text of a model card with the model's class, size and usage."""
     title = f"# {escape_markdown(repository.split('/')[-1])}"
     count = count_parameters(model)
     about = f"`{model.config.transformers_class}` with {count:,} parameters, saved by Tigon."
@@ -342,8 +342,8 @@ def write_converted(
     stored_layout: Layout,
     **options: Unpack[FileOptions],
 ) -> None:
-    """Write what save_pretrained would, for a model on the meta device: each tensor's rows are read
-    from `stored`, whose tensors hold the parameters' rows as `stored_layout` says."""
+    """Writes what save_pretrained would, for a model on the meta device: each tensor's rows are
+    read from `stored`, whose tensors hold the parameters' rows as `stored_layout` says."""
     target_layout = _file_layout(model, options.get("stacked_experts"))
     kept = _buffer_dtypes(model, target_layout)
     tensors = convert_entries(target_layout, model.dtype, stored, stored_layout, kept)

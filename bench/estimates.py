@@ -23,7 +23,7 @@ import torch
 
 from bench import harness
 from bench.harness import ROOT, Bench, Job, Record, figure, heading, markdown, progress
-from tests.small import EXPERTS, LLAMA, WORDS, write_tokenizer
+from tests.support.small import EXPERTS, LLAMA, WORDS, write_tokenizer
 
 WITHIN = 0.10  # of what training takes
 STEPS = 4

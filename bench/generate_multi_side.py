@@ -21,7 +21,7 @@ import tigon
 from bench.generate_cases import LLAMA_8B
 from bench.harness import Record
 from bench.train_multi_side import fill
-from tests.small import LLAMA
+from tests.support.small import LLAMA
 from tigon.models import CausalLM, materialize
 from tigon.parallel import shard_model
 

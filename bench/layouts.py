@@ -24,8 +24,8 @@ from bench.train_cases import MODELS
 from bench.train_multi import SIDE, settings, write_inputs
 from bench.train_multi import Side as Ranks
 from bench.train_multi_side import TIGON
-from tests.small import EXPERTS as SMALL_EXPERTS
-from tests.small import LLAMA
+from tests.support.small import EXPERTS as SMALL_EXPERTS
+from tests.support.small import LLAMA
 from tigon.plan import Layout
 
 LLAMA_8B, EXPERTS = "Llama-3.1-8B", "Qwen3-30B-A3B"

@@ -28,7 +28,7 @@ import tigon
 from bench import harness
 from bench.compare_side import LLAMA_1B
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
-from tests.small import LLAMA
+from tests.support.small import LLAMA
 from tigon.kernels import use
 from tigon.train import load, start
 from tigon.train.distributed import shard

@@ -36,8 +36,8 @@ from bench.train_multi import SIDE, settings, write_inputs
 from bench.train_multi import Side as Ranks
 from bench.train_multi_side import CONTEXT_PEER, EXPERT_PEER, FIRST, TENSOR_PEER, TIGON
 from bench.train_step import libraries
-from tests.small import EXPERTS as SMALL_EXPERTS
-from tests.small import LLAMA
+from tests.support.small import EXPERTS as SMALL_EXPERTS
+from tests.support.small import LLAMA
 from tigon.train.config import Parallel
 
 GPUS, TOKENS = 2, 8192

@@ -32,7 +32,7 @@ from bench.kernels_report import STYLE
 from bench.train_cases import LLAMA_8B, PEER
 from bench.train_multi_side import FIRST
 from bench.train_step import libraries
-from tests.small import LLAMA, WORDS, write_tokenizer
+from tests.support.small import LLAMA, WORDS, write_tokenizer
 from tigon.train.config import Config
 
 SIDE = Path(__file__).with_name("train_multi_side.py")

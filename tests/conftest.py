@@ -23,10 +23,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels run on the CPU; read when triton is imported
 
 import tigon
-from tests import interpreter
-from tests.assets_fixtures import gsm8k, smollm2
-from tests.leftovers import put_back
-from tests.models.contract import tiny_llama
+from tests.support import interpreter
+from tests.support.assets_fixtures import gsm8k, smollm2
+from tests.support.contract import tiny_llama
+from tests.support.leftovers import put_back
 
 __all__ = ["gsm8k", "smollm2"]
 

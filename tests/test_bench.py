@@ -64,7 +64,7 @@ from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from bench.generate_cases import LLAMA_8B, OURS, Decode, Prefill, Size
 from bench.harness import RESULTS, ROOT, Record
 from bench.train_cases import PEER
-from tests.small import write_chats, write_model
+from tests.support.small import write_chats, write_model
 from tests.train import preferences
 from tigon.kernels import AttentionMask, attention_ref
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import CHATML, write_model
+from tests.support.small import CHATML, write_model
 from tigon.cli.chat import Chat, print_text, talk
 
 

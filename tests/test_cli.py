@@ -16,7 +16,7 @@ import pytest
 
 import tigon
 from tests.models.gguf_files import write_gguf
-from tests.small import LLAMA, write_model
+from tests.support.small import LLAMA, write_model
 from tigon.cli import main
 
 COMMANDS = (

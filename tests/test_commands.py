@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.hub_server import HubServer, hub
 from tests.models.gguf_files import write_gguf
-from tests.small import CHATML, write_chats, write_model
+from tests.support.hub_server import HubServer, hub
+from tests.support.small import CHATML, write_chats, write_model
 from tigon.cli import main
 from tigon.eval import perplexity
 from tigon.tokenizer import Tokenizer

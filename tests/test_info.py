@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from tests.hub_server import HubServer, hub
 from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
 from tests.models.mxfp4_checkpoints import to_mxfp4
 from tests.models.tiny import CASES, FIRST, ROPES, reference
-from tests.small import EXPERTS, LLAMA, write_chats, write_model
+from tests.support.hub_server import HubServer, hub
+from tests.support.small import EXPERTS, LLAMA, write_chats, write_model
 from tigon.cli import main, summary
 from tigon.cli.info import describe, describe_model
 from tigon.cli.summary import summarize, supported_class

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo import convert_frame
 
-from tests.leftovers import STATE, put_back
+from tests.support.leftovers import STATE, put_back
 
 
 def double(x: torch.Tensor) -> torch.Tensor:

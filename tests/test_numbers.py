@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import softmax
 
-from tests.numbers import FACTOR, FLOOR, assert_as_near, float64, relative_error
+from tests.support.numbers import FACTOR, FLOOR, assert_as_near, float64, relative_error
 
 EPS = torch.finfo(torch.float32).eps
 

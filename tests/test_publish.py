@@ -12,8 +12,8 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors.torch import load_file
 
 import tigon
-from tests.hub_server import HubServer, hub
-from tests.small import write_chats, write_model
+from tests.support.hub_server import HubServer, hub
+from tests.support.small import write_chats, write_model
 from tigon.cli import main
 from tigon.hub import is_generated_card
 from tigon.train import main as train

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.small import CHATML, write_tokenizer
+from tests.support.small import CHATML, write_tokenizer
 from tigon.data import Entry, Examples, find_sources, read
 from tigon.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.small import CHATML
+from tests.support.small import CHATML
 from tigon.data import Examples, LabelledEncoder, PairEncoder, RewardedEncoder, TopEncoder
 
 ASK, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}

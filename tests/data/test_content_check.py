@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.small import CHATML
+from tests.support.small import CHATML
 from tests.tokenizer.chat_templates import LLAMA3, QWEN3
 from tigon.data import ChatEncoder, Examples, LabelledEncoder, PairEncoder, RewardedEncoder
 from tigon.tokenizer import Tokenizer

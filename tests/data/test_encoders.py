@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.small import CHATML, write_tokenizer
+from tests.support.small import CHATML, write_tokenizer
 from tests.tokenizer.chat_templates import QWEN3
 from tigon.data import (
     ChatEncoder,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.small import write_tokenizer
+from tests.support.small import write_tokenizer
 from tigon.data import (
     Loader,
     Mixture,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tigon
-from tests.models.contract import tiny_llama
 from tests.models.tiny import CASES, FIRST, reference
+from tests.support.contract import tiny_llama
 from tigon.eval import Likelihood, log_likelihoods
 
 Ids = list[int]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tigon
-from tests.small import write_model
+from tests.support.small import write_model
 from tigon.eval import Parity, parity, report
 from tigon.eval.parity import _count_equal_tokens
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tigon
-from tests.small import WORDS, write_chats, write_model
+from tests.support.small import WORDS, write_chats, write_model
 from tigon.eval import Perplexity, find_windows, perplexity
 from tigon.eval.perplexity import _batches
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tigon
 from tests.generation.common import Counted, blurred, padded, some_ends
-from tests.models.contract import tiny_llama
+from tests.support.contract import tiny_llama
 from tigon.generation import Sampling, loop, steps
 from tigon.generation.sampling import Draws
 from tigon.generation.speculative import accept_proposals, count_leading

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import tigon
 from tests.generation.common import Counted, blurred, padded, some_ends
-from tests.models.contract import V, tiny_llama
 from tests.models.tiny import CASES, EVERY, FIRST, reference
+from tests.support.contract import V, tiny_llama
 from tigon.generation import steps
 from tigon.generation.steps import pack_rows
 from tigon.models import from_pretrained

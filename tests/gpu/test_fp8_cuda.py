@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.numbers import relative_error
+from tests.support.numbers import relative_error
 from tests.train.conftest import workspace
 from tigon.kernels import fp8_linear, fp8_linear_ref, use
 from tigon.kernels.linear.fp8 import MIN_CAPABILITY, cast_both, cast_columns, cast_rows

@@ -11,7 +11,7 @@ import torch
 
 import tigon
 from tests.gpu.support import no_waiting
-from tests.small import EXPERTS, LLAMA, write_model
+from tests.support.small import EXPERTS, LLAMA, write_model
 from tests.train import watching
 from tests.train.conftest import workspace
 from tests.train.test_graphs import GEMMA3
@@ -162,7 +162,7 @@ def test_an_uneven_end_of_passes(workspace):
 NOT_CAPTURED = """
 import torch, tigon
 from tests.gpu.test_graphs_cuda import HEADS
-from tests.small import LLAMA
+from tests.support.small import LLAMA
 from tigon.train.cuda_graphs import Graphs
 
 model = tigon.Llama.from_config(LLAMA | HEADS, dtype=torch.bfloat16, device="cuda").train()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.small import EXPERTS, LLAMA, write_model
+from tests.support.small import EXPERTS, LLAMA, write_model
 from tests.train.conftest import workspace
 from tests.train.test_in_backward import held, learner, states
 from tests.train.test_precision_runs import step, tensors

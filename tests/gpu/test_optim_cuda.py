@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import tigon
-from tests.small import EXPERTS, write_model
+from tests.support.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import train_on_gpus
 from tests.train.test_optim_groups import (

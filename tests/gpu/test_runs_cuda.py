@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests.small import EXPERTS, write_model
+from tests.support.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tigon.kernels.attention.api import Backend
 from tigon.train.logging import read_metrics

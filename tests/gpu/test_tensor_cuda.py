@@ -12,7 +12,7 @@ import pytest
 
 import tigon
 from tests.parallel.test_shared_generation import answers, on_ranks
-from tests.small import EXPERTS, TEXT, write_model
+from tests.support.small import EXPERTS, TEXT, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import Ranks, train_on_gpus
 from tigon import cli

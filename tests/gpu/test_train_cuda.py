@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.support import no_waiting
-from tests.small import EXPERTS, write_model
+from tests.support.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import train_on_gpus
 from tigon.kernels.attention.api import AttentionMask

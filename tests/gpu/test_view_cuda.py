@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.small import write_chats
+from tests.support.small import write_chats
 from tests.train.conftest import workspace
 from tests.train.ranks import train_on_gpus
 from tigon.train import main

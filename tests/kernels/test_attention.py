@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.flash import on_hopper, played
 from tests.kernels.test_attention_backends import assert_same_mask
+from tests.support.flash import on_hopper, played
 from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels.attention.backends import BackendChoice
 from tigon.kernels.attention.mask import BLOCK

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.flash import on_hopper, played
+from tests.support.flash import on_hopper, played
 from tigon.kernels import AttentionMask, attention
 from tigon.kernels.attention import backends
 from tigon.kernels.attention.backends import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.flash import Interface, implementation, on_hopper
-from tests.models.contract import assert_same_gradients, gradients, tiny_llama
+from tests.support.contract import assert_same_gradients, gradients, tiny_llama
+from tests.support.flash import Interface, implementation, on_hopper
 from tigon.kernels import AttentionMask, attention, attention_ref
 from tigon.kernels.attention import backends, fa4
 from tigon.kernels.attention.backends import AttentionRequest, select_backend

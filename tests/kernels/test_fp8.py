@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.numbers import relative_error
+from tests.support.numbers import relative_error
 from tigon.kernels import fp8_linear, fp8_linear_ref, gated_act
 from tigon.kernels.linear import fp8
 from tigon.kernels.linear.fp8 import (

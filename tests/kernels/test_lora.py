@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.kernels.cases import PARTS
 from tests.kernels.conftest import CUDA
 from tests.kernels.test_rebuilt import kept
-from tests.numbers import assert_as_near, relative_error
+from tests.support.numbers import assert_as_near, relative_error
 from tests.train.test_rounding import WORD, splitmix64
 from tigon.kernels import fp8_linear, gated_act, lora_linear, lora_linear_ref, rms_norm
 from tigon.kernels.linear.dropout import Dropout, apply_dropout, apply_dropout_ref, keep_mask_ref

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests import interpreter
 from tests.kernels.definitions import criterion
-from tests.numbers import assert_as_near, relative_error
+from tests.support import interpreter
+from tests.support.numbers import assert_as_near, relative_error
 from tests.train.ranks import Ranks
 from tigon.kernels import (
     KL,

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.contract import tiny_llama
+from tests.support.contract import tiny_llama
 from tigon.layers import KVCache
 from tigon.layers.kv_cache import GrowingKV
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
-from tests.models.contract import assert_same_gradients, gradients
+from tests.support.contract import assert_same_gradients, gradients
 from tigon.kernels import KL, CrossEntropy, LogProbs, kl_ref
 from tigon.layers import LMHead
 

@@ -1,3 +1,3 @@
-from tests.hub_server import hub
+from tests.support.hub_server import hub
 
 __all__ = ["hub"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.models.contract import assert_same_gradients, gradients, tiny
+from tests.support.contract import assert_same_gradients, gradients, tiny
 from tigon.layers import SparseMoE
 from tigon.models import CausalLM
 from tigon.models.decoder import PostNormBlock, PreNormBlock, SandwichBlock, TransformerBlock

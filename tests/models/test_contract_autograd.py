@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.contract import (
+from tests.support.contract import (
     Outputs,
     V,
     assert_same_gradients,

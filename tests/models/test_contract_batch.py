@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.contract import assert_same_gradients, gradients, tiny_llama, tokens
+from tests.support.contract import assert_same_gradients, gradients, tiny_llama, tokens
 from tigon.layers import KVCache
 from tigon.models import Batch, CausalLM, Targets
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.models.contract import V, assert_same_gradients, gradients, tokens
+from tests.support.contract import V, assert_same_gradients, gradients, tokens
 from tigon.kernels import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.loss.api import METRICS
 from tigon.models import CausalLM

@@ -13,7 +13,7 @@ import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
-from tests.models.contract import TINY, V, assert_same_gradients, gradients, tiny_llama, tokens
+from tests.support.contract import TINY, V, assert_same_gradients, gradients, tiny_llama, tokens
 from tigon.kernels import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.loss.api import METRICS
 from tigon.models import CausalLM, Gemma3

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.models.contract import Outputs, V, assert_same_gradients, gradients, tiny_llama, tokens
+from tests.support.contract import Outputs, V, assert_same_gradients, gradients, tiny_llama, tokens
 from tigon.kernels import KL, CrossEntropy, Head, LogProbs
 from tigon.models import CausalLM
 

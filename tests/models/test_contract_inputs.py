@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.contract import assert_same_gradients, gradients, tokens
+from tests.support.contract import assert_same_gradients, gradients, tokens
 from tigon.layers import KVCache
 from tigon.models import CausalLM
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.contract import Outputs, V, gradients, tiny_llama, tokens
+from tests.support.contract import Outputs, V, gradients, tiny_llama, tokens
 from tigon.models import CausalLM
 
 B, T = 2, 13

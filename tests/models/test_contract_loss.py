@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.contract import (
+from tests.support.contract import (
     assert_same_gradients,
     gradients,
     mean,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from tests.models.contract import Outputs, V, tokens
+from tests.support.contract import Outputs, V, tokens
 from tigon.models import CausalLM, CausalLMOutput
 
 IDS, LABELS = tokens()

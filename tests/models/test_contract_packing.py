@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import tigon
-from tests.flash import played
-from tests.models.contract import assert_same_gradients, gradients, mean, tokens
+from tests.support.contract import assert_same_gradients, gradients, mean, tokens
+from tests.support.flash import played
 from tigon.layers import KVCache
 from tigon.models import Batch, CausalLM
 

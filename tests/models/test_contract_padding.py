@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tigon
-from tests.models.contract import TINY, assert_same_gradients, gradients, tiny_llama, tokens
+from tests.support.contract import TINY, assert_same_gradients, gradients, tiny_llama, tokens
 from tigon.models import Batch, CausalLM
 
 B, T = 3, 16

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.contract import tiny_llama
+from tests.support.contract import tiny_llama
 from tigon.kernels import KL, CrossEntropy, LogProbs
 from tigon.models import Batch, CausalLM, Targets
 from tigon.models.inputs import check_prefixes

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tigon
-from tests.models.contract import tiny_llama
+from tests.support.contract import tiny_llama
 from tests.train.ranks import CONTEXT
 from tigon.weights import files
 from tigon.weights.files import new_directory

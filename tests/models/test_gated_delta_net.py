@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.generation.common import padded
-from tests.models.contract import tiny_llama
 from tests.models.test_parity import gradients
 from tests.models.tiny import CASES, FULL, exact, load_case, reference
-from tests.numbers import assert_as_near, float64
+from tests.support.contract import tiny_llama
+from tests.support.numbers import assert_as_near, float64
 from tigon.layers import GatedDeltaNet, KVCache
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.config import ConfigError

@@ -17,7 +17,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tigon
-from tests.hub_server import hub
 from tests.models.gguf_files import write_gguf
 from tests.models.test_io import same
 from tests.models.tiny import (
@@ -30,6 +29,7 @@ from tests.models.tiny import (
     load_reference,
     reference,
 )
+from tests.support.hub_server import hub
 from tests.train.ranks import Ranks
 from tigon.models import MODELS as ZOO
 from tigon.models import build, load_weights, materialize

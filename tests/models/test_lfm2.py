@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.models.contract import assert_same_gradients, gradients
 from tests.models.tiny import CASES, load_case
+from tests.support.contract import assert_same_gradients, gradients
 from tigon.models.lfm2 import Lfm2Config
 from tigon.utils.config import ConfigError
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.models.contract import tiny_llama
 from tests.models.test_io import same, tensors
 from tests.models.test_parity import gradients
 from tests.models.tiny import CASES, edit_config, exact, load_reference, reference
-from tests.numbers import assert_as_near, float64
+from tests.support.contract import tiny_llama
+from tests.support.numbers import assert_as_near, float64
 from tigon.layers import SparseMoE
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.config import ConfigError

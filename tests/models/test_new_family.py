@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.generation.common import padded
-from tests.models.contract import TINY, assert_same_gradients, gradients, tiny, tiny_llama
+from tests.support.contract import TINY, assert_same_gradients, gradients, tiny, tiny_llama
 from tigon.eval import log_likelihoods
 from tigon.layers import BlockInputs, KVCache, LayerState, Linear
 from tigon.models import MODELS, CausalLM, from_pretrained

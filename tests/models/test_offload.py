@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.contract import gradients, tokens
 from tests.models.tiny import CASES, FIRST, SIZES
+from tests.support.contract import gradients, tokens
 from tigon.layers import activation_offload
 from tigon.models import MODELS, CausalLM
 

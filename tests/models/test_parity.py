@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, exact, load_reference, reference
-from tests.numbers import assert_as_near, float64
+from tests.support.numbers import assert_as_near, float64
 from tigon.layers import AddRMSNorm, RMSNorm, RotaryEmbedding
 from tigon.models import MODELS, CausalLM, from_pretrained
 

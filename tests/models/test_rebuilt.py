@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.models.contract import gradients
 from tests.models.tiny import CASES, FIRST, SIZES
+from tests.support.contract import gradients
 from tigon.kernels import qk_norm_rope, rms_norm, runtime, use
 from tigon.kernels.recompute import recompute_above
 from tigon.layers import GatedMLP, activation_offload

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.contract import tiny_llama, tokens
 from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, load_case, reference
+from tests.support.contract import tiny_llama, tokens
 from tigon.layers import KVCache, StaticCache
 from tigon.layers.kv_cache import KVState
 from tigon.models import CausalLM, from_pretrained

@@ -11,7 +11,7 @@ from transformers.models.muse_glimmer.modeling_muse_glimmer import (
     MuseGlimmerForConditionalGeneration,
 )
 
-from tests.numbers import float64
+from tests.support.numbers import float64
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.config import ModelConfig
 

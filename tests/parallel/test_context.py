@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.contract import TINY, tiny_llama
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.parallel.context_ranks import CALLS, compare_cases
 from tests.parallel.ranks import run_on_ranks, selected_cases
+from tests.support.contract import TINY, tiny_llama
 from tigon.distributed import collectives
 from tigon.distributed.context_attention import ContextParallelAttention, exchange_sizes
 from tigon.eval import log_likelihoods

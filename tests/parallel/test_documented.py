@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train.ranks import Ranks
 
 DOCUMENT = Path(__file__).parents[2] / "docs/parallel.md"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.parallel.test_load_memory import CONFIG
-from tests.small import EXPERTS, write_model
+from tests.support.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import Ranks, train_on
 from tigon.train import load, main, start

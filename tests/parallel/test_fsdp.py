@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tigon
 from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import TWO, batches, random_model
-from tests.small import LLAMA
+from tests.support.small import LLAMA
 from tigon.kernels import runtime, use
 from tigon.models import LoraConfig
 from tigon.parallel import shard_blocks

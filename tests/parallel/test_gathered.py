@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models.contract import gradients
 from tests.models.test_rebuilt import BIG, B, T, make, saved
 from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import TWO, random_model
+from tests.support.contract import gradients
 from tigon.distributed import collectives
 from tigon.distributed.sequence_parallel import SequenceParallelRegion
 from tigon.kernels import use

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from tests.small import LLAMA
+from tests.support.small import LLAMA
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.models import CausalLM

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import interpreter
+from tests.support import interpreter
 from tests.train.ranks import Ranks as Processes
 from tigon.distributed import all_reduce
 from tigon.distributed.collectives import Ranks

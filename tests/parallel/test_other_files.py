@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tigon
 from tests.parallel.ranks import run_on_ranks
-from tests.small import EXPERTS, write_model
+from tests.support.small import EXPERTS, write_model
 
 MATCH = r"first call of the model: the 2 ranks .* were given different files of the model"
 IDS = torch.tensor([[5, 6, 7]])

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import tigon
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train.ranks import Ranks
 from tigon.cli import main
 from tigon.cli.chat import Chat

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import tigon
 from tests.parallel.ranks import run_on_ranks, selected_cases
 from tests.parallel.test_shared_generation import CALLS, NEW, UNSEEDED, generate_away, prompts
-from tests.small import EXPERTS, LLAMA, write_model
+from tests.support.small import EXPERTS, LLAMA, write_model
 from tests.train.ranks import TORCHRUN, Ranks
 from tests.train.test_layouts import FAMILIES
 from tigon.cli import main

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tigon
 from tests.parallel.ranks import run_on_ranks
-from tests.small import EXPERTS, TEXT, write_chats, write_model
+from tests.support.small import EXPERTS, TEXT, write_chats, write_model
 from tests.train.ranks import Ranks
 from tigon.cli import main
 from tigon.eval import perplexity

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.numbers import assert_as_near
 from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import batches, random_model
+from tests.support.numbers import assert_as_near
 from tigon.kernels.linear.fp8 import fp8_gated_linear
 from tigon.kernels.recompute import recompute_above
 from tigon.layers import mlp

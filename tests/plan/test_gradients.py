@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.plan.test_plan import SIZE
-from tests.small import EXPERTS, LLAMA
+from tests.support.small import EXPERTS, LLAMA
 from tigon.plan import Job, Layout, estimate_memory, estimate_step, format_plan, make_plan, read_job
 from tigon.plan.cost import fsdp_collectives, sharded_parameters
 from tigon.plan.layout import enumerate_meshes

@@ -12,7 +12,7 @@ import torch
 
 from bench import plan as bench
 from bench.harness import ROOT, between
-from tests.small import EXPERTS, LLAMA
+from tests.support.small import EXPERTS, LLAMA
 from tigon.cli import main
 from tigon.plan import (
     Constants,

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
-from tests.hub_server import hub
+from tests.support.hub_server import hub
 from tigon.tokenizer import Tokenizer
 
 __all__ = ["hub"]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.small import write_chats, write_model
+from tests.support.small import write_chats, write_model
 from tests.train.checkpoints import State
 from tigon.train import main, trainer
 from tigon.train.distributed import World, start

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.numbers import relative_error
+from tests.support.numbers import relative_error
 from tests.train.ranks import Ranks
 from tigon.train import load, prepare, start, train
 from tigon.train.logging import read_metrics

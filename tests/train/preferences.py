@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.small import WORDS
+from tests.support.small import WORDS
 from tests.train.ranks import train_on
 from tigon.train import main
 

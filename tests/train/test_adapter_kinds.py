@@ -10,7 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import tigon
-from tests.small import EXPERTS, write_model
+from tests.support.small import EXPERTS, write_model
 from tests.train import preferences
 from tests.train.adapters import (
     EXPORTS,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train.ranks import Ranks
 from tigon.train import main
 from tigon.train.export import load_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.small import EXPERTS, LLAMA
+from tests.support.small import EXPERTS, LLAMA
 from tests.train.ranks import Ranks
 from tigon.plan import find_gpu, search
 from tigon.plan.cost import Job

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import CHATML
+from tests.support.small import CHATML
 from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
 from tigon.models import MODELS

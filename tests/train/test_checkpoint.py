@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import tigon
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train.checkpoints import assert_equal, changed_metadata, put_tensors
 from tigon.models import MODELS, build, materialize
 from tigon.train import checkpoint, main

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.train_cases import MODELS, config
-from tests.small import LLAMA, write_chats, write_model, write_tokenizer
+from tests.support.small import LLAMA, write_chats, write_model, write_tokenizer
 from tests.train import preferences
 from tigon.train import load, main
 from tigon.train.distributed import World

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from tests.small import chats, write_chats, write_model
+from tests.support.small import chats, write_chats, write_model
 from tests.train.adapters import assert_same_curve
 from tests.train.focal import Focal
 from tests.train.ranks import train_on

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tigon
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train.ranks import train_on
 from tigon.data import TopEncoder
 from tigon.train import main

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.small import WORDS, write_chats, write_model, write_tokenizer
+from tests.support.small import WORDS, write_chats, write_model, write_tokenizer
 from tigon.train import Config, main
 from tigon.train.config_file import suggest_setting
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.numbers import relative_error
+from tests.support.numbers import relative_error
 from tests.train.layouts import load_weights, train_all, train_once
 from tests.train.ranks import Ranks
 from tests.train.weights import write_weighted

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import EXPERTS, LLAMA
+from tests.support.small import EXPERTS, LLAMA
 from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on
 from tigon.train import load, main

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import EXPERTS, LLAMA, write_model
+from tests.support.small import EXPERTS, LLAMA, write_model
 from tests.train import watching
 from tigon.kernels.mlp.grouped_product import training_syncs
 from tigon.layers import KVCache

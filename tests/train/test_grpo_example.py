@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import write_model
+from tests.support.small import write_model
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo.py"
 

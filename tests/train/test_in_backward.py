@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tigon.kernels
-from tests.small import EXPERTS, LLAMA
+from tests.support.small import EXPERTS, LLAMA
 from tests.train.checkpoints import assert_equal
 from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on

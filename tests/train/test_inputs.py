@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from tests.small import LLAMA, write_model
+from tests.support.small import LLAMA, write_model
 from tigon.train import load, main
 from tigon.train.build import find_unused_settings
 from tigon.train.optim import learning_rate

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.numbers import relative_error
+from tests.support.numbers import relative_error
 from tests.train.ranks import Ranks, train_on
 from tigon.train import checkpoint, main
 from tigon.train.logging import read_metrics

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.small import EXPERTS, LLAMA, WORDS, write_model
+from tests.support.small import EXPERTS, LLAMA, WORDS, write_model
 from tests.train import preferences
 from tests.train.layouts import TOLERANCE, assert_same_run, assert_same_tensors, train_once
 from tigon.models import MODELS

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from tests.small import EXPERTS, LLAMA, write_model, write_tokenizer
+from tests.support.small import EXPERTS, LLAMA, write_model, write_tokenizer
 from tests.train.layouts import assert_same_metrics
 from tests.train.test_layouts import GROUPS
 from tigon.train import load, main, prepare, start

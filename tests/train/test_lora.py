@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import tigon
 from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train.adapters import SETTINGS, assert_close, step, tensors, weights
 from tests.train.checkpoints import assert_equal, changed_metadata
 from tests.train.ranks import Ranks, train_on

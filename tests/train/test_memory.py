@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
-from tests.small import EXPERTS, LLAMA, write_model
+from tests.support.small import EXPERTS, LLAMA, write_model
 from tigon.data.packing import MAX_KEY_COPIES
 from tigon.kernels import runtime, use
 from tigon.models import MODELS, CausalLM

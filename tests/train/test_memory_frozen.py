@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.small import EXPERTS, LLAMA
+from tests.support.small import EXPERTS, LLAMA
 from tigon.layers import Experts
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, keep_rank_zero

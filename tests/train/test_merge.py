@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import tigon
-from tests.hub_server import HubServer, hub
-from tests.small import write_chats, write_model
+from tests.support.hub_server import HubServer, hub
+from tests.support.small import write_chats, write_model
 from tigon.cli import main as command
 
 __all__ = ["hub"]

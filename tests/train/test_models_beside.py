@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.small import write_chats, write_model
+from tests.support.small import write_chats, write_model
 from tests.train import preferences
 from tigon.train import main
 from tigon.train.reference import read, store

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tigon
 from tests.models.test_adapters_peft import randomise, trained
-from tests.small import WORDS, write_model
+from tests.support.small import WORDS, write_model
 from tests.train.adapters import EXPORTS, assert_close, weights
 from tests.train.checkpoints import assert_equal
 from tests.train.conftest import Workspace

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.small import LLAMA
+from tests.support.small import LLAMA
 from tigon.models import MODELS
 from tigon.train.checkpoint.format import optimizer_states
 from tigon.train.config_file import load

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 import tigon
-from tests.small import EXPERTS, LLAMA, write_model
+from tests.support.small import EXPERTS, LLAMA, write_model
 from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import Ranks
 from tigon.models import MODELS

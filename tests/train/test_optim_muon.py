@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.small import EXPERTS
+from tests.support.small import EXPERTS
 from tests.train.ranks import Ranks
 from tigon.models import MODELS
 from tigon.train.config_file import load

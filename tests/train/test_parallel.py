@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import TORCHRUN, Ranks, train_on
 from tigon.parallel import MeshSizes

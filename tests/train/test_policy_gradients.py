@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train import preferences
 from tigon.data.encode import compute_advantages
 from tigon.train import main

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import tigon.kernels
-from tests.small import EXPERTS, LLAMA
+from tests.support.small import EXPERTS, LLAMA
 from tests.train.ranks import Ranks as Processes
 from tests.train.test_precision import Model, settings
 from tigon.distributed.collectives import Ranks

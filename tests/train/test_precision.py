@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.numbers import neighbours
+from tests.support.numbers import neighbours
 from tigon.train import load
 from tigon.train.optim import adamw, build_optimizer, parameter_groups, state_bytes
 from tigon.weights import Layout, ShardSpec, TensorSlice

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import tigon
-from tests.small import EXPERTS, write_model
+from tests.support.small import EXPERTS, write_model
 from tests.train.checkpoints import assert_equal
 from tests.train.ranks import Ranks
 from tigon.train import checkpoint, load, main, prepare, start

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import write_chats, write_model
+from tests.support.small import write_chats, write_model
 from tests.train import preferences
 from tigon.data.encode import compute_advantages
 from tigon.models.adapters.adapters import init_adapter

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tigon
-from tests.small import EXPERTS, LLAMA, write_model
+from tests.support.small import EXPERTS, LLAMA, write_model
 from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.data import MicroBatch

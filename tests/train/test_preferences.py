@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train import preferences
 from tigon.data import cache_root
 from tigon.train import load, main, pack

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from tests.small import write_chats, write_tokenizer
+from tests.support.small import write_chats, write_tokenizer
 from tigon.cli import main
 from tigon.tokenizer import Tokenizer
 from tigon.train import load, preview

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import tigon
-from tests import interpreter
-from tests.small import LLAMA
+from tests.support import interpreter
+from tests.support.small import LLAMA
 from tests.train.ranks import Ranks
 from tigon import models
 from tigon.kernels import runtime, use

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.small import write_chats
+from tests.support.small import write_chats
 from tests.train.adapters import assert_same_curve
 from tests.train.ranks import Ranks
 from tigon.train import load, logging, main

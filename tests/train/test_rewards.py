@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train import preferences
 from tests.train.test_preference_curves import ROWS, assert_same, ours, theirs
 from tigon.cli import main as cli

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from tests.numbers import neighbours
+from tests.support.numbers import neighbours
 from tigon.train.optim import adamw
 from tigon.utils.random import GOLDEN, WORD, random_bits, take_16_bits
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.small import EXPERTS, write_model
+from tests.support.small import EXPERTS, write_model
 from tests.train.layouts import assert_same_tensors
 from tests.train.ranks import train_on
 from tigon.cli import main as command

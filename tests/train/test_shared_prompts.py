@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.flash import played
-from tests.small import EXPERTS, write_model
+from tests.support.flash import played
+from tests.support.small import EXPERTS, write_model
 from tests.train import preferences
 from tigon.train import load, main, prepare, start
 from tigon.train.tasks.grpo import GRPO

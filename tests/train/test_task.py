@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
-from tests.small import chats
+from tests.support.small import chats
 from tests.train.ranks import Ranks
 from tigon.data import Encoder, Example, Format
 from tigon.models import CausalLM, Targets

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.small import write_chats, write_model
+from tests.support.small import write_chats, write_model
 from tests.train import preferences
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen")

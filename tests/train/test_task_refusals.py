@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.small import write_model
+from tests.support.small import write_model
 from tests.train import preferences
 from tigon.train import load, main, prepare, start
 from tigon.train.tasks import find_task

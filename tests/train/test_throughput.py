@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import tigon
-from tests.small import EXPERTS, LLAMA
+from tests.support.small import EXPERTS, LLAMA
 from tigon.layers import FusedLinear, GatedDeltaNet
 from tigon.train.throughput import PEAKS, model_flops, named_peak, peak_flops, positions_seen
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tigon
-from tests.small import EXPERTS, write_model
+from tests.support.small import EXPERTS, write_model
 from tests.train.layouts import assert_same_metrics, train_once
 from tigon.parallel import shard_gradients
 from tigon.train.distributed import local, sync_gradients

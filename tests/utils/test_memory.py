@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.small import LLAMA, write_chats, write_model
+from tests.support.small import LLAMA, write_chats, write_model
 from tigon.train import main
 from tigon.utils import memory
 

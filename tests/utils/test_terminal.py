@@ -7,7 +7,7 @@ import sys
 import pytest
 from tqdm import tqdm
 
-from tests.small import write_chats, write_model
+from tests.support.small import write_chats, write_model
 from tigon.cli import main
 from tigon.utils.terminal import CONTROL, escape_controls, escaping_output, one_line, raw_stream
 

@@ -10,7 +10,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 from safetensors.torch import save_file
 
-from tests.hub_server import HubServer
+from tests.support.hub_server import HubServer
 from tigon.tokenizer.files import find_files as tokenizer_files
 from tigon.weights import Checkpoint, Repository
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub_server import HubServer
-from tests.small import write_model
+from tests.support.hub_server import HubServer
+from tests.support.small import write_model
 from tigon.models import from_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.weights import Repository

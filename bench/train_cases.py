@@ -102,7 +102,6 @@ CASES = {
         *("Qwen3-30B-A3B", 1, LONG, 1.5, 0.9), settings=IN_BACKWARD
     ),
     "Qwen3.5-0.8B 1 x 8192": Case("Qwen3.5-0.8B", 1, LONG, 1.3, 0.8),
-    "ragged chats, Qwen3.5-0.8B": Case("Qwen3.5-0.8B", 1, LONG, 1.3, 0.8, ragged=True),
     "Qwen3.5-9B 1 x 8192": Case("Qwen3.5-9B", 1, LONG, 1.3, 0.8, settings=IN_BACKWARD),
     "gpt-oss-20b, 8 layers, 1 x 8192": Case(
         *("gpt-oss-20b", 1, LONG, 1.3, 0.8), settings=IN_BACKWARD

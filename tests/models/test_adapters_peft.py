@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.models.test_parity import tokens
-from tests.models.tiny import CASES, FIRST, reference
+from tests.models.tiny import CASES, FIRST, load_case, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.names import stored_tensors
@@ -266,3 +266,33 @@ def test_saved_over_the_decoder_alone(targets: Any, tmp_path: Path) -> None:
     near(ours(tokens()).logits, base.eval()(tokens()).logits)  # whose decoder PEFT has changed
     ours.save_adapter(tmp_path / "again")
     check_reloaded(ours, tmp_path, "again")
+
+
+def test_numbers_are_no_names_of_targets(tmp_path: Path) -> None:
+    """PEFT would find layers 0, 1 and 2, too, where projections are numbered."""
+    model = load_case("gemma3n_text", dict(FIRST)["gemma3n_text"], tmp_path)
+    model.add_adapter(LoraConfig(rank=2, targets=("all-linear",)))
+    model.save_adapter(tmp_path / "adapter")
+    names = json.loads((tmp_path / "adapter/adapter_config.json").read_text())["target_modules"]
+    assert "model.altup_projections.0" in names and not any(name.isdigit() for name in names)
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"])
+def test_a_warning_of_what_peft_drops(model_type: str, tmp_path: Path) -> None:
+    model = load_case(model_type, dict(FIRST)[model_type], tmp_path)
+    model.add_adapter(LoraConfig(rank=2, targets=("all-linear",)))
+    with pytest.warns(UserWarning, match="drops what MLPs and shared experts learned: merge"):
+        model.save_adapter(tmp_path / "adapter")
+
+
+def test_routers_of_all_linear_are_explained(tmp_path: Path) -> None:
+    model = load_case("olmoe", dict(FIRST)["olmoe"], tmp_path)
+    model.add_adapter(LoraConfig(rank=2, targets=("q_proj",)))
+    model.save_adapter(tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"target_parameters": ["gate.weight"]})
+    )
+    model.delete_adapter("default")
+    with pytest.raises(ValueError, match="all-linear includes routers, which adapters here do not"):
+        model.load_adapter(tmp_path / "adapter")

@@ -334,8 +334,10 @@ def test_layers_of_muse_rotate_where_those_of_transformers_do() -> None:
         raw = {"model_type": "muse_glimmer_text", "num_hidden_layers": 13}
         raw |= {} if thetas is None else {"layer_rope_theta": thetas}
         assert rotates(ours(raw)) == [theta != 0 for theta in theirs(raw).layer_rope_theta]
-    with pytest.raises(ConfigError, match=r"layer_rope_theta=\[0\] is not a number for each of 13"):
+    with pytest.raises(ConfigError, match=r"layer_rope_theta=\[0\] is not a number from 0 on for"):
         ours(raw | {"layer_rope_theta": [0]})
+    with pytest.raises(ConfigError, match="is not a number from 0 on for each of 13"):
+        ours(raw | {"layer_rope_theta": [-1.0] * 13})
 
 
 def rotates(config: ModelConfig) -> list[bool]:

@@ -191,6 +191,17 @@ def test_what_is_taken_back_and_what_cannot_be(model: CausalLM) -> None:
 
 
 @torch.enable_grad()
+@pytest.mark.parametrize("name", ["conv1d.weight", "A_log", "dt_bias"])
+def test_states_keep_no_gradients_behind_frozen_projections(name: str, tmp_path: Path) -> None:
+    model, ids = load_case("qwen3_5_text", "plain", tmp_path).requires_grad_(False), text(1, 9)
+    cache = model(ids, use_cache=True).past_key_values
+    mixer = next(m for m in model.modules() if isinstance(m, GatedDeltaNet))
+    mixer.get_parameter(name).requires_grad_()
+    with pytest.raises(ValueError, match="a state of Gated DeltaNet keeps no gradients: call"):
+        model(ids, past_key_values=cache)
+
+
+@torch.enable_grad()
 def test_states_keep_no_gradients(tmp_path: Path) -> None:
     model, ids = load_case("qwen3_5_text", "plain", tmp_path), text(1, 9)
     out = model(ids, labels=ids, use_cache=True)

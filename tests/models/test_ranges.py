@@ -28,6 +28,13 @@ def has_numbers(kind: Any) -> bool:
 
 
 # Model type -> values, and what the error says of them
+MISTRAL4_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 128.0,
+    "llama_4_scaling_beta": 0.1,
+}
+
 BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     "gemma": [({"use_bidirectional_attention": True}, "use_bidirectional_attention=True")],
     "gemma2": [
@@ -118,6 +125,25 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is not true or false"),
         ({"vocab_size": 10**30}, "vocab_size=1000.* must be at most"),
     ],
+    "deepseek_v3": [({"n_group": 7}, "n_group=7 does not divide 256 experts")],
+    "gemma3n_text": [
+        ({"altup_num_inputs": 10**6}, "altup_num_inputs=1000000 must be at most 64"),
+        ({"hidden_size_per_layer_input": 0}, "hidden_size_per_layer_input=0: Gemma 3n needs"),
+        ({"num_kv_shared_layers": 35}, "num_kv_shared_layers=35: no layer before has"),
+    ],
+    "gemma4_text": [
+        ({"per_layer_config": {"0": {"head_dim": None}}}, "head_dim=None is not a whole number"),
+        ({"per_layer_config": {"0": {"head_dim": 2**70}}}, "head_dim=[0-9]+ must be at most"),
+        ({"per_layer_config": {"0": {"num_key_value_heads": "2"}}}, "heads='2' is not a whole"),
+        ({"per_layer_config": {"\u00b2": {}}}, "are not numbers of layers"),
+        ({"vocab_size_per_layer_input": 1, "pad_token_id": 1}, "pad_token_id=1 is not below"),
+        ({"rope_parameters": {FULL: {"rope_type": "proportional", "rope_theta": "1"}}}, "rope_the"),
+    ],
+    "granite_swa": [({"layer_rope_theta": [1e-320] * 24}, "rope_theta=1e-320 must be at least")],
+    "mistral4": [
+        ({"rope_parameters": MISTRAL4_YARN | {"partial_rotary_factor": 0.25}}, "is not qk_rope")
+    ],
+    "muse_glimmer_text": [({"post_norm_eps": -1.0}, "post_norm_eps=-1.0 must be at least 0")],
     "ministral3": [
         ({"layer_types": [FULL] * 34}, "layer_types=.* changes"),
         (

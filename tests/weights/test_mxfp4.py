@@ -66,6 +66,10 @@ def test_any_range_of_experts_and_small_pieces(tmp_path: Path) -> None:
 
 GOOD = draw(X, 2, 6, 64)
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "experts that are there twice": (
+        {X: torch.zeros(2, 64, 6)},
+        "'x.gate_up_proj_blocks' beside 'x.gate_up_proj': these experts are there twice",
+    ),
     "no scales": ({f"{X}_scales": None}, "but the checkpoint has no 'x.gate_up_proj_scales'"),
     "scales of another shape": (
         {f"{X}_scales": torch.zeros(2, 6, 3, dtype=torch.uint8)},

@@ -61,6 +61,8 @@ class Attention(nn.Module):
         super().__init__()
         if window is not None and window < 1:
             raise ValueError(f"sliding_window={window} must be at least 1: a query sees itself")
+        if clip is not None and not flat_qk_norm:
+            raise ValueError(f"clip_qkv={clip} needs norms of all heads at once")
         self.window, self.chunked, self.scale, self.softcap = window, chunked, scale, softcap
         self.flat_qk_norm, self.interleaved = flat_qk_norm, interleaved
         self.rotates_first, self.clip = rotates_first, clip

@@ -14,11 +14,14 @@ class Float32Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Applies a conversion to the parameters, but to their device alone."""
-        values = {n: p.detach() for n, p in self.named_parameters(recurse=False)}
-        values = {n: x if x.is_meta else x.clone() for n, x in values.items()}
-        super()._apply(fn, recurse)
-        for name, x in values.items():
-            p = self.get_parameter(name)
-            if p.dtype != x.dtype:
-                p.data = x.to(p.device)
-        return self
+        return super()._apply(keep_dtype(fn), recurse)
+
+
+def keep_dtype(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Returns the conversion with its change of device alone."""
+
+    def move(x: Tensor) -> Tensor:
+        y = fn(x)
+        return y if y.dtype == x.dtype else x.to(y.device)
+
+    return move

@@ -142,7 +142,10 @@ class GatedDeltaNet(nn.Module):
         append = ctx.append
         if state is not None and append is not None:
             grows = append.lengths is None and append.slots is None
-            state.check_gradients(mixed, first=grows and not append.cached_tokens)
+            learned = torch.is_grad_enabled() and any(
+                t.requires_grad for t in (mixed, g, beta, self.conv1d.weight)
+            )
+            state.check_gradients(learned, first=grows and not append.cached_tokens)
         if state is not None and append is not None and append.lengths is not None:
             o = self._step(mixed, g, beta, state, append.lengths)
         else:

@@ -446,7 +446,7 @@ class StaticCache(Cache):
                 raise ValueError(f"{name}={value}: a StaticCache needs at least 1")
         if quantize not in (None, "int8"):
             raise ValueError(f"quantize={quantize!r} is not None or 'int8'")
-        if rollback < 0:
+        if not isinstance(rollback, int) or rollback < 0:
             raise ValueError(f"rollback={rollback} is not a number of tokens: give 0 or more")
         self.capacity, self.chunk, self.rollback = capacity, chunk, rollback
 

@@ -28,11 +28,13 @@ NORM_EPS = 1e-6  # of latents, whatever the other norms have
 class LatentSizes(NamedTuple):
     """The sizes of latent attention."""
 
-    queries: int | None  # dims of the latent of queries; None: they are projected from the input
-    latent: int  # L
-    plain: int  # N
-    rotated: int  # R
-    values: int  # V
+    q_lora_rank: (
+        int | None
+    )  # dims of the latent of queries; None: they are projected from the input
+    kv_lora_rank: int  # L
+    qk_nope_head_dim: int  # N
+    qk_rope_head_dim: int  # R
+    v_head_dim: int  # V
 
 
 class LatentAttention(Attention):
@@ -63,18 +65,20 @@ class LatentAttention(Attention):
         self.q_norm = self.k_norm = None
         self.flat_qk_norm, self.interleaved, self.scale = False, interleaved, scale
         self.sizes, self.heads, self.kv_heads = sizes, heads, heads
-        self.head_dim = sizes.plain + sizes.rotated
-        latent, rotated, inner = sizes.latent, sizes.rotated, heads * self.head_dim
-        if sizes.queries is None:
+        self.head_dim = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+        latent, rotated, inner = sizes.kv_lora_rank, sizes.qk_rope_head_dim, heads * self.head_dim
+        if sizes.q_lora_rank is None:
             self.q_proj = Linear(dim, inner, bias=False)
         else:
-            self.q_a_proj = Linear(dim, sizes.queries, bias=bias)
-            self.q_a_layernorm = RMSNorm(sizes.queries, NORM_EPS)
-            self.q_b_proj = Linear(sizes.queries, inner, bias=False)
+            self.q_a_proj = Linear(dim, sizes.q_lora_rank, bias=bias)
+            self.q_a_layernorm = RMSNorm(sizes.q_lora_rank, NORM_EPS)
+            self.q_b_proj = Linear(sizes.q_lora_rank, inner, bias=False)
         self.kv_a_proj_with_mqa = Linear(dim, latent + rotated, bias=bias)
         self.kv_a_layernorm = RMSNorm(latent, NORM_EPS)
-        self.kv_b_proj = Linear(latent, heads * (sizes.plain + sizes.values), bias=False)
-        self.o_proj = Linear(heads * sizes.values, dim, bias=bias)
+        self.kv_b_proj = Linear(
+            latent, heads * (sizes.qk_nope_head_dim + sizes.v_head_dim), bias=False
+        )
+        self.o_proj = Linear(heads * sizes.v_head_dim, dim, bias=bias)
 
     def make_state(
         self,
@@ -88,7 +92,7 @@ class LatentAttention(Attention):
     ) -> KVState:
         """Returns an empty cache of latents: without `capacity` one that grows, else a static one
         of `capacity` slots."""
-        width = self.sizes.latent + self.sizes.rotated
+        width = self.sizes.kv_lora_rank + self.sizes.qk_rope_head_dim
         if capacity is None:
             return GrowingLatents(width)
         return StaticLatents(rows, capacity, width, dtype=dtype, device=device, quantize=quantize)
@@ -99,11 +103,11 @@ class LatentAttention(Attention):
         With a `state`, stores latents there and attends to earlier ones too; with `ctx.shard`,
         attends to the tokens of all ranks.
         """
-        keys, sizes = ctx.dropout_args, self.sizes
-        queries, latent, turned = self.compress(x, *keys)
-        project = self.q_proj if sizes.queries is None else self.q_b_proj
-        q = project(queries, *keys).unflatten(-1, (self.heads, self.head_dim))
-        plain, rotated = q.split((sizes.plain, sizes.rotated), -1)
+        dropout_args, sizes = ctx.dropout_args, self.sizes
+        queries, latent, turned = self.compress(x, *dropout_args)
+        project = self.q_proj if sizes.q_lora_rank is None else self.q_b_proj
+        q = project(queries, *dropout_args).unflatten(-1, (self.heads, self.head_dim))
+        plain, rotated = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), -1)
         cos, sin, query_scale = rotation
         rotated, turned = rope(rotated, turned.unsqueeze(2), cos, sin, interleaved=self.interleaved)
         q = torch.cat((plain, rotated), -1)
@@ -112,29 +116,31 @@ class LatentAttention(Attention):
         if state is not None:
             latents = torch.cat((latent.unsqueeze(2), turned), -1)  # [B, T, 1, L + R]
             if state.takes_latents(ctx):
-                return self.o_proj(self._attend_to_latents(q, latents, state, ctx), *keys)
+                return self.o_proj(self._attend_to_latents(q, latents, state, ctx), *dropout_args)
             latents, _ = state.store(latents, latents, ctx, None)
-            latent, turned = latents.split((sizes.latent, sizes.rotated), -1)
+            latent, turned = latents.split((sizes.kv_lora_rank, sizes.qk_rope_head_dim), -1)
             latent = latent.squeeze(2)
-        out = self._attend(q, *self._expand(latent, turned, *keys), ctx)
-        return self.o_proj(out.flatten(2), *keys)
+        out = self._attend(q, *self._expand(latent, turned, *dropout_args), ctx)
+        return self.o_proj(out.flatten(2), *dropout_args)
 
-    def compress(self, x: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
+    def compress(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, ...]:
         """Returns what queries are projected from [B, T, ...], latents [B, T, L], and the dims that
         are yet to be rotated [B, T, R]."""
         queries = x
-        if self.sizes.queries is not None:
-            queries = self.q_a_layernorm(self.q_a_proj(x, *keys))
-        both = self.kv_a_proj_with_mqa(x, *keys)
-        latent, rotated = both.split((self.sizes.latent, self.sizes.rotated), -1)
+        if self.sizes.q_lora_rank is not None:
+            queries = self.q_a_layernorm(self.q_a_proj(x, *dropout_args))
+        both = self.kv_a_proj_with_mqa(x, *dropout_args)
+        latent, rotated = both.split((self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim), -1)
         return queries, self.kv_a_layernorm(latent), rotated
 
-    def _expand(self, latent: Tensor, turned: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor]:
+    def _expand(
+        self, latent: Tensor, turned: Tensor, *dropout_args: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Returns keys [B, S, H, N + R] and values [B, S, H, V] of latents [B, S, L] and rotated
         dims [B, S, 1, R]."""
         sizes = self.sizes
-        kv = self.kv_b_proj(latent, *keys).unflatten(-1, (self.heads, -1))
-        plain, v = kv.split((sizes.plain, sizes.values), -1)
+        kv = self.kv_b_proj(latent, *dropout_args).unflatten(-1, (self.heads, -1))
+        plain, v = kv.split((sizes.qk_nope_head_dim, sizes.v_head_dim), -1)
         return torch.cat((plain, turned.expand(-1, -1, self.heads, -1)), -1), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs) -> Tensor:
@@ -146,8 +152,8 @@ class LatentAttention(Attention):
             q, k = (F.pad(y, (0, -missing)) for y in (q, k))
         options: dict[str, Any] = {"window": None, "softcap": None, "scale": self.scale}
         if ctx.shard is not None:
-            return ctx.shard.attend(q, k, v, ctx.mask, **options)[..., : self.sizes.values]
-        return attention(q, k, v, mask=ctx.mask, **options)[..., : self.sizes.values]
+            return ctx.shard.attend(q, k, v, ctx.mask, **options)[..., : self.sizes.v_head_dim]
+        return attention(q, k, v, mask=ctx.mask, **options)[..., : self.sizes.v_head_dim]
 
     def _attend_to_latents(
         self, q: Tensor, latents: Tensor, state: KVState, ctx: BlockInputs
@@ -157,12 +163,14 @@ class LatentAttention(Attention):
         sizes = self.sizes
         weight = self.kv_b_proj.values()
         if self.kv_b_proj.has_adapter:  # a product with the identity has what it adds
-            identity = torch.eye(sizes.latent, dtype=q.dtype, device=q.device)
+            identity = torch.eye(sizes.kv_lora_rank, dtype=q.dtype, device=q.device)
             weight = self.kv_b_proj.product(identity).T
-        keys, values = weight.unflatten(0, (self.heads, -1)).split((sizes.plain, sizes.values), 1)
-        plain, rotated = q.split((sizes.plain, sizes.rotated), -1)
+        keys, values = weight.unflatten(0, (self.heads, -1)).split(
+            (sizes.qk_nope_head_dim, sizes.v_head_dim), 1
+        )
+        plain, rotated = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), -1)
         q = torch.cat((torch.einsum("bthn,hnl->bthl", plain, keys), rotated), -1)
-        out = state.attend(q, latents, latents, ctx, scale=self.scale)[..., : sizes.latent]
+        out = state.attend(q, latents, latents, ctx, scale=self.scale)[..., : sizes.kv_lora_rank]
         return torch.einsum("bthl,hvl->bthv", out, values).flatten(2)
 
 

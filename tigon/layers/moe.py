@@ -174,10 +174,11 @@ class SparseMoE(nn.Module):
     def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
         rows = x.flatten(0, -2)
         probs, chosen, weights = self.gate.route(rows)
-        given, experts, scales = rows if self.norm is None else self.norm(rows), chosen, weights
+        inputs = rows if self.norm is None else self.norm(rows)
+        experts, scales = chosen, weights
         if self.scales_input:  # a copy of a token for each of its experts
-            given, experts = (given[:, None] * weights[..., None]).flatten(0, 1), chosen.view(-1, 1)
-            scales = torch.ones_like(weights.view(-1, 1))
+            inputs = (inputs[:, None] * weights[..., None]).flatten(0, 1)
+            experts, scales = chosen.view(-1, 1), torch.ones_like(weights.view(-1, 1))
         route = self.experts.route(experts)
         shared, keys = None, [t.flatten() for t in dropout_args]
         if self.shared_expert is not None and self.shared_expert_gate is not None:
@@ -185,8 +186,8 @@ class SparseMoE(nn.Module):
             shared = share * self.shared_expert(rows, *keys)
         elif self.shared_experts is not None:
             shared = self.shared_experts(rows, *keys)
-        y = self.experts(given, experts, scales, route)
-        if len(y) > len(rows):
+        y = self.experts(inputs, experts, scales, route)
+        if self.scales_input:
             y = y.unflatten(0, (-1, self.per_token)).sum(1)
         y = y if shared is None else y + shared
         # No view: FSDP2 warns of views among what a block returns

@@ -113,6 +113,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.dim, self.rope_parameters = dim, dict(rope_parameters)
         self.rope_type = rope_parameters["rope_type"]
+        if self.rope_type == "dynamic" and dim < 4:
+            raise ValueError(f"rope_type 'dynamic' needs 4 dims of a head to rotate, not {dim}")
         if self.rope_type == "dynamic" and not rope_parameters.get("alpha"):
             self.turn = max_position_embeddings
         elif self.rope_type == "longrope":

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.kernels.runtime import without_autocast
+from tigon.layers.float32 import keep_dtype
 from tigon.layers.linear import Linear
 
 
@@ -160,8 +161,9 @@ class GroupRouter(Router):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRouter":
         """Converts the module, but the bias only to another device: rounded, it would choose other
         experts."""
-        exact = self._buffers.get("e_score_correction_bias")
-        super()._apply(fn, recurse)
-        if exact is not None and self.e_score_correction_bias.dtype != exact.dtype:
-            self.e_score_correction_bias = exact.to(self.e_score_correction_bias.device)
-        return self
+        exact, move = self._buffers.get("e_score_correction_bias"), keep_dtype(fn)
+
+        def convert(x: Tensor) -> Tensor:
+            return move(x) if x is exact else fn(x)
+
+        return super()._apply(convert, recurse)

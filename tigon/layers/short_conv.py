@@ -69,7 +69,7 @@ class ShortConv(nn.Module):
     def _convolve(self, x: Tensor, **options: Any) -> Tensor:
         """Returns the convolution of x [B, T, C] and its bias."""
         y = causal_conv(x, self.conv.weight[:, 0], **options)
-        return y if self.conv.bias is None else y + self.conv.bias
+        return y if self.conv.bias is None else y + self.conv.bias.to(y.dtype)
 
     def _step(self, x: Tensor, state: ConvState, lengths: Tensor) -> Tensor:
         """Returns [B, T, C] for T new tokens of every row, which hold `lengths` [R]."""

@@ -136,7 +136,7 @@ class LatentBlock(PreNormBlock):
         sizes = LatentSizes(c.q_lora_rank, c.kv_lora_rank, plain, rotated, c.v_head_dim)
         scale, mscale = (plain + rotated) ** -0.5, rope.get("mscale_all_dim")
         if mscale and rope["rope_type"] != "default":
-            scale *= yarn_magnitude(rope["factor"], mscale) ** 2
+            scale *= yarn_magnitude(rope.get("factor", 1.0), mscale) ** 2
         return LatentAttention(
             c.hidden_size,
             c.num_attention_heads,

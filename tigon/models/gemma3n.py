@@ -82,6 +82,8 @@ class Gemma3nConfig(SharedKVConfig):
                     f"{name}={quote(values)} is not a value for each of {layers} layers"
                 )
         super().__post_init__()
+        if not self.hidden_size_per_layer_input:
+            raise ConfigError("hidden_size_per_layer_input=0: Gemma 3n needs inputs for each layer")
         if not 0 <= self.altup_active_idx < self.altup_num_inputs:
             raise ConfigError(
                 f"altup_active_idx={self.altup_active_idx} is not one of "
@@ -122,28 +124,30 @@ class AltUp(nn.Module):
         self.modality_router = Linear(c.hidden_size, streams, bias=False)
         self.router_norm = norm
 
-    def _modalities(self, x: Tensor) -> Tensor:
+    def _modalities(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         """Mix a token's streams by this [B, T, S], from one of them, x [B, T, C]."""
         normed = multiply(self.router_norm(x), 1 / x.shape[-1], rounded=True)
-        return torch.tanh(self.modality_router(normed).float()).to(x.dtype)
+        return torch.tanh(self.modality_router(normed, *dropout_args).float()).to(x.dtype)
 
-    def predict(self, x: Tensor) -> Tensor:
+    def predict(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         """Adds to each stream a mixture of all: x [S, B, T, C] -> [S, B, T, C]."""
         if self.training and self.clip is not None and self.prediction_coefs.quantized is None:
             # In place, as in transformers; `data`, as another pass may have saved the weight
             self.prediction_coefs.weight.data.clamp_(-self.clip, self.clip)
-        coefs = self.prediction_coefs(self._modalities(x[self.active]))
+        modalities = self._modalities(x[self.active], *dropout_args)
+        coefs = self.prediction_coefs(modalities, *dropout_args)
         coefs = coefs.unflatten(-1, (len(x), len(x)))  # [B, T, to, from]
         return (coefs @ x.permute(1, 2, 0, 3)).permute(2, 0, 1, 3) + x
 
-    def correct(self, predicted: Tensor, activated: Tensor) -> Tensor:
+    def correct(self, predicted: Tensor, activated: Tensor, *dropout_args: Tensor) -> Tensor:
         """Adds to each predicted stream [S, B, T, C] a share of the difference of `activated`
         [B, T, C] from the active one."""
-        modalities, layer = self._modalities(activated), self.correction_coefs
-        if self.training and self.clip is not None and layer.quantized is None:
+        modalities, layer = self._modalities(activated, *dropout_args), self.correction_coefs
+        plain = layer.quantized is None and not layer.has_adapter
+        if self.training and self.clip is not None and plain:
             coefs = nn.functional.linear(modalities, layer.weight.clamp(-self.clip, self.clip))
         else:
-            coefs = layer(modalities)
+            coefs = layer(modalities, *dropout_args)
         innovation = activated - predicted[self.active]
         return innovation * (coefs + 1.0).permute(2, 0, 1).unsqueeze(-1) + predicted
 
@@ -216,14 +220,14 @@ class Gemma3nBlock(TransformerBlock):
         pre_mixer, post_mixer, pre_mlp, post_mlp, post_input = (
             getattr(self, name) for name in self.NORMS
         )
-        predicted = self.altup.predict(x)
+        predicted = self.altup.predict(x, *ctx.dropout_args)
         active = predicted[self.altup.active]
         normed = pre_mixer(active)
         y, kv = self.mixer(normed, rotation, state, ctx)
         stream = active + post_mixer(y) + self.laurel(normed, *ctx.dropout_args)
         stream = stream / math.sqrt(2)
         y, routing = self.mlp_forward(pre_mlp(stream), ctx)
-        streams = self.altup.correct(predicted, stream + post_mlp(y))
+        streams = self.altup.correct(predicted, stream + post_mlp(y), *ctx.dropout_args)
         first = streams[self.altup.active]
         if self.scales_active:
             first = first * self.altup.correct_output_scale

@@ -3,8 +3,10 @@
 Some models have experts beside the MLP. Checked against transformers' modeling_gemma4.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +21,7 @@ from tigon.models.decoder import BlockOutput, Decoder, SandwichBlock, Transforme
 from tigon.models.moe import ExpertsConfig
 from tigon.models.per_layer_inputs import PerLayerDecoder
 from tigon.models.pretrained.names import CheckpointNames
-from tigon.utils.config import check_type
+from tigon.utils.config import check_range, check_type
 from tigon.utils.json import quote
 
 ROPES = {
@@ -50,14 +52,19 @@ class SharedKVConfig(TwoRopesConfig):
         """The layer whose keys and values this one reads: the last of its type with its own; None
         if it has its own."""
         first = self.num_hidden_layers - self.num_kv_shared_layers
-        if layer < first:
-            return None
-        same = (i for i in range(first) if self.layer_type(i) == self.layer_type(layer))
-        return max(same)
+        return None if layer < first else self._last_layers[self.layer_type(layer)]
 
     def kv_is_read(self, layer: int) -> bool:
         """Whether a later layer reads the keys and values of this one."""
-        return any(self.kv_source(i) == layer for i in range(self.num_hidden_layers))
+        first = self.num_hidden_layers - self.num_kv_shared_layers
+        readers = {self.layer_type(i) for i in range(first, self.num_hidden_layers)}
+        return any(self._last_layers[kind] == layer for kind in readers)
+
+    @cached_property
+    def _last_layers(self) -> dict[str, int]:
+        """For each kind of layer the last one with its own keys and values."""
+        first = self.num_hidden_layers - self.num_kv_shared_layers
+        return {self.layer_type(layer): layer for layer in range(first)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +123,7 @@ class Gemma4UnifiedConfig(SharedKVConfig):
             sizes = {str(i): dict(full) for i in layers if self.layer_type(i) == FULL}
         else:
             given = self.per_layer_config
-            if unknown := [i for i in given if not str(i).isdigit()]:
+            if unknown := [i for i in given if not re.fullmatch(r"[0-9]{1,9}", str(i))]:
                 raise ConfigError(f"per_layer_config: {quote(unknown)} are not numbers of layers")
             sizes = {str(int(i)): changes for i, changes in given.items()}  # "05" is layer 5
         object.__setattr__(self, "per_layer_config", sizes)
@@ -125,9 +132,11 @@ class Gemma4UnifiedConfig(SharedKVConfig):
 
     def _check_layer(self, layer: int) -> None:
         """Raises ConfigError for sizes of a layer's attention that no layer can have."""
-        changes = check_type("per_layer_config", self._layer_config(layer), dict[str, int])
+        changes = check_type("per_layer_config", self._layer_config(layer), dict)
         if unknown := changes.keys() - {"head_dim", "num_key_value_heads"}:
             raise ConfigError(f"per_layer_config: {quote(sorted(unknown))} is not known")
+        for name, value in changes.items():
+            check_range(f"per_layer_config: {name}", check_type(name, value, int), 1, 2**16)
         head_dim, kv_heads = self.attention_sizes(layer)
         if head_dim < 2 or head_dim % 2 or kv_heads < 1 or self.num_attention_heads % kv_heads:
             raise ConfigError(

@@ -43,6 +43,9 @@ class GraniteSWAConfig(GraniteConfig, WindowedConfig):
                 f"layer_rope_theta={quote(thetas)} is not a number from 0 on for each of {layers} "
                 "layers"
             )
+        for theta in filter(None, thetas or ()):  # raises for a theta that no RoPE can have
+            rope = {**self.rope_parameters, "rope_theta": theta}
+            self._read_rope({"rope_parameters": rope}, self.max_position_embeddings)
 
     def slides(self, layer: int) -> bool:
         """Whether the layer has a sliding window if `layer_types` is None: all but layers 0, 4, 8

@@ -72,7 +72,8 @@ class Lfm2Config(ModelConfig):
     def from_dict(cls, source: Mapping[str, Any]) -> Self:
         """As ModelConfig's, with `KEYS` under the names here."""
         renamed = {KEYS[key]: value for key, value in source.items() if key in KEYS}
-        return super().from_dict({**source, **renamed})
+        known = {key: value for key, value in source.items() if key != "rms_norm_eps"}
+        return super().from_dict(known | renamed)
 
     def to_dict(self) -> dict[str, Any]:
         """As ModelConfig's, with the keys of LFM2's config alone."""

@@ -7,6 +7,7 @@ text_config names it.
 from dataclasses import dataclass
 
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import ConfigError
 from tigon.models.deepseek_v3 import LatentBlock, LatentConfig
 from tigon.models.ministral3 import YARN, ScaledQueriesConfig
 from tigon.models.pretrained.names import CheckpointNames
@@ -51,7 +52,14 @@ class Mistral4Config(LatentConfig, ScaledQueriesConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         share = {"partial_rotary_factor": self.qk_rope_head_dim / self.head_dim}
-        object.__setattr__(self, "rope_parameters", share | self.rope_parameters)
+        rope = share | self.rope_parameters
+        if int(self.head_dim * rope["partial_rotary_factor"]) != self.qk_rope_head_dim:
+            raise ConfigError(
+                f"partial_rotary_factor={rope['partial_rotary_factor']} of "
+                f"head_dim={self.head_dim} "
+                f"is not qk_rope_head_dim={self.qk_rope_head_dim}"
+            )
+        object.__setattr__(self, "rope_parameters", rope)
 
     @property
     def _rope_head_dim(self) -> int:

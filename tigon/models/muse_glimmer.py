@@ -51,9 +51,10 @@ class MuseGlimmerConfig(WindowedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         layers, thetas = self.num_hidden_layers, self.layer_rope_theta
-        if thetas is not None and len(thetas) != layers:
+        if thetas is not None and (len(thetas) != layers or min(thetas) < 0):
             raise ConfigError(
-                f"layer_rope_theta={quote(thetas)} is not a number for each of {layers} layers"
+                f"layer_rope_theta={quote(thetas)} is not a number from 0 on for each of {layers} "
+                "layers"
             )
 
     def rotates(self, layer: int) -> bool:

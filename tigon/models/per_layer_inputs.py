@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.layers import Embedding, Linear, RMSNorm
+from tigon.models.config import ConfigError
 from tigon.models.decoder import Decoder, TransformerBlock
 
 
@@ -35,6 +36,11 @@ class PerLayerDecoder(Decoder):
         layers, dim = self.layer_dims
         if not dim:
             return
+        size, padding = c.vocab_size_per_layer_input, c.pad_token_id
+        if padding is not None and padding >= size:
+            raise ConfigError(
+                f"pad_token_id={padding} is not below vocab_size_per_layer_input={size}"
+            )
         self.embed_tokens_per_layer = Embedding(
             c.vocab_size_per_layer_input, layers * dim, padding_idx=c.pad_token_id, scale=dim**0.5
         )

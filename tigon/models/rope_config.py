@@ -31,7 +31,10 @@ RANGES = _range_of_names(
     (FACTOR, "attention_multiplier embedding_multiplier residual_multiplier swiglu_alpha"),
     (POSITIVE, "attn_logit_softcapping final_logit_softcapping logits_scaling"),
     (POSITIVE, "query_pre_attn_scalar swiglu_limit"),
-    (WEIGHT, "initializer_range rms_norm_eps routed_scaling_factor router_aux_loss_coef"),
+    (
+        WEIGHT,
+        "initializer_range post_norm_eps rms_norm_eps routed_scaling_factor router_aux_loss_coef",
+    ),
     (TOKEN, "bos_token_id eos_token_id pad_token_id"),
     (SIZE, "hidden_size intermediate_size moe_intermediate_size vocab_size num_attention_heads"),
     (SIZE, "max_position_embeddings original_max_position_embeddings"),
@@ -42,7 +45,8 @@ RANGES = _range_of_names(
     (SIZE, "full_attention_interval linear_num_key_heads linear_num_value_heads"),
     ((1, 2**16), "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim"),
     (COUNT, "altup_active_idx hidden_size_per_layer_input num_kv_shared_layers"),
-    (SIZE, "altup_num_inputs laurel_rank"),
+    (SIZE, "laurel_rank"),
+    ((1, 64), "altup_num_inputs"),
     ((0, 0.999999), "activation_sparsity_pattern"),
     (SIZE, "global_head_dim num_global_key_value_heads vocab_size_per_layer_input"),
     (SIZE, "kv_lora_rank n_group n_shared_experts q_lora_rank topk_group v_head_dim"),
@@ -146,6 +150,8 @@ def read_rope(
     for name, value in known.items():
         check_type(name, value, hints[name])
     check_values(known, ROPE_RANGES)
+    if rope.get("factor", 1.0) is None:
+        del rope["factor"]
     if rope_type in ("yarn", "longrope") and rope.get("factor") is None:
         rope["factor"] = longest / rope["original_max_position_embeddings"]
     if missing := [k for k in ROPE_KEYS[rope_type] if rope.get(k) is None]:

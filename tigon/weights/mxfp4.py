@@ -33,7 +33,7 @@ class Mxfp4Blocks:
 
 @dataclass(frozen=True)
 class Mxfp4Tensor(DecodedTensor):
-    """The matrices of all experts, transposed to [E, K, O]; bf16 holds every value exactly."""
+    """The matrices of all experts, transposed to [E, K, O], in bf16 as transformers has them."""
 
     dtype = torch.bfloat16
 
@@ -81,6 +81,8 @@ def decode_mxfp4(
         base = name.removesuffix(BLOCKS)
         scale = tensors.get(base + SCALES)
         where = f"{escape(info.path)}: tensor {quote(name)}"
+        if base in tensors:
+            raise ValueError(f"{where} beside {quote(base)}: these experts are there twice")
         if scale is None:
             raise ValueError(f"{where}, but the checkpoint has no {quote(base + SCALES)}")
         shapes = list(info.shape), list(scale.shape)

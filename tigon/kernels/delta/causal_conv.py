@@ -107,7 +107,7 @@ def _launch(x: Tensor, key_dim: int, elements: int, whole: bool = False) -> Conv
     B, T, C = x.shape
     width = key_dim or min(128, next_power_of_2(C))
     block, groups = next_power_of_2(width), -(-C // width)
-    rows, warps = max(128 * elements // block, 1), 4
+    rows = max(128 * elements // block, 1)
     for chunk in (T,) if whole else CHUNKS:
         chunks = B * -(-T // chunk)
         fitting = min(rows, next_power_of_2(chunks))

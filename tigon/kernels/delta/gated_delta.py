@@ -13,7 +13,6 @@ Per value head and token, with a state of [Dk, Dv]:
 Source: Yang et al. 2024 (arXiv 2412.06464); l2-normed keys and scaled queries are the caller's.
 """
 
-import contextlib
 from itertools import pairwise
 from typing import Any
 
@@ -29,6 +28,7 @@ from tigon.kernels.runtime import (
     on_host,
     refuse_second_derivative,
     runs_triton,
+    without_autocast,
 )
 
 MAX_STEP_TOKENS = 16
@@ -72,10 +72,7 @@ def _chunked(
     inside = torch.float64 if q.dtype == torch.float64 else torch.float32
     T, groups = q.shape[1], v.shape[2] // q.shape[2]
     state, outputs = state.to(inside), []
-    autocast = (
-        contextlib.nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False)
-    )
-    with autocast:
+    with without_autocast(q.device):
         for first in range(0, max(T, 1), CHUNK):
             part = (x[:, first : first + CHUNK].to(inside) for x in (q, k, v, g, beta))
             qc, kc, vc, gc, bc = (x.transpose(1, 2) for x in part)  # [B, heads, C, ...]

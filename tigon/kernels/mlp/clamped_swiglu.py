@@ -114,13 +114,16 @@ def clamped_swiglu_backward(
     """
     dhidden, weighted, dweights = outputs
     if not runs_triton(hidden):
-        with torch.enable_grad():
-            leaf = hidden.detach().requires_grad_()
-            h = clamped_swiglu_ref(leaf, clamp)
-        scale = weights.flatten()[order][:, None]
-        dhidden.copy_(torch.autograd.grad(h, leaf, (dh * scale).to(dh.dtype))[0])
+        gate, up = hidden[..., ::2], hidden[..., 1::2]
+        g, u = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+        s = torch.sigmoid(g * clamp.alpha)
+        a, scale = g * s, weights.flatten()[order][:, None]
+        h, d = (u + 1) * a, (dh * scale).to(dh.dtype)
+        dgate = torch.where(gate <= clamp.limit, d * (u + 1) * (s + clamp.alpha * a * (1 - s)), 0)
+        dup = torch.where(up.abs() <= clamp.limit, d * a, 0)
+        dhidden.copy_(torch.stack((dgate, dup), -1).flatten(-2))
         dweights.view(-1)[order] = (dh.float() * h).sum(-1).to(weights.dtype)
-        weighted.copy_(h.detach() * scale)
+        weighted.copy_(h * scale)
     elif dh.numel():
         block, warps = BACKWARD
         block = min(block, triton.next_power_of_2(dh.shape[1]))

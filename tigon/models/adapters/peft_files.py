@@ -192,6 +192,21 @@ def is_listed(module: AdaptedModule, names: Set[str]) -> bool:
     return any(end in names for end in name_suffixes(module.name))
 
 
+# Types of which PEFT 0.21 takes every gate_proj, up_proj and down_proj for one of routed experts
+MISREAD_TYPES = frozenset({"deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next"})
+
+
+def _warn_of_misread_modules(modules: Collection[AdaptedModule]) -> None:
+    """Warns of adapted MLPs and shared experts that PEFT would not load."""
+    names = {m.projection for m in modules if not m.experts}
+    if found := sorted(names & {"gate_proj", "up_proj", "down_proj"}):
+        warnings.warn(
+            f"PEFT takes {', '.join(found)} of this model type for those of routed experts, and "
+            "drops what MLPs and shared experts learned: merge the adapter to use it elsewhere",
+            stacklevel=4,
+        )
+
+
 def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
     """Returns the names' last components if these select the same modules in any version of
     transformers, else the names, sorted."""
@@ -200,6 +215,8 @@ def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
     selected = {name for name in all_names if any(matches_pattern(s, name) for s in suffixes)}
     # In older versions experts have projections with the same suffixes
     plain = not any(name.endswith(".experts.down_proj") for name, _ in model.named_parameters())
+    # A number would select layers, too
+    plain = plain and not any(suffix.isdigit() for suffix in suffixes)
     return suffixes if plain and selected == set(names) else sorted(names)
 
 
@@ -461,8 +478,11 @@ def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, 
     for target in parameters:
         if target not in suffixes:
             family = type(model).__name__
+            hint = "; PEFT's all-linear includes routers, which adapters here do not train: list "
+            hint += "the projections, such as q_proj, instead"
             raise ValueError(
                 f"target_parameters={quote(target)} matches no experts of this {family}"
+                + (hint if "gate.weight" in target or "router" in target else "")
             )
     stems, targeted = {}, [m for m in modules if m.experts and is_listed(m, {*parameters})]
     for module in modules:
@@ -680,6 +700,8 @@ def prepare_adapter(
     }
     modules = [m for m in find_target_modules(model) if (m.path, m.projection) in adapted]
     config = peft_config(model, model.adapters[name], modules)
+    if model.config.model_type in MISREAD_TYPES:
+        _warn_of_misread_modules(modules)
     dtype = dtype or next(iter(parameters.values())).dtype
     with ranks.sync_errors():
         tensors = make_entries(parameters, slices, dtype, ranks=ranks)

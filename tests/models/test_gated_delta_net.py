@@ -191,7 +191,7 @@ def test_what_is_taken_back_and_what_cannot_be(model: CausalLM) -> None:
 
 
 @torch.enable_grad()
-@pytest.mark.parametrize("name", ["conv1d.weight", "A_log", "dt_bias"])
+@pytest.mark.parametrize("name", ["conv1d.weight", "decay.A_log", "decay.dt_bias"])
 def test_states_keep_no_gradients_behind_frozen_projections(name: str, tmp_path: Path) -> None:
     model, ids = load_case("qwen3_5_text", "plain", tmp_path).requires_grad_(False), text(1, 9)
     cache = model(ids, use_cache=True).past_key_values

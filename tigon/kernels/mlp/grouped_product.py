@@ -186,4 +186,4 @@ def grouped_bias_gradient(dy: Tensor, weights: Tensor | None, ends: Tensor) -> T
     """
     ones = dy.new_ones(len(dy), 16 // dy.element_size())
     columns = ones if weights is None else ones * weights[:, None].to(dy.dtype)
-    return grouped_weight_gradient(dy, columns, ends)[..., 0]
+    return grouped_weight_gradient(dy, columns, ends)[..., 0].contiguous()

@@ -265,13 +265,11 @@ def time_fla() -> Record:
             *inputs, scale=1.0, output_final_state=True, cu_seqlens=bounds
         )
 
-    found: Record = {}
-    for name in ("1 x 8192", "8 x 1024"):
-        try:
-            found[name] = times(rule, SHAPES[name], back=False)
-        except Exception as error:
-            found[name] = {"error": f"{type(error).__name__}: {error}"}
-    return found
+    name = "1 x 8192"  # of packed sequences its autotuner took more than a minute
+    try:
+        return {name: times(rule, SHAPES[name], back=False)}
+    except Exception as error:
+        return {name: {"error": f"{type(error).__name__}: {error}"}}
 
 
 def run(job: Job) -> str:

@@ -253,6 +253,14 @@ class ModelConfig:
         return write_rope(dict(self.rope_parameters))
 
 
+def check_layer_kinds(name: str, kinds: list[str] | None, layers: int, *known: str) -> None:
+    """Raises ConfigError unless `kinds`, the key `name`, is None or has a known kind for each
+    layer."""
+    if kinds is not None and (len(kinds) != layers or not set(kinds) <= {*known}):
+        names = " or ".join(map(repr, known))
+        raise ConfigError(f"{name}={quote(kinds)} is not {names} for each of {layers} layers")
+
+
 @dataclass(frozen=True, kw_only=True)
 class WindowedConfig(ModelConfig):
     """The config of a family with sliding-window layers.
@@ -265,12 +273,7 @@ class WindowedConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        types, layers = self.layer_types, self.num_hidden_layers
-        if types is not None and (len(types) != layers or not set(types) <= {SLIDING, FULL}):
-            raise ConfigError(
-                f"layer_types={quote(types)} is not {SLIDING!r} or {FULL!r} for each of {layers} "
-                "layers"
-            )
+        check_layer_kinds("layer_types", self.layer_types, self.num_hidden_layers, SLIDING, FULL)
 
     def slides(self, layer: int) -> bool:
         """Whether the layer has a sliding window if `layer_types` is None: here every layer has

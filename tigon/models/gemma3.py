@@ -17,7 +17,27 @@ from tigon.utils.config import check_type
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Config(GemmaConfig, TwoRopesConfig):
+class LocalThetaConfig(TwoRopesConfig):
+    """A `TwoRopesConfig` whose rope_local_base_freq is the theta of the sliding layers."""
+
+    default_theta = 1e6
+
+    @classmethod
+    def _local_theta(cls, source: Mapping[str, Any]) -> float:
+        """rope_local_base_freq, by default 1e4: rope_theta of the sliding layers if
+        `rope_parameters` lacks it."""
+        key = "rope_local_base_freq"
+        return check_type(key, source.get(key, 1e4), float)
+
+    def _rope_keys(self) -> dict[str, Any]:
+        """The keys of `to_dict` that describe RoPE, with rope_local_base_freq, the sliding layers'
+        theta."""
+        local = self.rope_parameters[SLIDING]["rope_theta"]
+        return super()._rope_keys() | {"rope_local_base_freq": local}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(GemmaConfig, LocalThetaConfig):
     """The config of Gemma 3's text models: Gemma's with two RoPEs, every sliding_window_pattern-th
     layer without window, and attention to both sides if `use_bidirectional_attention`."""
 
@@ -29,7 +49,6 @@ class Gemma3Config(GemmaConfig, TwoRopesConfig):
         """The name of transformers' sequence classifier, which has Text in it."""
         return "Gemma3TextForSequenceClassification"
 
-    default_theta = 1e6
     # Read with the RoPEs; and a copy of sliding_window_pattern
     ignored = frozenset({"rope_local_base_freq", "_sliding_window_pattern"})
 
@@ -45,19 +64,6 @@ class Gemma3Config(GemmaConfig, TwoRopesConfig):
     final_logit_softcapping: float | None = None
     sliding_window_pattern: int = 6
     use_bidirectional_attention: bool | None = False
-
-    @classmethod
-    def _local_theta(cls, source: Mapping[str, Any]) -> float:
-        """rope_local_base_freq, by default 1e4: rope_theta of the sliding layers if
-        `rope_parameters` lacks it."""
-        key = "rope_local_base_freq"
-        return check_type(key, source.get(key, 1e4), float)
-
-    def _rope_keys(self) -> dict[str, Any]:
-        """The keys of `to_dict` that describe RoPE, with rope_local_base_freq, the sliding layers'
-        theta."""
-        local = self.rope_parameters[SLIDING]["rope_theta"]
-        return super()._rope_keys() | {"rope_local_base_freq": local}
 
     def slides(self, layer: int) -> bool:
         """Whether the layer has a sliding window if `layer_types` is None: all have but every

@@ -7,7 +7,7 @@ As in Gemma 4, the last layers read the keys and values of earlier ones. Papers:
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,22 +19,21 @@ from tigon.layers import BlockInputs, GatedMLP, Linear, LMHead, RMSNorm, Rotatio
 from tigon.layers.mlp import TopKMLP
 from tigon.layers.shared_attention import SharingAttention
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import SLIDING, ConfigError, activation
+from tigon.models.config import ConfigError, activation
 from tigon.models.decoder import BlockOutput, Decoder, TransformerBlock, layer_window
+from tigon.models.gemma3 import LocalThetaConfig
 from tigon.models.gemma4 import SharedKVConfig
 from tigon.models.per_layer_inputs import PerLayerDecoder, multiply
-from tigon.utils.config import check_type
 from tigon.utils.json import quote
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3nConfig(SharedKVConfig):
+class Gemma3nConfig(SharedKVConfig, LocalThetaConfig):
     """The config of Gemma 3n's text models; intermediate_size and activation_sparsity_pattern have
     a value for each layer, or one for all."""
 
     model_type = "gemma3n_text"
     architecture = "Gemma3nForCausalLM"
-    default_theta = 1e6
     ignored = frozenset({"rope_local_base_freq"})  # read with the RoPEs
 
     vocab_size: int = 262400
@@ -89,19 +88,6 @@ class Gemma3nConfig(SharedKVConfig):
                 f"altup_active_idx={self.altup_active_idx} is not one of "
                 f"altup_num_inputs={self.altup_num_inputs} streams"
             )
-
-    @classmethod
-    def _local_theta(cls, source: Mapping[str, Any]) -> float:
-        """rope_local_base_freq, by default 1e4: rope_theta of the sliding layers if
-        `rope_parameters` lacks it."""
-        key = "rope_local_base_freq"
-        return check_type(key, source.get(key, 1e4), float)
-
-    def _rope_keys(self) -> dict[str, Any]:
-        """The keys of `to_dict` that describe RoPE, with rope_local_base_freq, the sliding layers'
-        theta."""
-        local = self.rope_parameters[SLIDING]["rope_theta"]
-        return super()._rope_keys() | {"rope_local_base_freq": local}
 
     def slides(self, layer: int) -> bool:
         """Whether the layer has a sliding window if `layer_types` is None: all have but every

@@ -6,10 +6,9 @@ Checked against transformers' modeling_glm4_moe_lite.
 from dataclasses import dataclass
 
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import ConfigError
+from tigon.models.config import check_layer_kinds
 from tigon.models.deepseek_v3 import LatentBlock, LatentConfig
 from tigon.models.pretrained.names import CheckpointNames
-from tigon.utils.json import quote
 
 DENSE, SPARSE = "dense", "sparse"
 
@@ -49,11 +48,7 @@ class Glm4MoeLiteConfig(LatentConfig):
         if types is None:
             types = [DENSE] + [SPARSE] * (layers - 1)
             object.__setattr__(self, "mlp_layer_types", types)
-        if len(types) != layers or not set(types) <= {DENSE, SPARSE}:
-            raise ConfigError(
-                f"mlp_layer_types={quote(types)} is not {DENSE!r} or {SPARSE!r} for each of "
-                f"{layers} layers"
-            )
+        check_layer_kinds("mlp_layer_types", types, layers, DENSE, SPARSE)
 
     @classmethod
     def classifier(cls) -> None:

@@ -11,12 +11,10 @@ from torch import nn
 
 from tigon.layers import GatedMLP, ShortConv
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import ModelConfig
+from tigon.models.config import ModelConfig, check_layer_kinds
 from tigon.models.decoder import PreNormBlock
 from tigon.models.pretrained.names import QKV, CheckpointNames
 from tigon.models.rope_config import FULL
-from tigon.utils.config import ConfigError
-from tigon.utils.json import quote
 
 CONV = "conv"
 # Keys of config.json, which win over those of their fields' names -> the fields
@@ -84,12 +82,7 @@ class Lfm2Config(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        types, layers = self.layer_types, self.num_hidden_layers
-        if types is not None and (len(types) != layers or not set(types) <= {CONV, FULL}):
-            raise ConfigError(
-                f"layer_types={quote(types)} is not {CONV!r} or {FULL!r} for each of {layers} "
-                "layers"
-            )
+        check_layer_kinds("layer_types", self.layer_types, self.num_hidden_layers, CONV, FULL)
 
     def attends(self, layer: int) -> bool:
         """Whether the layer has attention: by layer_types, or else full_attn_idxs, or else all."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import FULL, ConfigError, activation
+from tigon.models.config import FULL, ConfigError, activation, check_layer_kinds
 from tigon.models.decoder import Decoder, PreNormBlock
 from tigon.models.moe import ExpertsConfig, sparse_moe
 from tigon.models.pretrained.names import CheckpointNames
@@ -61,13 +61,10 @@ class Llama4Config(ExpertsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers, flags, types = self.num_hidden_layers, self.no_rope_layers, self.layer_types
+        layers, flags = self.num_hidden_layers, self.no_rope_layers
         if flags and len(flags) < layers:
             raise ConfigError(f"no_rope_layers={quote(flags)} is not 0 or 1 for {layers} layers")
-        if types is not None and (len(types) != layers or not set(types) <= {CHUNKED, FULL}):
-            raise ConfigError(
-                f"layer_types={quote(types)} is not {CHUNKED!r} or {FULL!r} for {layers} layers"
-            )
+        check_layer_kinds("layer_types", self.layer_types, layers, CHUNKED, FULL)
 
     def sparse(self, layer: int) -> bool:
         """Whether the layer has experts: by moe_layers, or else every

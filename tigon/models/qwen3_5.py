@@ -12,7 +12,7 @@ from torch import nn
 from tigon.kernels.norm.rms_norm import Cast
 from tigon.layers import GatedDeltaNet
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import ConfigError, ModelConfig
+from tigon.models.config import ConfigError, ModelConfig, check_layer_kinds
 from tigon.models.decoder import PreNormBlock
 from tigon.models.pretrained.names import PACKED, CheckpointNames
 from tigon.models.rope_config import FULL
@@ -52,12 +52,7 @@ class GatedDeltaConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        types, layers = self.layer_types, self.num_hidden_layers
-        if types is not None and (len(types) != layers or not set(types) <= {LINEAR, FULL}):
-            raise ConfigError(
-                f"layer_types={quote(types)} is not {LINEAR!r} or {FULL!r} for each of {layers} "
-                "layers"
-            )
+        check_layer_kinds("layer_types", self.layer_types, self.num_hidden_layers, LINEAR, FULL)
         if self.hidden_act != "silu":
             raise ConfigError(f"hidden_act={quote(self.hidden_act)}: Gated DeltaNet has silu alone")
 

@@ -35,6 +35,8 @@ from tigon.train.memory import Estimate
 
 MEMORY_WITHIN = 0.03
 TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was
+# With shared experts the host waits: two runs of one step on two H200 took 153 and 180 ms
+SHARED_EXPERTS_WITHIN = 0.12
 # What CUDA graphs share is known to the allocator alone: the estimate counts too much
 GRAPHS_WITHIN = 0.2
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
@@ -70,7 +72,9 @@ def test_predictions_match_measurements() -> None:
         "gradients",
     }
     for one in found:
-        assert abs(one.time_error) < TIME_WITHIN[one.case.fitted], one.case.name
+        shared = one.case.layout.expert > 1 and not one.case.fitted
+        bar = SHARED_EXPERTS_WITHIN if shared else TIME_WITHIN[one.case.fitted]
+        assert abs(one.time_error) < bar, one.case.name
         graphs = "cuda_graphs=true" in one.case.settings
         within = GRAPHS_WITHIN if graphs else MEMORY_WITHIN
         assert abs(one.memory_error) < within, one.case.name

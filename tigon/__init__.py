@@ -37,6 +37,7 @@ PACKAGES = (
     "parallel",
     "plan",
     "report",
+    "serve",
     "tokenizer",
     "train",
     "weights",

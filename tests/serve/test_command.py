@@ -1,0 +1,78 @@
+"""`tigon serve` as a process: how it begins and how it ends."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.server import TEXT, chunks
+from tigon.cli import main
+from tigon.serve.run import listen
+
+
+@contextmanager
+def started(
+    directory: Path, *options: str, **variables: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server's address and process, once it is ready."""
+    command = [sys.executable, "-m", "tigon", "serve", str(directory), "--port", "0", *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **variables},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith(f"{directory.name} at http://127.0.0.1:"), line
+        assert line.endswith(": 8 rows of 256 tokens\n")
+        yield line.split()[2].rstrip(":"), process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_signal_lets_running_requests_end(directory: Path) -> None:
+    with started(directory) as (url, process):
+        body = {"prompt": [5], "max_tokens": 250, "stream": True, "temperature": 1.0, "top_k": 0}
+        with httpx.stream("POST", url + TEXT, json=body | {"seed": 1}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            found = list(chunks(lines))
+        assert found[-1]["choices"][0]["finish_reason"]
+        assert process.wait(10) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_a_key_of_the_environment(directory: Path) -> None:
+    with started(directory, "--name", directory.name, TIGON_API_KEY="sesame") as (url, process):
+        assert httpx.get(url + "/v1/models").status_code == 401
+        headers = {"authorization": "Bearer sesame"}
+        assert httpx.get(url + "/v1/models", headers=headers).status_code == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+
+
+def test_a_taken_port(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(directory), "--port", port]) == 1
+    assert capfd.readouterr().err == (
+        f"tigon serve: --host 127.0.0.1 --port {port}: Address already in use; give another "
+        "address or port\n"
+    )
+
+
+def test_sockets_send_at_once() -> None:
+    """Without this a reply would wait for the acknowledgement of its head, for 40 ms."""
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+    with listen("::1", 0) as listener:
+        assert listener.getsockname()[0] == "::1"

@@ -187,7 +187,7 @@ def test_rows_without_finite_scores() -> None:
     for values in ROW_SETTINGS:
         rows = RowSampling(3, V, 4, torch.device("cpu"))
         settings = GenerationSettings(**DEFAULTS | values)
-        work = [rows.set(i, settings, torch.tensor([1]), 4) for i in range(3)][0]
+        work, *_ = (rows.set(i, settings, torch.tensor([1]), 4) for i in range(3))
         logits = torch.randn(3, V)
         logits[0, 5], logits[1] = float("nan"), float("-inf")
         tokens = rows(logits, work).tolist()

@@ -1,5 +1,6 @@
 """`tigon serve` as a process: how it begins and how it ends."""
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.serve import loop
 from tests.serve.server import TEXT, chunks
 from tigon.cli import main
 from tigon.serve.run import listen
@@ -39,9 +41,12 @@ def started(
 
 
 def test_a_signal_lets_running_requests_end(directory: Path) -> None:
-    with started(directory) as (url, process):
+    with started(directory, TIGON_API_KEY="sesame") as (url, process):
+        assert httpx.get(url + "/v1/models").status_code == 401
+        headers = {"authorization": "Bearer sesame"}
         body = {"prompt": [5], "max_tokens": 250, "stream": True, "temperature": 1.0, "top_k": 0}
-        with httpx.stream("POST", url + TEXT, json=body | {"seed": 1}) as response:
+        body |= {"seed": 1}
+        with httpx.stream("POST", url + TEXT, json=body, headers=headers) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)
@@ -51,11 +56,9 @@ def test_a_signal_lets_running_requests_end(directory: Path) -> None:
         assert process.stderr is not None and process.stderr.read() == ""
 
 
-def test_a_key_of_the_environment(directory: Path) -> None:
-    with started(directory, "--name", directory.name, TIGON_API_KEY="sesame") as (url, process):
-        assert httpx.get(url + "/v1/models").status_code == 401
-        headers = {"authorization": "Bearer sesame"}
-        assert httpx.get(url + "/v1/models", headers=headers).status_code == 200
+@pytest.mark.slow
+def test_an_interrupt(directory: Path) -> None:
+    with started(directory, "--name", directory.name) as (_, process):
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 130
 
@@ -76,3 +79,12 @@ def test_sockets_send_at_once() -> None:
         assert listener.proto == socket.IPPROTO_TCP
     with listen("::1", 0) as listener:
         assert listener.getsockname()[0] == "::1"
+
+
+@pytest.mark.slow
+def test_clients_of_every_kind_for_a_while(capfd: pytest.CaptureFixture[str]) -> None:
+    """A longer run, which also bounds memory, is `python -m tests.serve.loop --seconds 3600`."""
+    assert loop.main(["--seconds", "6"]) == 0
+    counts = json.loads(capfd.readouterr().out.partition("\n{\n")[2].join(["{", ""]))["requests"]
+    kinds = {"read 200", "stream 200", "stream left", "refuse 400", "refuse 413", "crowd 429"}
+    assert kinds <= counts.keys()

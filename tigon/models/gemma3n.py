@@ -244,16 +244,19 @@ class Gemma3nDecoder(PerLayerDecoder):
         """The projections back, and the norm."""
         return [*self.get_submodule("altup_unembed_projections").children(), *super().last_modules]
 
-    def begin(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
+    def begin(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
         """The streams [S, B, T, C], and each block's input."""
-        x, inputs = super().begin(x)
+        x, inputs = super().begin(x, *dropout_args)
         layers = self.get_submodule("altup_projections").children()
-        return torch.stack([x, *(_rescale(layer(x), x) for layer in layers)]), inputs
+        others = [_rescale(layer(x, *dropout_args), x) for layer in layers]
+        return torch.stack([x, *others]), inputs
 
-    def end(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def end(self, x: Tensor, residual: Tensor | None, *dropout_args: Tensor) -> Tensor:
         """The norm of the streams' mean [B, T, C]."""
         layers = self.get_submodule("altup_unembed_projections").children()
-        back = [_rescale(layer(y), x[0]) for layer, y in zip(layers, x[1:], strict=True)]
+        back = [
+            _rescale(layer(y, *dropout_args), x[0]) for layer, y in zip(layers, x[1:], strict=True)
+        ]
         return super().end(torch.stack([x[0], *back]).mean(0), residual)
 
 

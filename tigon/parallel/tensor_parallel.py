@@ -52,6 +52,7 @@ from tigon.parallel.tensor_modules import (
     DispatchedExperts,
     DispatchedMoE,
     FlatParallelNorm,
+    ReplicatedLinear,
     RowParallelLinear,
     TensorParallelDecoder,
     TensorParallelExperts,
@@ -540,13 +541,13 @@ def _vocabulary_shard(size: int, module: nn.Module, ranks: Ranks) -> VocabularyS
 def install_modules(model: CausalLM, tensor: TensorPass) -> None:
     """Puts the modules of `tensor_modules` in place of the model's; parameters and hooks stay."""
     _install(model.model, TensorParallelDecoder, tensor=tensor)
+    moes = [module for module in model.modules() if isinstance(module, SparseMoE)]
+    inside = {module for moe in moes for module in moe.modules()}
+    for moe in moes:
+        _install(moe, DispatchedMoE if moe.divided else TensorParallelMoE, tensor=tensor)
+        experts = DispatchedExperts if moe.divided else TensorParallelExperts
+        _install(moe.experts, experts, tensor=tensor)
     for block in model.model.layers:
-        moes = [module for module in block.modules() if isinstance(module, SparseMoE)]
-        for moe in moes:
-            _install(moe, DispatchedMoE if moe.divided else TensorParallelMoE, tensor=tensor)
-            experts = DispatchedExperts if moe.divided else TensorParallelExperts
-            _install(moe.experts, experts, tensor=tensor)
-        inside = {module for moe in moes for module in moe.modules()}
         for module in block.modules():
             if isinstance(module, LatentAttention):
                 _install(module, TensorParallelLatentAttention, tensor=tensor)
@@ -566,6 +567,15 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
     tensor.norms.append(model.model.norm)
     for place, norm in enumerate(tensor.norms):
         _install(norm, TensorParallelNorm, tensor=tensor, place=place)
+    for path, module in model.named_modules():
+        if type(module) is Linear and module not in inside and _is_whole(model, f"{path}.weight"):
+            _install(module, ReplicatedLinear, tensor=tensor)
+
+
+def _is_whole(model: CausalLM, name: str) -> bool:
+    """Whether this rank has all of a parameter."""
+    spec = model.shard_specs.get(name)
+    return spec is not None and len(spec.pieces) == 1 and spec.length == spec.shape[spec.dim]
 
 
 def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:

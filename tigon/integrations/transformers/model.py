@@ -7,11 +7,13 @@ config, names of parameters and outputs.
 """
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, Self
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
@@ -99,6 +101,12 @@ def finish(output: ModelOutput, config: Any, return_dict: bool | None) -> Any:
     """Returns the output, or a tuple if the call or the config wants one."""
     wanted = config.return_dict if return_dict is None else return_dict
     return output if wanted else output.to_tuple()
+
+
+def make_reference(name: str, config: PreTrainedConfig) -> nn.Module:
+    """Makes transformers' model of this name on the meta device: its modules, names and order."""
+    with torch.device("meta"):
+        return getattr(transformers, name)(deepcopy(config))
 
 
 def read_flags(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> tuple[bool, bool]:

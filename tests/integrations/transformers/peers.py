@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
-from tests.models.tiny import CASES, load_reference, reference
+from tests.models.tiny import CASES, SIZES, load_reference, reference, their_config
 from tigon.integrations.transformers import from_pretrained
 from tigon.integrations.transformers.model import TigonPreTrainedModel
 
@@ -39,6 +44,28 @@ def pair(
     """transformers' model and Tigon's of the same checkpoint, in fp32."""
     directory = checkpoint(model_type, case)
     return load_reference(directory), from_pretrained(directory, **options)
+
+
+@functools.cache
+def score_checkpoint(model_type: str, labels: int) -> Path:
+    """The directory of transformers' checkpoint of a sequence classifier, written once."""
+    directory = Path(tempfile.mkdtemp(prefix="tigon-peers-"))
+    values = SIZES | CASES[model_type][MODELS[model_type]]
+    config = their_config(model_type, **values, num_labels=labels, pad_token_id=3)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    model.save_pretrained(directory)
+    return directory
+
+
+def score_pair(model_type: str, labels: int = 1) -> tuple[PreTrainedModel, TigonPreTrainedModel]:
+    """transformers' sequence classifier and Tigon's of the same checkpoint, in fp32."""
+    directory = score_checkpoint(model_type, labels)
+    load = AutoModelForSequenceClassification.from_pretrained
+    return load(directory, attn_implementation="eager").eval(), from_pretrained(directory)
 
 
 def make_rows(lengths: Sequence[int] = LENGTHS) -> list[dict[str, list[int]]]:

@@ -58,11 +58,21 @@ def make_batch(native: LanguageModel, arguments: Mapping[str, Any]) -> Batch:
     """Resolves the inputs of a call, of which `seq_idx` [B, T], the number of each token's
     sequence, gives bounds unless there are others; TypeError for an unknown keyword."""
     check_keywords("forward", arguments, KNOWN)
+    refuse_liger(native.model.norm.__dict__.get("forward"))
     chosen = select_keys(BATCH, arguments)
     seq_idx = arguments.get("seq_idx")
     if seq_idx is not None and not any(chosen.get(name) is not None for name in BOUNDS):
         chosen["cu_seq_lens"] = find_bounds(seq_idx)
     return Batch.of(native, arguments.get("input_ids"), **chosen)
+
+
+def refuse_liger(forward: Any) -> None:
+    """Raises ValueError for a replaced `forward` that is one of Liger's."""
+    if (getattr(forward, "__module__", None) or "").startswith("liger_kernel"):
+        raise ValueError(
+            "use_liger_kernel=True replaces layers of transformers, and Tigon's have fused kernels "
+            "already: leave it out, and load the model again, since its norms are changed"
+        )
 
 
 def find_bounds(seq_idx: Tensor) -> Tensor:

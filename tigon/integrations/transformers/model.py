@@ -6,6 +6,7 @@ config, names of parameters and outputs.
 # B batch, T tokens, n kept tokens, C model dim, V vocab
 """
 
+import os
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -20,8 +21,15 @@ from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputW
 from transformers.modeling_utils import EmbeddingAccessMixin, ModuleUtilsMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tigon.integrations.transformers.calls import capture, check_options, make_batch, select_targets
+from tigon.integrations.transformers.calls import (
+    capture,
+    check_options,
+    make_batch,
+    refuse_liger,
+    select_targets,
+)
 from tigon.integrations.transformers.generation import TigonGeneration
+from tigon.integrations.transformers.native import check_config, load_native
 from tigon.integrations.transformers.outputs import BaseOutput, to_transformers
 from tigon.layers import Embedding
 from tigon.models import MODELS
@@ -157,6 +165,45 @@ class TigonPreTrainedModel(PreTrainedModel):
         call_with_ids(native, config)
         self._set_statics()
         self.train(native.training)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module's; ValueError for the forward pass of Liger's loss."""
+        if name == "forward":
+            refuse_liger(value)
+        super().__setattr__(name, value)
+
+    @classmethod
+    def from_native(cls, native: CausalLM, **options: Any) -> Self:
+        """Makes a model of a native one; options are those of the class."""
+        config = cls.config_class.from_dict(native.config.to_dict())
+        config.name_or_path, config.dtype = native.config.source.name, native.dtype
+        return cls(config, native, **options)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        path_or_repo: str | os.PathLike[str],
+        *args: Any,
+        config: PreTrainedConfig | None = None,
+        projections: str = "split",
+        tigon_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """As tigon.integrations.transformers.from_pretrained, for a checkpoint of this class.
+
+        Auto classes also give a `config`, which may differ from the file's in what does not change
+        the native model, such as output_router_logits and pad_token_id; else raises ValueError.
+        """
+        if config is not None and issubclass(cls, TigonForSequenceClassification):
+            options["num_labels"] = config.num_labels
+        native = load_native(path_or_repo, **options)
+        if (name := native.config.transformers_class) != cls.__name__:
+            raise ValueError(f"{native.config.source.name!r} is a {name}, no {cls.__name__}")
+        made: dict[str, Any] = {"projections": projections, "tigon_options": tigon_options}
+        if config is None:
+            return cls.from_native(native, **made)
+        check_config(native, config)
+        return cls(config, native, **made)
 
     def _set_statics(self) -> None:
         """Sets what transformers' `post_init` would: names of tied parameters, and no plans."""

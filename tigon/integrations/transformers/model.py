@@ -29,7 +29,7 @@ from tigon.integrations.transformers.calls import (
     select_targets,
 )
 from tigon.integrations.transformers.generation import TigonGeneration
-from tigon.integrations.transformers.native import check_config, load_native
+from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
 from tigon.integrations.transformers.outputs import BaseOutput, to_transformers
 from tigon.layers import Embedding
 from tigon.models import MODELS
@@ -142,6 +142,7 @@ class TigonPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     family: ClassVar[type[CausalLM]]
+    config_class: ClassVar[type[PreTrainedConfig]]  # type: ignore[misc]
     config: Any
     native: CausalLM
 
@@ -164,6 +165,7 @@ class TigonPreTrainedModel(PreTrainedModel):
         self.projections = projections
         call_with_ids(native, config)
         self._set_statics()
+        self.register_load_state_dict_pre_hook(assemble_parameters)
         self.train(native.training)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -219,6 +221,11 @@ class TigonPreTrainedModel(PreTrainedModel):
     def can_generate(cls) -> bool:
         """Whether the class has `generate`, which transformers reads off the names of bases."""
         return issubclass(cls, TigonGeneration)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: files have the names and forms of transformers' own class."""
+        return False
 
     @property
     def accepts_loss_kwargs(self) -> bool:

@@ -1,0 +1,1 @@
+"""Tigon's models as transformers' `PreTrainedModel`s, for its Trainer, TRL, PEFT and pipelines."""

@@ -117,9 +117,10 @@ class AltUp(nn.Module):
 
     def predict(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         """Adds to each stream a mixture of all: x [S, B, T, C] -> [S, B, T, C]."""
-        if self.training and self.clip is not None and self.prediction_coefs.quantized is None:
+        weight = self.prediction_coefs.weight  # None if it is quantized
+        if self.training and self.clip is not None and weight is not None:
             # In place, as in transformers; `data`, as another pass may have saved the weight
-            self.prediction_coefs.weight.data.clamp_(-self.clip, self.clip)
+            weight.data.clamp_(-self.clip, self.clip)
         modalities = self._modalities(x[self.active], *dropout_args)
         coefs = self.prediction_coefs(modalities, *dropout_args)
         coefs = coefs.unflatten(-1, (len(x), len(x)))  # [B, T, to, from]
@@ -129,7 +130,8 @@ class AltUp(nn.Module):
         """Adds to each predicted stream [S, B, T, C] a share of the difference of `activated`
         [B, T, C] from the active one."""
         modalities, layer = self._modalities(activated, *dropout_args), self.correction_coefs
-        plain = layer.quantized is None and not layer.has_adapter
+        own = isinstance(layer, Linear)  # others may have put an adapter into its place
+        plain = own and layer.quantized is None and not layer.has_adapter
         if self.training and self.clip is not None and plain:
             coefs = nn.functional.linear(modalities, layer.weight.clamp(-self.clip, self.clip))
         else:

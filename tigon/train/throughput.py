@@ -25,11 +25,13 @@ from torch import Tensor, nn
 from tigon.layers import (
     Attention,
     GatedDeltaNet,
+    GroupRouter,
     Linear,
     LMHead,
     LowRank,
     LowRankEmbedding,
     SparseMoE,
+    TopKRouter,
 )
 from tigon.models import CausalLM
 from tigon.train.distributed import World
@@ -79,7 +81,7 @@ class Cost:
                 per_token += share * sum(_product(p, trained) for p in experts)
             elif isinstance(module, Linear):
                 per_token += _product(module.weight_meta, trained_before)
-            elif isinstance(module, LMHead):
+            elif isinstance(module, LMHead | TopKRouter | GroupRouter):
                 per_token += _product(module.weight, trained_before)
             elif isinstance(module, LowRank):  # A's input gradient where its layer's is needed
                 per_token += sum(_product(p, trained_before or p is not module.lora_A) for p in own)

@@ -31,6 +31,7 @@ from tigon.integrations.transformers.calls import (
 from tigon.integrations.transformers.generation import TigonGeneration
 from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
 from tigon.integrations.transformers.outputs import BaseOutput, to_transformers
+from tigon.integrations.transformers.projections import split_projections
 from tigon.layers import Embedding
 from tigon.models import MODELS
 from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
@@ -39,6 +40,7 @@ from tigon.models.inputs import Batch
 from tigon.models.loss import Targets
 from tigon.models.moe import MoEConfig
 
+PROJECTIONS = ("split", "fused")  # query, key, value, gate and up apart as in transformers, or not
 OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
 
 
@@ -163,6 +165,10 @@ class TigonPreTrainedModel(PreTrainedModel):
         self.__dict__["_modules"] = native._modules
         self.tigon_options = options
         self.projections = projections
+        if projections not in PROJECTIONS:
+            raise ValueError(f"projections={projections!r} is not one of {PROJECTIONS}")
+        if projections == "split":
+            split_projections(native, make_reference(type(self).__name__, config))
         call_with_ids(native, config)
         self._set_statics()
         self.register_load_state_dict_pre_hook(assemble_parameters)

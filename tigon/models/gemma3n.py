@@ -127,7 +127,8 @@ class AltUp(nn.Module):
         """Adds to each predicted stream [S, B, T, C] a share of the difference of `activated`
         [B, T, C] from the active one."""
         modalities, layer = self._modalities(activated, *dropout_args), self.correction_coefs
-        plain = layer.quantized is None and not layer.has_adapter
+        own = isinstance(layer, Linear)  # others may have put an adapter into its place
+        plain = own and layer.quantized is None and not layer.has_adapter
         if self.training and self.clip is not None and plain:
             coefs = nn.functional.linear(modalities, layer.weight.clamp(-self.clip, self.clip))
         else:

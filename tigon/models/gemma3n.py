@@ -272,8 +272,8 @@ def bound_coefficients(model: nn.Module, _: Any) -> None:
     does."""
     for module in model.modules() if model.training else ():
         if isinstance(module, AltUp) and module.clip is not None:
-            weight = module.prediction_coefs.weight
-            if module.prediction_coefs.quantized is None and not weight.is_meta:
+            weight = module.prediction_coefs.weight  # None if it is quantized
+            if weight is not None and not weight.is_meta:
                 # `data`, as another pass may have saved the weight
                 local_rows("prediction_coefs", weight)[0].data.clamp_(-module.clip, module.clip)
 

@@ -21,60 +21,11 @@ import tigon.train
 from tests.docs.pages import ROOT, Block, blocks
 from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.gguf_files import write_gguf
-from tests.support.hub_server import HubServer, hub  # noqa: F401
-from tests.support.small import write_chats, write_model
 from tigon.train.optim import build_optimizer
 
 Names = dict[str, Any]
 PYTHON = [block for block in blocks() if block.language == "python"]
 PAGES = sorted({block.page for block in PYTHON if not block.skip})
-# Models that pages name are directories with these names
-MODELS = (
-    "HuggingFaceTB/SmolLM2-135M-Instruct",
-    "MODEL",
-    "Qwen/Qwen3-0.6B",
-    "meta-llama/Llama-3.1-8B",
-    "meta-llama/Llama-3.2-1B",
-    "runs/mine/hf",
-)
-TINY = "seq_len=64 batch_size=2 micro_batch_size=1 epochs=null steps=2 workers=0 device=cpu"
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every file that a page names."""
-    root = tmp_path_factory.mktemp("desk")
-    model = write_model(root / "tiny")
-    for name in MODELS:
-        shutil.copytree(model, root / name)
-    for name in ("chats", "held_out", "data/train", "data/eval"):
-        (root / name).parent.mkdir(exist_ok=True)
-        write_chats(root / f"{name}.jsonl", 12)
-    (root / "configs").symlink_to(ROOT / "configs")
-    (watch,) = (block.text for block in PYTHON if "def answers(seen)" in block.text)
-    (root / "watch.py").write_text(watch)
-    adapted = tigon.from_pretrained(model)
-    adapted.add_adapter(tigon.LoraConfig(rank=4))
-    adapted.save_adapter(root / "owner/adapter")
-    return root
-
-
-@pytest.fixture
-def desk(
-    files: Path,
-    hub: HubServer,  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Path:
-    """A copy of the folder as the current one, beside a hub that takes uploads."""
-    root = tmp_path / "desk"
-    shutil.copytree(files, root, symlinks=True)
-    monkeypatch.chdir(root)
-    hub.writers.add("hf_writes")
-    monkeypatch.setenv("HF_TOKEN", "hf_writes")
-    load = tigon.train.load
-    monkeypatch.setattr(tigon.train, "load", lambda p, s=(): load(p, [*s, *TINY.split()]))
-    return root
 
 
 def common(stack: ExitStack) -> Names:

@@ -36,8 +36,9 @@ ARROWS: dict[str, set[str]] = {
     "plan": {"train"},
     "auto_layout": {"plan"},
     "eval": {"data", "models"},
+    "integrations": {"eval", "train"},
     "serve": {"models", "tokenizer"},
-    "cli": {"eval", "plan", "serve", "train"},
+    "cli": {"eval", "integrations", "plan", "serve", "train"},
     "__main__": {"cli"},
 }
 # These load at run time what is below them: torch takes seconds, which neither --help needs nor the
@@ -62,7 +63,7 @@ SLOW = {("tigon.parallel.fsdp", "torch.distributed.fsdp")}
 ABOVE = {"tigon.train.auto_layout": "auto_layout"}
 LATE = {("tigon.train.build", "tigon.train.auto_layout")}
 # What is built on an extra, and imported where it is asked for
-BUILT_ON_EXTRAS = {"serve"}
+BUILT_ON_EXTRAS = {"integrations", "serve"}
 # Extras; imported where they are used, with an error that says what to install
 OPTIONAL = {
     "datasets",

@@ -16,7 +16,7 @@ from transformers import (
 
 import tigon
 from tigon.generation import Sampling
-from tigon.generation.sampling import RowSampling, Work
+from tigon.generation.row_sampling import RowSampling, Work
 from tigon.generation.settings import DEFAULTS, GenerationSettings
 from tigon.kernels.loss.argmax import NOT_FINITE
 

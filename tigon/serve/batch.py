@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tigon.generation.loop import FEW_STEPS
-from tigon.generation.sampling import RowSampling, Work
+from tigon.generation.row_sampling import RowSampling, Work
 from tigon.generation.settings import GenerationSettings
 from tigon.generation.steps import ROUND, GraphedStep
 from tigon.layers import StaticCache

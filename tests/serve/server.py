@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-import uvicorn
 
 import tigon
-from tigon.serve.app import Service, make_app
+from tigon.serve.app import Service
 from tigon.serve.engine import Engine
-from tigon.serve.run import listen
+from tigon.serve.run import listen, make_server
 from tigon.tokenizer import Tokenizer
 
 NAME = "tiny"
@@ -107,10 +106,7 @@ def serving(
     service = Service(Engine(model, rows, queue), tokenizer, NAME, ends)
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-        config = uvicorn.Config(
-            make_app(service, key, local), http="h11", ws="none", log_level="warning"
-        )
-        running = uvicorn.Server(config)
+        running = make_server(service, key, local)
         thread = threading.Thread(target=running.run, args=([listener],))
         thread.start()
         wait(lambda: running.started)

@@ -38,11 +38,9 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def run(service: Service, listener: socket.socket, key: str | None, local: bool) -> None:
-    """Answers requests until SIGTERM, after which running ones have FINISHING_SECONDS.
-
-    Raises KeyboardInterrupt after SIGINT.
-    """
+def make_server(service: Service, key: str | None = None, local: bool = True) -> uvicorn.Server:
+    """Returns the server of a service, whose `run` takes a list of sockets; `key` and `local` as of
+    `make_app`."""
     config = uvicorn.Config(
         make_app(service, key, local),
         http="h11",
@@ -54,12 +52,21 @@ def run(service: Service, listener: socket.socket, key: str | None, local: bool)
         proxy_headers=False,
         timeout_graceful_shutdown=FINISHING_SECONDS,
     )
+    return uvicorn.Server(config)
+
+
+def run(service: Service, listener: socket.socket, key: str | None, local: bool) -> None:
+    """Answers requests until SIGTERM, after which running ones have FINISHING_SECONDS.
+
+    Raises KeyboardInterrupt after SIGINT.
+    """
+    server = make_server(service, key, local)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     # uvicorn raises the signal that has ended it once more
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        uvicorn.Server(config).run([listener])
+        server.run([listener])
     finally:
         signal.signal(signal.SIGTERM, before)
         sys.setswitchinterval(interval)

@@ -27,8 +27,8 @@ KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Lfm2Config(ModelConfig):
-    """The config of LFM2: `ModelConfig` with the layers that have attention, the convolution's taps
-    and biases, and how the MLP's size follows from intermediate_size."""
+    """The config of LFM2: `ModelConfig` with the layers that have attention, the convolution's
+    size and biases, and how the MLP's size follows from intermediate_size."""
 
     model_type = "lfm2"
     architecture = "Lfm2ForCausalLM"

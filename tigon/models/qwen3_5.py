@@ -80,7 +80,7 @@ class GatedDeltaBlock(PreNormBlock):
         self.mixer_name = "linear_attn"
         heads = c.linear_num_key_heads, c.linear_num_value_heads
         dims = c.linear_key_head_dim, c.linear_value_head_dim
-        options: dict[str, Any] = {"taps": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps}
+        options: dict[str, Any] = {"kernel_size": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps}
         return GatedDeltaNet(c.hidden_size, *heads, *dims, packed=self.packed, **options)
 
 

@@ -32,6 +32,7 @@ class Lfm2Config(ModelConfig):
 
     model_type = "lfm2"
     architecture = "Lfm2ForCausalLM"
+    classifier_name = None
     default_theta = 1e6
     # Copies of other keys, how weights were initialized, and keys with another name here
     ignored = frozenset(
@@ -61,10 +62,6 @@ class Lfm2Config(ModelConfig):
     block_auto_adjust_ff_dim: bool = True
     full_attn_idxs: list[int] | None = None
     layer_types: list[str] | None = None
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of LFM2."""
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:

@@ -30,7 +30,7 @@ from tigon.layers.rope import (
     rotated_dims,
     yarn_magnitude,
 )
-from tigon.layers.router import GroupRouter, ScaledRouter
+from tigon.layers.router import GroupRouter, ScaledRouter, TopKRouter
 from tigon.layers.short_conv import ShortConv
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "SoftmaxAttention",
     "SparseMoE",
     "StaticCache",
+    "TopKRouter",
     "UnitRMSNorm",
     "balance",
     "count_routing",

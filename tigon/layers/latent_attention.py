@@ -158,10 +158,11 @@ class LatentAttention(SoftmaxAttention):
         """Returns attention [B, T, H * V] of q [B, T, H, N + R] to the latents of the state and
         those [B, T, 1, L + R], which it stores."""
         sizes = self.sizes
-        weight = self.kv_b_proj.values()
-        if self.kv_b_proj.has_adapter:  # a product with the identity has what it adds
+        if isinstance(self.kv_b_proj, Linear) and not self.kv_b_proj.has_adapter:
+            weight = self.kv_b_proj.values()
+        else:  # a product with the identity has what an adapter, also of others, adds
             identity = torch.eye(sizes.kv_lora_rank, dtype=q.dtype, device=q.device)
-            weight = self.kv_b_proj.product(identity).T
+            weight = self.kv_b_proj(identity).T
         keys, values = weight.unflatten(0, (self.heads, -1)).split(
             (sizes.qk_nope_head_dim, sizes.v_head_dim), 1
         )

@@ -127,7 +127,8 @@ class AltUp(nn.Module):
         """Adds to each predicted stream [S, B, T, C] a share of the difference of `activated`
         [B, T, C] from the active one."""
         modalities, layer = self._modalities(activated, *dropout_args), self.correction_coefs
-        plain = layer.quantized is None and not layer.has_adapter
+        own = isinstance(layer, Linear)  # others may have put an adapter into its place
+        plain = own and layer.quantized is None and not layer.has_adapter
         if self.training and self.clip is not None and plain:
             coefs = nn.functional.linear(modalities, layer.weight.clamp(-self.clip, self.clip))
         else:
@@ -271,8 +272,8 @@ def bound_coefficients(model: nn.Module, _: Any) -> None:
     does."""
     for module in model.modules() if model.training else ():
         if isinstance(module, AltUp) and module.clip is not None:
-            weight = module.prediction_coefs.weight
-            if module.prediction_coefs.quantized is None and not weight.is_meta:
+            weight = module.prediction_coefs.weight  # None if it is quantized
+            if weight is not None and not weight.is_meta:
                 # `data`, as another pass may have saved the weight
                 local_rows("prediction_coefs", weight)[0].data.clamp_(-module.clip, module.clip)
 

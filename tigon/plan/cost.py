@@ -25,7 +25,15 @@ import torch
 from torch import nn
 
 from tigon.distributed.context_attention import heads_sent_per_token
-from tigon.layers import Attention, Experts, RMSNorm, SoftmaxAttention, SparseMoE
+from tigon.layers import (
+    Attention,
+    Experts,
+    GroupRouter,
+    RMSNorm,
+    SoftmaxAttention,
+    SparseMoE,
+    TopKRouter,
+)
 from tigon.layers.linear import GatedLinear
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, keep_rank_zero, reduction_dtype
@@ -171,7 +179,7 @@ def micro_batch_work(
         routed = expert_tokens(block, local, tensor)
         for module in block.modules():
             m = routed.get(module, local)
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | TopKRouter | GroupRouter):
                 n, k = module.weight.shape
                 work.products[m, n, k] += 3 + (0.0 if module is last else recomputed)
             elif isinstance(module, SparseMoE):

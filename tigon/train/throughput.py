@@ -24,12 +24,14 @@ from torch import Tensor, nn
 
 from tigon.layers import (
     GatedDeltaNet,
+    GroupRouter,
     Linear,
     LMHead,
     LowRank,
     LowRankEmbedding,
     SoftmaxAttention,
     SparseMoE,
+    TopKRouter,
 )
 from tigon.models import CausalLM
 from tigon.train.distributed import World
@@ -80,7 +82,7 @@ class Cost:
                 per_token += share * sum(_product(p, trained) for p in experts)
             elif isinstance(module, Linear):
                 per_token += _product(module.weight_meta, trained_before)
-            elif isinstance(module, LMHead):
+            elif isinstance(module, LMHead | TopKRouter | GroupRouter):
                 per_token += _product(module.weight, trained_before)
             elif isinstance(module, LowRank):  # A's input gradient where its layer's is needed
                 per_token += sum(_product(p, trained_before or p is not module.lora_A) for p in own)

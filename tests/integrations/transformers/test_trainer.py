@@ -115,8 +115,9 @@ def test_metrics_without_logits(tmp_path: Path) -> None:
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 6, "max_steps": 12}
 
 
-def test_resume_equals_a_run_without_a_break(tmp_path: Path) -> None:
-    directory = checkpoint("qwen3")
+@pytest.mark.parametrize("model_type", MODELS)
+def test_resume_equals_a_run_without_a_break(model_type: str, tmp_path: Path) -> None:
+    directory = checkpoint(model_type)
     whole = train(from_pretrained(directory), tmp_path, **SAVING)
     resumed = from_pretrained(directory)
     again = train(resumed, tmp_path / "2", resume=str(tmp_path / "checkpoint-6"), **SAVING)
@@ -125,9 +126,12 @@ def test_resume_equals_a_run_without_a_break(tmp_path: Path) -> None:
         assert torch.equal(resumed.state_dict()[name], p), name
 
 
-@pytest.mark.parametrize("model_type", MODELS)
-@pytest.mark.parametrize("first", ["transformers", "Tigon"])
-def test_resume_across_libraries(model_type: str, first: str, tmp_path: Path) -> None:
+# transformers itself finds no experts in the checkpoints that it writes of a mixture
+@pytest.mark.parametrize(
+    "first, model_type",
+    [("transformers", m) for m in MODELS] + [("Tigon", m) for m in MODELS if m != "qwen3_moe"],
+)
+def test_resume_across_libraries(first: str, model_type: str, tmp_path: Path) -> None:
     theirs, ours = pair(model_type)
     begin, end = (theirs, ours) if first == "transformers" else (ours, theirs)
     whole = train(begin, tmp_path / "whole", **SAVING)
@@ -140,10 +144,12 @@ def test_resume_across_libraries(model_type: str, first: str, tmp_path: Path) ->
 
 def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     model = from_pretrained(checkpoint("llama"))
-    rows = make_rows((9, 9, 9, 9))
-    settings = {**SAVING, "eval_strategy": "steps", "eval_steps": 6, "eval_dataset": rows}
-    settings |= {"load_best_model_at_end": True, "learning_rate": 5e-2}  # the first is the best
+    settings = {**SAVING, "eval_strategy": "steps", "eval_steps": 6, "greater_is_better": True}
+    # The worst, since both are better than the first, and the last would be loaded by chance
+    settings |= {"load_best_model_at_end": True, "eval_dataset": make_rows((9, 9, 9, 9))}
     trainer = train(model, tmp_path, **settings)
+    evaluated = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    assert evaluated[0] > evaluated[1]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
     best = from_pretrained(tmp_path / "checkpoint-6")
     for name, p in best.state_dict().items():

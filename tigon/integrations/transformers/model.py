@@ -29,8 +29,9 @@ from tigon.integrations.transformers.calls import (
     select_targets,
 )
 from tigon.integrations.transformers.generation import TigonGeneration
-from tigon.integrations.transformers.native import check_config, load_native
+from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
 from tigon.integrations.transformers.outputs import BaseOutput, to_transformers
+from tigon.integrations.transformers.projections import split_projections
 from tigon.layers import Embedding
 from tigon.models import MODELS
 from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
@@ -39,6 +40,7 @@ from tigon.models.inputs import Batch
 from tigon.models.loss import Targets
 from tigon.models.moe import MoEConfig
 
+PROJECTIONS = ("split", "fused")  # query, key, value, gate and up apart as in transformers, or not
 OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
 
 
@@ -142,6 +144,7 @@ class TigonPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     family: ClassVar[type[CausalLM]]
+    config_class: ClassVar[type[PreTrainedConfig]]  # type: ignore[misc]
     config: Any
     native: CausalLM
 
@@ -162,8 +165,13 @@ class TigonPreTrainedModel(PreTrainedModel):
         self.__dict__["_modules"] = native._modules
         self.tigon_options = options
         self.projections = projections
+        if projections not in PROJECTIONS:
+            raise ValueError(f"projections={projections!r} is not one of {PROJECTIONS}")
+        if projections == "split":
+            split_projections(native, make_reference(type(self).__name__, config))
         call_with_ids(native, config)
         self._set_statics()
+        self.register_load_state_dict_pre_hook(assemble_parameters)
         self.train(native.training)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -219,6 +227,11 @@ class TigonPreTrainedModel(PreTrainedModel):
     def can_generate(cls) -> bool:
         """Whether the class has `generate`, which transformers reads off the names of bases."""
         return issubclass(cls, TigonGeneration)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: files have the names and forms of transformers' own class."""
+        return False
 
     @property
     def accepts_loss_kwargs(self) -> bool:

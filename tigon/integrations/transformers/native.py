@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from tigon import models
@@ -92,3 +93,25 @@ def check_config(native: CausalLM, config: PreTrainedConfig) -> None:
                 f"config.{name} is {getattr(given, name)!r}, but the checkpoint's is "
                 f"{getattr(own, name)!r}: change config.json"
             )
+
+
+def assemble_parameters(
+    model: nn.Module, state: dict[str, Tensor], prefix: str, *unused: Any
+) -> None:
+    """Puts parameters into `state` in place of the checkpoint's tensors that they are made of.
+
+    So a state dict of a file can be loaded in which the experts of a layer, or queries, keys and
+    values, are apart and the model has them in one. `state`: its names begin with `prefix`.
+    """
+    native: CausalLM = model.native  # type: ignore[assignment]
+    for name, parts in native.layout().items():
+        sources = [prefix + part.name for part in parts]
+        if prefix + name in state or not all(source in state for source in sources):
+            continue
+        tensors = [state.pop(source) for source in sources]
+        whole = tensors[0].new_empty(native.get_parameter(name).shape)
+        for part, tensor in zip(parts, tensors, strict=True):
+            rows = whole.view(-1, *part.shape[1:])
+            for source, target, count in part.rows:
+                rows[target : target + count] = tensor[source : source + count]
+        state[prefix + name] = whole

@@ -1,0 +1,1 @@
+"""Tigon's models in other libraries, which are optional: nothing else of Tigon imports them."""

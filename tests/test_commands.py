@@ -14,6 +14,7 @@ from tests.models.gguf_files import write_gguf
 from tests.support.benchmarks import write_tasks
 from tests.support.hub_server import HubServer, hub
 from tests.support.small import CHATML, write_chats, write_model
+from tigon import from_pretrained
 from tigon.cli import main
 from tigon.eval import perplexity
 from tigon.tokenizer import Tokenizer
@@ -141,7 +142,6 @@ def test_generate_ends_with_the_context(directory: Path, tigon: Any) -> None:
 
 
 def test_perplexity(directory: Path, tigon: Any, tmp_path: Path) -> None:
-    from tigon.models import from_pretrained
 
     file = write_chats(tmp_path / "chats.jsonl", 6)
     result = perplexity(
@@ -250,6 +250,10 @@ def test_export_of_a_run(directory, tigon, tmp_path, capfd):
     )
     assert last.keys() == end.keys()
     assert all(torch.equal(last[name], end[name]) for name in end)
+    tigon("export", run, tmp_path / "last.gguf")
+    loaded = from_pretrained(tmp_path / "last.gguf").state_dict()
+    exported = from_pretrained(tmp_path / "last").state_dict()
+    assert all(torch.equal(t, loaded[name]) for name, t in exported.items())
     # AdamW's first step moves every weight with a gradient by the learning rate
     largest = max((first[name] - t).abs().max().item() for name, t in start.items())
     assert largest == pytest.approx(1e-2, rel=1e-3)
@@ -274,5 +278,8 @@ def test_gguf_file(directory: Path, tigon: Any, tmp_path: Path) -> None:
     ours, theirs = load_file(new / "model.safetensors"), load_file(directory / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    small = tmp_path / "q8_0.gguf"
+    assert tigon("export", file, small, "--dtype", "q8_0") == f"{file} -> {small}, q8_0\n"
+    assert small.stat().st_size < 0.7 * file.stat().st_size
     few = ("words", "--raw", "--max-new-tokens", "4")
     assert tigon("generate", file, *few) == tigon("generate", directory, *few)

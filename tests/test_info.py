@@ -3,6 +3,7 @@
 import json
 import os
 import struct
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
 from tests.models.mxfp4_checkpoints import to_mxfp4
-from tests.models.tiny import CASES, FIRST, ROPES, reference
+from tests.models.tiny import CASES, FIRST, ROPES, SIZES, reference, their_config
 from tests.support.hub_server import HubServer, hub
 from tests.support.small import EXPERTS, LLAMA, write_chats, write_model
 from tigon.cli import main, summary
 from tigon.cli.info import describe, describe_model
-from tigon.cli.summary import summarize, supported_class
+from tigon.cli.summary import describe_config, summarize, supported_class
 from tigon.models import MODELS, from_pretrained
 from tigon.models.pretrained.names import MULTIMODAL
 from tigon.train import main as train
@@ -141,6 +142,65 @@ def test_summary_is_that_of_the_model(model_type: str, case: str, tmp_path: Path
     assert facts["loads"] == f"{loads}; --check tries it"
     assert facts | {"loads": checked["loads"]} == checked
     assert facts | describe_model(from_pretrained(tmp_path)) == facts
+
+
+@pytest.mark.parametrize(
+    ("model_type", "others"),
+    [
+        ("muse_glimmer_text", ["model.vision_tower.x", "model.vision_adapter.x"]),
+        ("qwen3_5_text", ["model.visual.x", "mtp.layers.0.x"]),
+        ("deepseek_v3", ["model.layers.3.eh_proj.weight"]),
+    ],
+)
+def test_parameters_are_those_of_the_text_model(model_type, others, tmp_path: Path) -> None:
+    case, *_ = CASES[model_type].values()
+    reference(model_type, case, tmp_path)
+    before = summarize(str(tmp_path))
+    weights = load_file(tmp_path / WEIGHTS)
+    save_file(weights | {name: torch.zeros(3) for name in others}, tmp_path / WEIGHTS)
+    facts = summarize(str(tmp_path))
+    assert {k: facts[k] for k in ("parameters", "loads")}.items() <= before.items()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what an export will lack
+        assert describe(str(tmp_path))["loads"].startswith("as tigon.")
+
+
+# All that the summary says of layers that are not Llama's
+LAYERS: dict[str, dict[str, str]] = {
+    "gpt_oss": {
+        "layer types": "2 sliding_attention, 1 full_attention",
+        "experts": "8, 3 per token, 136 dims each",
+        "window": "7 tokens",
+    },
+    "gemma4_text": {
+        "layer types": "4 full_attention, 2 sliding_attention",
+        "window": "7 tokens",
+        "shared keys": "in the last 3 layers",
+    },
+    "llama4_text": {
+        "layer types": "2 chunked_attention, 1 full_attention",
+        "chunks": "7 tokens",
+        "experts": "5, 1 per token, 40 dims each",
+    },
+    "deepseek_v3": {
+        "latents": "28 dims of keys and values",
+        "experts": "12, 3 per token, 40 dims each",
+    },
+    "qwen3_5_text": {
+        "layer types": "2 linear_attention, 1 full_attention",
+        "DeltaNet": "4 query/key, 12 value heads, 14 and 10 dims each",
+    },
+    "lfm2": {"layer types": "2 conv, 1 full_attention", "convolution": "3 tokens"},
+    "qwen2": {},
+}
+
+
+@pytest.mark.parametrize("model_type", LAYERS)
+def test_summary_names_kinds_of_layers(model_type: str) -> None:
+    case, *_ = CASES[model_type].values()
+    facts = describe_config(their_config(model_type, **SIZES | case).to_dict(), {})
+    labels = {label for of_model in LAYERS.values() for label in of_model}
+    assert {k: v for k, v in facts.items() if k in labels} == LAYERS[model_type]
 
 
 def test_summary_knows_the_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

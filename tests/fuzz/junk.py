@@ -77,7 +77,8 @@ def damaged(draw: Any, data: bytes) -> bytes:
 
 @st.composite
 def altered(draw: Any, content: dict[str, Any], keys: list[str], most: int = 3) -> dict[str, Any]:
-    """Set keys of the object to other values, remove or add them; `a.b` is inside `a`."""
+    """Set keys of the object to other values, remove or add them; `a.b` is inside `a`, `a.0` the
+    first item of a list."""
     changed = json.loads(json.dumps(content))
     for _ in range(draw(st.integers(1, most))):
         key = draw(st.sampled_from(keys)) if draw(st.integers(0, 9)) else draw(texts(9))
@@ -85,10 +86,10 @@ def altered(draw: Any, content: dict[str, Any], keys: list[str], most: int = 3) 
         inside = changed
         for name in outer:
             inside = inside.setdefault(name, {}) if isinstance(inside, dict) else {}
-        if not isinstance(inside, dict):
-            continue
-        if draw(st.integers(0, 7)) == 0:
+        if isinstance(inside, list) and last.isdecimal() and int(last) < len(inside):
+            inside[int(last)] = draw(values)
+        elif isinstance(inside, dict) and draw(st.integers(0, 7)) == 0:
             inside.pop(last, None)
-        else:
+        elif isinstance(inside, dict):
             inside[last] = draw(values)
     return changed

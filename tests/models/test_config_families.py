@@ -260,6 +260,14 @@ SPELLINGS: dict[str, dict[str, Any]] = {
     "deepseek_v3: scaling": {"rope_scaling": DEEPSEEK_YARN, "rope_theta": 300.0},
     "glm4_moe: half by default": {},
     "glm4_moe: factor outside": {"partial_rotary_factor": 0.25},
+    "glm4_moe: null outside": {"partial_rotary_factor": None},
+    "qwen3_5_text: a quarter by default": {},
+    "qwen3_5_text: factor outside": {"partial_rotary_factor": 0.5, "rope_theta": 300.0},
+    "qwen3_5_text: null outside": {"partial_rotary_factor": None},
+    "qwen3_next: null beside a RoPE": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+        "partial_rotary_factor": None,
+    },
     "gemma3_text: old keys": {
         "rope_theta": 9e5,
         "rope_local_base_freq": 2e4,
@@ -284,7 +292,9 @@ def test_rope_as_transformers_reads_it(spelling: str) -> None:
         for name in (FULL, SLIDING) if FULL in wanted else (None,):
             a, b = (found, wanted) if name is None else (found[name], wanted[name])
             b = {k: v for k, v in b.items() if k not in ("type", "max_position_embeddings")}
-            assert {k: a.get(k, 1.0 if k == "partial_rotary_factor" else None) for k in b} == b
+            whole = {"partial_rotary_factor": 1.0}  # the head, where it is not given
+            b |= whole if raw.get(*whole, 1.0) is None else {}
+            assert {k: (whole | a).get(k) for k in b} == b
     again = theirs(config.to_dict()).rope_parameters
     for key, value in expected.items():
         assert key in ("type", "max_position_embeddings") or again.get(key) == value

@@ -1,6 +1,7 @@
 """Latent attention and its router, beyond what every family is tested for."""
 
 import copy
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tigon import LoraConfig, from_pretrained
 from tigon.layers import KVCache
 from tigon.models import CausalLM
 from tigon.models.adapters.adapters import adapter_parameters
+from tigon.models.pretrained.match import EXTRA_LAYERS
 
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 IDS = tokens()[:, :14]
@@ -191,6 +193,31 @@ def test_layers_that_predict_further_tokens_are_skipped(base: Path, tmp_path: Pa
     save_file(original | {"model.layers.2.more": torch.ones(3)}, base / "model.safetensors")
     with pytest.raises(ValueError, match=r"1 unexpected: model.layers.2.more"):
         from_pretrained(base)
+
+
+@pytest.mark.parametrize(
+    ("key", "count", "left"),
+    [
+        (None, 1, ["4", "5"]),
+        ("num_nextn_predict_layers", 2, ["5"]),
+        ("num_mtp_layers", 0, ["3", "4", "5"]),
+        ("num_nextn_predict_layers", 3, []),
+    ],
+)
+def test_layers_beyond_those_that_predict_are_refused(base, key, count, left) -> None:
+    """As of a model of six layers whose num_hidden_layers is made 3."""
+    more = {f"model.layers.{i}.enorm.weight": torch.ones(3) for i in (3, 4, 5)}
+    save_file(tensors(base) | more, base / "model.safetensors")
+    config = json.loads((base / "config.json").read_text())
+    config = {k: v for k, v in config.items() if k not in EXTRA_LAYERS}
+    (base / "config.json").write_text(json.dumps(config | ({key: count} if key else {})))
+    if left:
+        names = ", ".join(f"model.layers.{i}.enorm.weight" for i in left)
+        with pytest.raises(ValueError, match=f"{len(left)} unexpected: {names}"):
+            from_pretrained(base)
+    else:
+        with pytest.warns(UserWarning, match="3 tensors are skipped"):
+            from_pretrained(base)
 
 
 def test_other_families_have_no_layers_past_the_last(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tigon.cli.load import (
     on_ranks,
     parse_device,
     parse_dtype,
+    parse_gguf_export,
     raise_on_all_ranks,
     refuse_base,
 )
@@ -23,8 +24,8 @@ from tigon.data import clean_cache
 from tigon.eval import find_windows, parity, report, score
 from tigon.generation.settings import file_prefix
 from tigon.models import MODELS, CausalLM, from_pretrained
+from tigon.models.pretrained.convert import convert_pretrained
 from tigon.models.pretrained.load import parse_gguf_path
-from tigon.models.pretrained.save import convert_pretrained
 from tigon.plan import format_plan, make_plan, read_job
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack, preview
@@ -40,7 +41,6 @@ from tigon.train.export import (
 from tigon.train.publish import push as push_folder
 from tigon.utils.terminal import one_line, raw_stream
 from tigon.weights import Repository
-from tigon.weights.files import check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -243,11 +243,12 @@ def eval_parity(args: Namespace) -> int:
 
 
 def export(args: Namespace) -> int:
-    """Runs `tigon export`: writes a Hugging Face checkpoint, or PEFT's of an adapter's run without
-    --merge, and prints its directory and dtype."""
-    dtype = parse_dtype(args)
-    check_free(args.directory)  # before anything is fetched
-    options = {"max_shard_size": args.max_shard_size, "stacked_experts": args.stack_experts}
+    """Runs `tigon export`: writes a Hugging Face checkpoint, PEFT's of an adapter's run without
+    --merge, or a GGUF file, and prints its path and dtype."""
+    gguf = parse_gguf_export(args)  # checks the target, before anything is fetched
+    dtype = "auto" if gguf else parse_dtype(args)
+    options: dict[str, Any] = {"gguf": gguf, "stacked_experts": args.stack_experts}
+    options["max_shard_size"] = args.max_shard_size
     if source := find_checkpoint(args.model):
         options |= {"merge": args.merge, "base": args.base}
         requested = None if dtype == "auto" else dtype
@@ -262,7 +263,8 @@ def export(args: Namespace) -> int:
         dtype = convert_pretrained(
             repository, args.directory, MODELS, tokenizer=tokenizer, dtype=dtype, **options
         ).dtype
-    print(one_line(f"{source or args.model} -> {args.directory}, {dtype_name(dtype)}"))
+    name = dtype_name(dtype) if gguf in (None, "auto") else gguf
+    print(one_line(f"{source or args.model} -> {args.directory}, {name}"))
     return 0
 
 

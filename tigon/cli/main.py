@@ -222,7 +222,15 @@ TASKS = {
     "--out": _text("FILE.json", "write the results there too, as lm-eval does"),
 }
 EXPORT = {
-    "directory": {"help": "a new or empty directory"},
+    "directory": {
+        "metavar": "DST",
+        "help": "a new or empty directory; or a new FILE.gguf, for llama.cpp and Ollama",
+    },
+    "--dtype": {
+        "choices": (*DTYPES, "q8_0"),
+        "default": "auto",
+        "help": "default: auto, the model's own; q8_0, 8 bits, for a .gguf file",
+    },
     "--max-shard-size": _text("SIZE", "of one file (default: 5GB)", default="5GB"),
     "--stack-experts": {
         "action": argparse.BooleanOptionalAction,
@@ -273,7 +281,7 @@ COMMANDS: dict[str, tuple[str, dict[str, Any] | str]] = {
         MODEL | DEVICE | DTYPE | TASKS | RANKS,
     ),
     "eval parity": ("logits, loss and greedy text beside transformers'", MODEL | DEVICE | PARITY),
-    "export": ("write a model, or a run's checkpoint, for transformers", MODEL | DTYPE | EXPORT),
+    "export": ("write a model or a run for transformers, or for llama.cpp", MODEL | EXPORT),
     "push": ("upload a run's export, or an exported model, to the hub", PUSH),
     "info": ("describe a model, or this machine", INFO),
 }

@@ -17,11 +17,11 @@ from typing import Any, Self
 from tigon.hub import Repository, config_file
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.safetensors_header import DTYPES, StoredTensor, find_tensors, read_tensors
+from tigon.utils.tensor_names import is_ignored
 
 FIRST_BYTES = 1 << 16  # of a file of weights, requested first; most headers fit
 Facts = dict[str, str]  # label -> value, as printed
-# Tensors that are no parameters of the text model
-NOT_PARAMETERS = ("rotary_emb.inv_freq", "vision_tower.", "multi_modal_projector.")
+MTP = "mtp."  # begins the names of heads that predict further tokens
 MXFP4 = "_blocks", "_scales"  # endings of names
 SCALES = ("_scale_inv", "activation_scale")  # of fp8 weights
 ACTIVATIONS = ("hidden_act", "hidden_activation")
@@ -127,6 +127,7 @@ def describe_config(source: Mapping[str, Any], stored: Mapping[str, StoredTensor
         "architecture": f"{_plain(name)} ({_plain(source.get('model_type', 'no model_type'))})",
         **_parameter_facts(values, stored),
         **_size_facts(values),
+        **_layer_facts(values),
         **({"RoPE": rope} if rope else {}),
         **_quantization(values),
     }
@@ -166,8 +167,14 @@ def _parameters(
     elif quantized not in (None, "fp8"):
         return None
     tied = values.get("tie_word_embeddings") is True
-    left = (*NOT_PARAMETERS, *SCALES, *(HEAD,) * tied)
-    return {n: t for n, t in stored.items() if not any(part in n for part in left)}
+    layers, left = values.get("num_hidden_layers"), (*SCALES, *(HEAD,) * tied)
+
+    def is_read(name: str) -> bool:
+        layer = re.search(r"layers\.(\d{1,9})\.", name)
+        beyond = layer is not None and type(layers) is int and int(layer[1]) >= layers
+        return not (beyond or is_ignored(name) or name.startswith(MTP))
+
+    return {n: t for n, t in stored.items() if is_read(n) and not any(part in n for part in left)}
 
 
 def _unpack_mxfp4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -242,6 +249,44 @@ def _size_facts(values: Mapping[str, Any]) -> Facts:
         "context": (get("max_position_embeddings"), " tokens"),
     }
     return {k: f"{_plain(value)}{unit}" for k, (value, unit) in facts.items() if value is not None}
+
+
+# Key that a model has only with such layers -> a line's label, and its text with values of keys
+LAYER_FACTS: dict[str, tuple[str, str]] = {
+    "sliding_window": ("window", "{sliding_window} tokens"),
+    "attention_chunk_size": ("chunks", "{attention_chunk_size} tokens"),
+    "num_kv_shared_layers": ("shared keys", "in the last {num_kv_shared_layers} layers"),
+    "kv_lora_rank": ("latents", "{kv_lora_rank} dims of keys and values"),
+    "linear_num_value_heads": (
+        "DeltaNet",
+        "{linear_num_key_heads} query/key, {linear_num_value_heads} value heads, "
+        "{linear_key_head_dim} and {linear_value_head_dim} dims each",
+    ),
+    "conv_L_cache": ("convolution", "{conv_L_cache} tokens"),
+}
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts")
+
+
+def _layer_facts(values: Mapping[str, Any]) -> Facts:
+    """Returns what config.json says of kinds of layers, experts, windows and recurrences."""
+    facts = {}
+    if isinstance(kinds := values.get("layer_types"), list):
+        counts = Counter(kind for kind in kinds if isinstance(kind, str)).most_common(4)
+        if len(counts) > 1:
+            facts["layer types"] = ", ".join(f"{n} {_plain(kind)}" for kind, n in counts)
+    experts = next((n for key in EXPERT_COUNTS if (n := values.get(key))), None)
+    if experts is not None and values.get("enable_moe_block", True):
+        chosen = next((n for key in EXPERTS_PER_TOKEN if (n := values.get(key))), "unknown")
+        size = values.get("moe_intermediate_size") or values.get("intermediate_size")
+        numbers = map(_plain, (experts, chosen, size))
+        facts["experts"] = "{}, {} per token, {} dims each".format(*numbers)
+    for key, (label, text) in LAYER_FACTS.items():
+        used = key != "sliding_window" or values.get("use_sliding_window", True)
+        if used and values.get(key):
+            names = re.findall(r"{(\w+)}", text)
+            facts[label] = text.format_map({name: _plain(values.get(name)) for name in names})
+    return facts
 
 
 def _rope_parameters(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,7 +3,7 @@
 # B rows at first, b rows now, V vocab
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 import torch
@@ -135,7 +135,10 @@ class Sampling:
         """The next token of every row: [b]; NOT_FINITE where its scores allow none."""
         if not self.do_sample and seen is None and self.ends is None:
             return argmax(logits)  # which a copy in fp32 would not change
-        scores = self.scores(logits, seen, generated)
+        return self.choose(self.scores(logits, seen, generated), draws)
+
+    def choose(self, scores: Tensor, draws: Draws) -> Tensor:
+        """Chooses a token of every row by its scores [b, V]: [b]."""
         return sample_columns(scores.softmax(-1), draws) if self.do_sample else argmax(scores)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:
@@ -146,3 +149,27 @@ class Sampling:
         # Padding, which is on the left, is replaced by the last token
         real = prompt if mask is None else torch.where(mask, prompt, prompt[:, -1:])
         return seen.scatter_(1, real, True)
+
+
+@dataclass(frozen=True)
+class RecordedSampling(Sampling):
+    """Sampling that leaves the `logits` and `scores` of its last call in `last`, fp32 [b, V].
+
+    A CUDA graph overwrites them at each replay.
+    """
+
+    last: dict[str, Tensor] = field(default_factory=dict)
+
+    def scores(
+        self, logits: Tensor, seen: Tensor | None, generated: Tensor | None = None
+    ) -> Tensor:
+        """As in the base."""
+        scores = super().scores(logits, seen, generated)
+        self.last.update(logits=logits.float(), scores=scores)
+        return scores
+
+    def __call__(
+        self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
+    ) -> Tensor:
+        """As in the base."""
+        return self.choose(self.scores(logits, seen, generated), draws)

@@ -1,7 +1,7 @@
 """nn.Modules with numbers as arguments; only model files read a config."""
 
 from tigon.distributed.context_attention import ContextShard
-from tigon.layers.attention import Attention
+from tigon.layers.attention import Attention, SoftmaxAttention
 from tigon.layers.context import BlockInputs
 from tigon.layers.embedding import Embedding, LowRankEmbedding
 from tigon.layers.float32 import Float32Module
@@ -30,7 +30,7 @@ from tigon.layers.rope import (
     rotated_dims,
     yarn_magnitude,
 )
-from tigon.layers.router import GroupRouter, ScaledRouter
+from tigon.layers.router import GroupRouter, ScaledRouter, TopKRouter
 from tigon.layers.short_conv import ShortConv
 
 __all__ = [
@@ -72,8 +72,10 @@ __all__ = [
     "SavedModules",
     "ScaledRouter",
     "ShortConv",
+    "SoftmaxAttention",
     "SparseMoE",
     "StaticCache",
+    "TopKRouter",
     "UnitRMSNorm",
     "balance",
     "count_routing",

@@ -102,6 +102,11 @@ class Embedding(nn.Embedding):
         self.copies: SavedModules | None = None
         self.lora: Adapters | None = None
 
+    @property
+    def embed_scale(self) -> float:
+        """`scale` by transformers' name, by which PEFT scales what it adds."""
+        return self.scale
+
     def forward(self, input: Tensor) -> Tensor:
         copy = None if self.copies is None else self.copies.active()
         x = self._rows(input, self.weight if copy is None else copy).to(self.weight.dtype)

@@ -6,6 +6,7 @@
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, Self
 
@@ -151,6 +152,8 @@ class KVState(LayerState):
 
 class GrowingKV(KVState):
     """Keys and values in memory that doubles when it is full: N steps copy O(N), not O(N^2)."""
+
+    history = sys.maxsize  # all tokens, whatever the window
 
     def __init__(self, kv_heads: int, head_dim: int):
         self.kv_heads, self.head_dim = kv_heads, head_dim
@@ -327,6 +330,8 @@ def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tupl
 class Cache:
     """A model's cache; a forward pass calls `begin`, `open`, and `end` after the last block."""
 
+    crop_hint = ""  # ends a message about states that cannot forget single tokens
+
     def __init__(self, states: Sequence[LayerState] = ()):
         self._set_states(states)
         self.append: CacheAppend | None = None  # of the current pass
@@ -356,6 +361,19 @@ class Cache:
         """Counts the new tokens, after all states have stored them."""
         raise NotImplementedError
 
+    def check_crop(self, tokens: int = 1) -> int:
+        """Returns how many tokens of a row all layers hold; `crop` is free in rows of no more.
+
+        Raises ValueError if a layer's state cannot forget a row's last `tokens`.
+        """
+        for layer, state in enumerate(self.states):
+            if state.history is None or (state.kept is not None and state.kept < tokens):
+                raise ValueError(
+                    f"layer {layer} keeps one {state.layout} for all tokens of a row, from which "
+                    f"the last ones cannot be taken away{self.crop_hint}"
+                )
+        return min(state.history for state in self.states if state.history is not None)
+
     def select(self, rows: Tensor) -> None:
         """Keeps the rows `rows` (an index tensor), in that order."""
         self.states = [s.map(lambda x: x.index_select(0, rows)) for s in self.states]
@@ -366,7 +384,7 @@ class KVCache(Cache):
 
     def __init__(self) -> None:
         super().__init__()
-        self._length = self._rows = 0
+        self._length = self.rows = 0
         self.packed = False  # a batch of packed sequences has no single end to continue from
 
     @property
@@ -382,16 +400,16 @@ class KVCache(Cache):
             raise ValueError("past_key_values holds packed sequences; they have no single end")
         if self.length and cu_seq_lens is not None:
             raise ValueError(f"cu_seq_lens with a cache that already holds {self.length} tokens")
-        if self.length and batch != self._rows:
-            raise ValueError(f"the cache holds {self._rows} rows, this batch has {batch}")
-        self._rows, self.append = batch, CacheAppend(self.length)
+        if self.length and batch != self.rows:
+            raise ValueError(f"the cache holds {self.rows} rows, this batch has {batch}")
+        self.rows, self.append = batch, CacheAppend(self.length)
         return self.length
 
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
         """Returns the states for a pass; creates them for the first."""
         if not self.length:
             dtype = autocast_dtype(x.device) or x.dtype
-            self._set_states(make(self._rows, None, chunk=1, dtype=dtype, device=x.device))
+            self._set_states(make(self.rows, None, chunk=1, dtype=dtype, device=x.device))
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
@@ -401,8 +419,21 @@ class KVCache(Cache):
 
     def select(self, rows: Tensor) -> None:
         """Keeps the rows of the index, in its order."""
-        super().select(rows)
-        self._rows = len(rows)
+        self.states = [s.map(lambda x: x.index_select(0, rows.to(x.device))) for s in self.states]
+        self.rows = len(rows)
+
+    def expand(self, n: int) -> None:
+        """Repeats every row n times."""
+        self.select(torch.arange(self.rows).repeat_interleave(n))
+
+    def crop(self, length: int) -> None:
+        """Drops the tokens of all rows beyond `length`; a shorter cache stays as it is.
+
+        Raises ValueError if a layer keeps one state for all tokens, unless all are dropped.
+        """
+        if 0 < length < self._length:
+            self.check_crop()
+        self._length = min(self._length, max(length, 0))
 
 
 UNKNOWN = -1  # a length that only the device knows
@@ -428,6 +459,8 @@ class StaticCache(Cache):
     that passes of up to `chunk` tokens can be captured in a CUDA graph. The host counts, too, to
     raise early: call `refresh` after replays, which it does not see. No gradients.
     """
+
+    crop_hint = ": give static_cache rollback="
 
     def __init__(
         self,
@@ -540,20 +573,6 @@ class StaticCache(Cache):
             self._host_lengths.clamp_(max=lengths)
         else:
             self._host_lengths.fill_(UNKNOWN)
-
-    def check_crop(self) -> int:
-        """Returns how many tokens of a row all layers hold; `crop` is free in rows of no more.
-
-        Raises ValueError if a layer's state cannot forget single tokens.
-        """
-        for layer, state in enumerate(self.states):
-            if state.history is None:
-                hint = "" if self.rollback else ": give static_cache rollback="
-                raise ValueError(
-                    f"layer {layer} keeps one {state.layout} for all tokens of a row, from which "
-                    f"the last ones cannot be taken away{hint}"
-                )
-        return min(state.history for state in self.states if state.history is not None)
 
     def refresh(self) -> None:
         """Reads `lengths` to the host, after replays of a CUDA graph; it waits for them."""

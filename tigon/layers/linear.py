@@ -176,9 +176,12 @@ _PLAIN = (Tensor, nn.Parameter, NoneType)  # weights and biases without products
 def is_unpatched(module: nn.Module, kind: type[Linear]) -> bool:
     """Whether a call of the module runs `kind.forward` alone.
 
-    False with hooks, replaced methods, also of the class, and weights that compute products.
+    False with hooks, replaced methods, also of the class, and weights that compute products. A
+    class whose product other modules compute says itself whether they do so unseen.
     """
     namespace = type(module)
+    if (computed_unseen := getattr(namespace, "computed_unseen", None)) is not None:
+        return bool(computed_unseen(module))
     if (
         namespace.forward is not _FORWARD[kind]
         or getattr(namespace, "product", None) is not _PRODUCT

@@ -75,12 +75,7 @@ class LMHead(nn.Module):
         `logits_bytes` replaces the head's own. As a teacher's head it is called by the student's
         pass: `lend` then gets weight and bias while they are gathered, and its result is returned.
         """
-        copy = None if self.copies is None else self.copies.active()
-        # Once: a parametrized weight is computed at each access
-        weight = self.weight if copy is None else copy.to(self.weight.dtype)
-        low: LowRank | None = None if self.lora is None else self.lora.active()
-        if low is not None and low.dora:  # lengths of rows: a gradient of them needs the weight's
-            weight, low = _merge_adapter(weight, low), None
+        weight, low = self._active_weight()
         if lend is not None:
             return lend(weight.detach() if low is None else _merge_adapter(weight, low), self.bias)
         if hidden is None:
@@ -115,6 +110,21 @@ class LMHead(nn.Module):
             )
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
 
+    def raw_logits(self, x: Tensor) -> Tensor:
+        """Returns logits [..., V] of states [..., C] as the weights give them, neither scaled nor
+        capped."""
+        return self._logits(x, *self._active_weight())
+
+    def _active_weight(self) -> tuple[Tensor, LowRank | None]:
+        """Returns the weight in use, and the adapter that is added to its product or None."""
+        copy = None if self.copies is None else self.copies.active()
+        # Once: a parametrized weight is computed at each access
+        weight = self.weight if copy is None else copy.to(self.weight.dtype)
+        low: LowRank | None = None if self.lora is None else self.lora.active()
+        if low is not None and low.dora:  # lengths of rows: a gradient of them needs the weight's
+            return _merge_adapter(weight, low), None
+        return weight, low
+
     def _logits(self, x: Tensor, weight: Tensor, low: LowRank | None) -> Tensor:
         """Returns logits [..., V] of all ranks, neither scaled nor capped, of states [..., C]."""
         if low is None:
@@ -136,6 +146,45 @@ class LMHead(nn.Module):
                 return full
         missing = shard.share - raw.shape[-1]  # of the last rank
         return gather_logits(F.pad(raw, (0, missing)) if missing > 0 else raw, shard)
+
+
+def run_head(
+    head: nn.Module,
+    options: Options,
+    hidden: Tensor,  # [B, T, C]
+    criteria: Any,  # as of LMHead
+    *,
+    active: ValidRows | None,
+    return_logits: bool,
+    at: Tensor | None,  # [n, C]
+    logits_bytes: int | None,
+) -> HeadOutput:
+    """Returns the output of an LMHead, or of a module that others have put into its place.
+
+    Such a module maps states [..., C] to logits [..., V], to which `options` and `criteria` are
+    applied afterwards: all logits are in memory then.
+    """
+    if isinstance(head, LMHead):
+        output: HeadOutput = head(
+            hidden,
+            criteria,
+            active=active,
+            return_logits=return_logits,
+            at=at,
+            logits_bytes=logits_bytes,
+        )
+        return output
+    logits_at = None
+    if at is not None:
+        with torch.no_grad():
+            logits_at = scale_and_cap(head(at), options)
+    raw, values = head(hidden), list[HeadValue]()
+    if criteria:
+        values = run_loss_terms(
+            raw, None, None, criteria, options=options, logits_bytes=logits_bytes
+        )
+    logits = scale_and_cap(raw, options) if return_logits or not criteria else None
+    return HeadOutput(values, logits, logits_at)
 
 
 def _low_rank_factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:

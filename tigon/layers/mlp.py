@@ -25,7 +25,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
-        fp8 = down.fp8 and down.training and not torch.compiler.is_compiling()
+        own = isinstance(down, Linear)  # what others put into its place need not have its options
+        fp8 = own and down.fp8 and down.training and not torch.compiler.is_compiling()
         if fp8 and not down.has_adapter and down.quantized is None and self._is_unobserved():
             gate_up = up.product(up.gather_input(x), *dropout_args)
             return down.reduce_output(

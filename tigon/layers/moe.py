@@ -179,7 +179,8 @@ class SparseMoE(nn.Module):
         if self.scales_input:  # a copy of a token for each of its experts
             inputs = (inputs[:, None] * weights[..., None]).flatten(0, 1)
             experts, scales = chosen.view(-1, 1), torch.ones_like(weights.view(-1, 1))
-        route = self.experts.route(experts)
+        # Nothing to prepare by what others put into its place
+        route = self.experts.route(experts) if isinstance(self.experts, Experts) else None
         shared, keys = None, [t.flatten() for t in dropout_args]
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             share = F.sigmoid(self.shared_expert_gate(rows, *keys))

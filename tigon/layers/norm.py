@@ -64,6 +64,8 @@ class AddRMSNorm(RMSNorm):
             return rms_norm(
                 x, self.weight, self.eps, offset=self.offset, cast=self.cast, residual=residual
             )
+        if not isinstance(post, RMSNorm):  # what others have put into its place
+            return self(post(x), residual)
         options = self.offset, self.cast
         if options != (post.offset, post.cast):
             raise ValueError(

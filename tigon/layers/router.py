@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.kernels.linear.linear import linear
 from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.kernels.runtime import without_autocast
 from tigon.layers.float32 import keep_dtype
@@ -26,10 +27,23 @@ class Routing(NamedTuple):
     weights: Tensor  # [N, k]
 
 
-class Router(Linear):
-    """A projection of tokens to experts, with a `route` that chooses some of them."""
+class Router(nn.Module):
+    """A projection of tokens to experts, with a `route` that chooses some of them.
+
+    As in transformers it is no nn.Linear: what changes all linear layers leaves routers as they
+    are.
+    """
 
     zero_init = ()  # a router's bias is drawn, too
+
+    def __init__(self, dim: int, experts: int, *, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, dim))
+        self.bias = nn.Parameter(torch.empty(experts)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns logits [N, E] of x [N, C]."""
+        return linear(x, self.weight, self.bias)
 
     def route(self, x: Tensor) -> Routing:
         """Returns the routing of x [N, C]."""
@@ -79,15 +93,16 @@ class ScaledRouter(Router):
     one_init = ("scale", "per_expert_scale")  # parameters that begin as ones
 
     def __init__(self, dim: int, experts: int, per_token: int, eps: float):
-        super().__init__(dim, experts, bias=False)
+        nn.Module.__init__(self)  # the base would make a weight
         self.per_token, self.eps = per_token, eps
+        self.proj = Linear(dim, experts, bias=False)
         self.scale = nn.Parameter(torch.empty(dim))
         self.per_expert_scale = nn.Parameter(torch.empty(experts))
 
     def route(self, x: Tensor) -> Routing:
         """Returns the routing of x [N, C], with weights in fp32."""
         normed = rms_norm(x, None, self.eps, cast="after_weight")
-        probs = self(normed * self.scale * x.shape[-1] ** -0.5).softmax(-1, torch.float32)
+        probs = self.proj(normed * self.scale * x.shape[-1] ** -0.5).softmax(-1, torch.float32)
         weights, experts = probs.topk(self.per_token)
         weights = weights / weights.sum(-1, keepdim=True)
         return Routing(probs, experts, weights * self.per_expert_scale[experts])
@@ -116,7 +131,7 @@ class GroupRouter(Router):
         normalize: bool = True,
         scale: float = 1.0,
     ):
-        super().__init__(dim, experts, bias=False)
+        super().__init__(dim, experts)
         if experts % groups or experts < 2 * groups:
             raise ValueError(f"n_group={groups} does not divide {experts} experts into two or more")
         if not 1 <= top_groups <= groups or per_token > top_groups * (experts // groups):
@@ -134,7 +149,7 @@ class GroupRouter(Router):
         """Returns the routing of x [N, C]."""
         if self.sigmoid:
             with without_autocast(x.device):
-                scores = F.linear(x.float(), self.values().float()).sigmoid()
+                scores = F.linear(x.float(), self.weight.float()).sigmoid()
             ranked = scores.detach() + self.e_score_correction_bias
         else:
             scores = self(x).softmax(-1)

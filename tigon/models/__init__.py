@@ -27,8 +27,9 @@ def from_pretrained(
 
     `path_or_repo` is a directory, a hub repository, or a .gguf file. Keywords: dtype ("auto" is
     the checkpoint's), device, attention (a backend's name; "auto" takes the fastest that can),
-    gguf_file (the name of a GGUF file there, docs/formats.md), mmap (on the CPU, leave weights in
-    the file until they are used), quantize ("nf4": frozen weights in 4 bits; "keep": an fp8
+    gguf_file (the name of a GGUF file there, docs/formats.md), labels (make a sequence classifier
+    with this number of scores), mmap (on the CPU, leave weights in the file until they are used),
+    quantize ("nf4": frozen weights in 4 bits; "keep": an fp8
     checkpoint's as they are), staging_bytes (of the host's memory for buffers), revision,
     subfolder, token, cache_dir, local_files_only. Raises when a tensor is missing, unexpected or of
     another shape, and on any config that it would not follow exactly.

@@ -15,6 +15,7 @@ from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.api import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import LMHead, RotaryEmbedding, StaticCache
+from tigon.layers.lm_head import run_head
 from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expand_kwargs_signature
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import Decoder, TransformerBlock
@@ -67,6 +68,7 @@ class LanguageModel(CheckedCasts):
             self.checkpoint_names = self.checkpoint_names._replace(head=SCORE)
         else:
             self.lm_head = self.make_head(config)
+        self.logit_options = self.lm_head.options  # also of a head that replaces it
         if self.ties_head:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
 
@@ -221,7 +223,9 @@ class LanguageModel(CheckedCasts):
         terms = LossTerms(self.config, targets, options.get("criteria"), options.get("metrics"))
         hidden, router_stats = self._run_blocks(batch, terms.need_routing)
         output = terms.output(
-            self.lm_head(
+            run_head(
+                self.lm_head,
+                self.logit_options,
                 targets.take(hidden),
                 terms,
                 active=terms.active,

@@ -11,7 +11,7 @@ from tigon.models import resize
 from tigon.models.adapters import adapters, peft_files
 from tigon.models.base import LanguageModel
 from tigon.models.config import ModelConfig
-from tigon.models.pretrained import load, save
+from tigon.models.pretrained import gguf_export, load, save
 from tigon.models.pretrained.names import layout
 from tigon.weights import Layout
 
@@ -27,6 +27,7 @@ class CausalLM(LanguageModel):
 
     generate = generate
     save_pretrained = save.save_pretrained
+    save_gguf = gguf_export.save_gguf
     push_to_hub = save.push_to_hub
     resize_token_embeddings = resize.resize_token_embeddings
     add_adapter = adapters.add_adapter

@@ -325,12 +325,8 @@ class Gemma4(Gemma4Unified):
     checkpoint_names = CheckpointNames(
         experts={},  # stacked in every checkpoint
         renamed={
-            "moe.gate.weight": "router.proj.weight",
-            "moe.gate.scale": "router.scale",
-            "moe.gate.per_expert_scale": "router.per_expert_scale",
-            "moe.norm.weight": "pre_feedforward_layernorm_2.weight",
-            "moe.experts.gate_up_proj": "experts.gate_up_proj",
-            "moe.experts.down_proj": "experts.down_proj",
+            "moe.gate": "router",
+            "moe.norm": "pre_feedforward_layernorm_2",
             "moe.experts": "experts",
         },
     )

@@ -139,6 +139,10 @@ class Batch:
         inputs = input_ids, inputs_embeds, positions, segment_ids, mask, cache
         return cls(*inputs, model.defaults, drop, keys)
 
+    def keep_padding(self) -> None:
+        """Lets the blocks see the batch with its padding, whatever the model's `drop_padding`."""
+        self._drop = False
+
     def draw_dropout_keys(self) -> Tensor:
         """Draws seeds of an adapter's dropout, int64 [B, T], from torch's generator."""
         bounds = torch.iinfo(torch.int64)

@@ -47,8 +47,9 @@ class GatedDeltaConfig(ModelConfig):
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Reads the config's `rope_parameters`, with a quarter of each head rotated by default."""
-        return {"partial_rotary_factor": 0.25, **super()._read_rope(source, longest)}
+        """As ModelConfig's, with a partial_rotary_factor of 0.25 unless the source has one, or null
+        for whole heads."""
+        return super()._read_rope({"partial_rotary_factor": 0.25, **source}, longest)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -122,7 +122,8 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
     """Lists the modules that adapters support: embedding, language-model head, linear projections
     but routers (parts of a packed one each), and stacked matrices of experts."""
     modules = dict(model.named_modules())
-    routers = {id(moe.gate) for moe in modules.values() if isinstance(moe, SparseMoE)}
+    moes = [module for module in modules.values() if isinstance(module, SparseMoE)]
+    routers = {id(module) for moe in moes for module in moe.gate.modules()}
     packed, targets = model.checkpoint_names.packed, list[AdaptedModule]()
 
     def add(

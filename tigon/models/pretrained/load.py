@@ -152,6 +152,7 @@ class LoadOptions(HubOptions, total=False):
     device: torch.device | str
     attention: Backend  # docs/attention.md
     gguf_file: str | None  # of the directory or repository, in place of its config and weights
+    labels: int  # scores of a sequence classifier, whose head is random if there is none
     quantize: Quantize | None  # of frozen weights; docs/adapters.md, docs/weights.md
     mmap: bool  # leave weights in the file until they are used; docs/weights.md
     staging_bytes: int  # of the host's memory for buffers while weights are read
@@ -165,6 +166,7 @@ def from_pretrained(
     device: torch.device | str = "cpu",
     attention: Backend = "auto",
     gguf_file: str | None = None,
+    labels: int = 0,
     quantize: Quantize | None = None,
     mmap: bool = False,
     staging_bytes: int = STAGING_BYTES,
@@ -184,7 +186,7 @@ def from_pretrained(
     repository = Repository(path_or_repo, **source)
     with prepin_staging(torch.device(device), staging_bytes):
         model, checkpoint = build(
-            repository, models, dtype=dtype, gguf_file=gguf_file, quantize=quantize
+            repository, models, dtype=dtype, gguf_file=gguf_file, labels=labels, quantize=quantize
         )
     model.use_attention(attention)
     mapped = map_weights(model, checkpoint) if mmap else set()

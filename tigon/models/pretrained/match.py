@@ -12,6 +12,8 @@ from tigon.models.pretrained.names import embedding_and_head, find_sources, layo
 from tigon.utils.json import quote
 from tigon.weights import Checkpoint, Misfits, compare_tensors, match_tensors
 
+EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # keys of how many there are
+
 
 def check_sizes(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raises ConfigError for sizes in the config that no tensor of the checkpoint can have, before
@@ -70,15 +72,18 @@ def find_misfits(model: LanguageModel, checkpoint: Checkpoint) -> Misfits:
 
 
 def extra_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:
-    """Finds the tensors of multi-token prediction, if the family's checkpoints may have them: in
-    layers past the last one, or under prefixes of their own."""
+    """Finds the tensors of multi-token prediction, if the family's checkpoints may have them: in as
+    many layers past the last one as config.json says, one by default, or under prefixes of their
+    own."""
     names = model.checkpoint_names
     extra = {name for name in present if names.extra and name.startswith(names.extra)}
     if not names.extra_layers:
         return extra
     layers = {name: re.match(r"(?:model\.)?layers\.(\d{1,9})\.", name) for name in present}
-    count = model.config.num_hidden_layers
-    return extra | {name for name, layer in layers.items() if layer and int(layer[1]) >= count}
+    first, source = model.config.num_hidden_layers, model.config.source.config
+    given = [n for key in EXTRA_LAYERS if type(n := source.get(key)) is int]
+    more = range(first, first + (given[0] if given else 1))
+    return extra | {name for name, layer in layers.items() if layer and int(layer[1]) in more}
 
 
 def unread_tensors(model: LanguageModel, present: Collection[str]) -> set[str]:

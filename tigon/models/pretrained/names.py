@@ -20,6 +20,7 @@ from tigon.layers import (
     SavedModules,
 )
 from tigon.layers.lora import LORA_B, MAGNITUDE
+from tigon.utils.tensor_names import is_ignored
 from tigon.weights import Layout, RowSpan, ShardSpec, TensorSlice, shard_slices
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -40,20 +41,6 @@ MULTIMODAL = {
 }
 # Those whose own tie_word_embeddings counts and not that in text_config; by default false
 UNTIED = ("muse_glimmer", "qwen3_5", "qwen3_5_moe")
-OTHER_MODALITIES = (
-    "vision_tower.",
-    "vision_model.",
-    "multi_modal_projector.",
-    "vision_adapter.",
-    "vision_projection.",
-    "vision_embedder.",
-    "embed_vision.",
-    "embed_audio.",
-    "audio_tower.",
-    "visual.",
-)
-# Buffers that old versions of transformers saved
-IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 PACKED = QKV | {"gate_up_proj": ("gate_proj", "up_proj")}
@@ -281,8 +268,7 @@ def find_sources(
     """
     prefix, own = _prefix(present), family.decoder
     source_of = {n: prefix + n.removeprefix(own) for n in names if n.startswith(own)}
-    ignored = {n for n in present if n.endswith(IGNORED_ENDINGS)}
-    ignored |= {n for n in present if n.removeprefix("model.").startswith(OTHER_MODALITIES)}
+    ignored = {n for n in present if is_ignored(n)}
     embedding, head = embedding_and_head(present)
     if HEAD in names:
         source_of[HEAD] = head

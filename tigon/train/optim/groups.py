@@ -114,7 +114,8 @@ def hidden_matrices(model: CausalLM) -> dict[str, tuple[int, ...]]:
     """
     modules = list(model.model.layers.named_modules(prefix="model.layers"))
     moes = [module for _, module in modules if isinstance(module, SparseMoE)]
-    routers = {id(router) for moe in moes for router in (moe.gate, moe.shared_expert_gate)}
+    routers = {id(module) for moe in moes for module in moe.gate.modules()}
+    routers |= {id(moe.shared_expert_gate) for moe in moes}
     found = {}
     for path, module in modules:
         if isinstance(module, Linear) and id(module) not in routers:

@@ -1,0 +1,122 @@
+"""TRL's trainers with Tigon's models: every logged value is that of transformers' own model."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+from datasets import Dataset, disable_progress_bars
+
+from tests.integrations.transformers.peers import pair, score_pair
+from tests.integrations.transformers.words import (
+    chat_rows,
+    make_tokenizer,
+    preference_rows,
+    text_rows,
+)
+
+disable_progress_bars()
+STEPS: dict[str, Any] = {
+    "max_steps": 4,
+    "per_device_train_batch_size": 2,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "activation_checkpointing": False,
+}
+TIMES = ("runtime", "per_second", "step_time", "sampling_logp", "clock")
+LOSSES = ("loss", "eval_loss", "train_loss")
+
+
+def logged(
+    kind: str, model: Any, directory: Path, rows: list[dict[str, Any]], **settings: Any
+) -> list[dict[str, float]]:
+    """What a trainer of this kind logs while it trains the model."""
+    own = {
+        k: settings.pop(k) for k in ("eval_dataset", "ref_model", "reward_funcs") & settings.keys()
+    }
+    if "eval_dataset" in own:
+        own["eval_dataset"] = Dataset.from_list(own["eval_dataset"])
+    args = getattr(trl, f"{kind}Config")(output_dir=str(directory), **STEPS | settings)
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=make_tokenizer(),
+        **own,
+    )
+    trainer.train()
+    return trainer.state.log_history
+
+
+def assert_same_logs(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    """The same keys at each step, losses within 1e-4 and other values within 2e-3."""
+    assert len(ours) == len(theirs) > 3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.keys() == other.keys()
+        for key, value in other.items():
+            if any(part in key for part in TIMES):
+                continue
+            most = 1e-4 if key in LOSSES else 2e-3
+            assert math.isclose(mine[key], value, rel_tol=0, abs_tol=most), key
+
+
+SFT: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
+    "plain": ("llama", text_rows, {}),
+    "mixture": ("qwen3_moe", text_rows, {"gradient_accumulation_steps": 2}),
+    "packing": ("qwen3", text_rows, {"packing": True, "max_length": 24}),
+    "assistant_only_loss": ("gemma3_text", chat_rows, {"assistant_only_loss": True}),
+    "mixture, packing": ("qwen3_moe", text_rows, {"packing": True, "max_length": 24}),
+    "padding_free": ("llama", text_rows, {"padding_free": True, "max_length": None}),
+    "smoothing": ("llama", text_rows, {"label_smoothing_factor": 0.1}),
+    "dft": ("llama", text_rows, {"loss_type": "dft"}),
+    "checkpointing": ("llama", text_rows, {"activation_checkpointing": True}),
+    "evaluation": (
+        *("llama", text_rows),
+        {"eval_strategy": "steps", "eval_steps": 2, "eval_dataset": text_rows(5)},
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", SFT)
+def test_sft(variant: str, tmp_path: Path) -> None:
+    model_type, rows, settings = SFT[variant]
+    logs = []
+    for model, name in zip(pair(model_type), ("theirs", "ours"), strict=True):
+        model.config.output_router_logits = model_type == "qwen3_moe"
+        logs.append(logged("SFT", model, tmp_path / name, rows(), **settings))
+    theirs, ours = logs
+    assert ("aux_loss" in ours[0]) == (model_type == "qwen3_moe")
+    assert_same_logs(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"padding_free": True}, {"precompute_ref_log_probs": True}], ids=str
+)
+def test_dpo(settings: dict[str, Any], tmp_path: Path) -> None:
+    logs = []
+    for i in range(2):
+        model, reference = pair("llama")[i], pair("llama")[i]
+        given = {} if "precompute_ref_log_probs" in settings else {"ref_model": reference}
+        rows = preference_rows()
+        logs.append(logged("DPO", model, tmp_path / str(i), rows, **settings, **given))
+    theirs, ours = logs
+    assert any(abs(row.get("rewards/margins", 0)) > 0.1 for row in ours)
+    assert_same_logs(ours, theirs)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_reward(model_type: str, tmp_path: Path) -> None:
+    logs = []
+    for i in range(2):
+        model = score_pair(model_type)[i]
+        logs.append(logged("Reward", model, tmp_path / str(i), preference_rows()))
+    theirs, ours = logs
+    assert any(abs(row.get("margin", 0)) > 0.05 for row in ours)
+    assert_same_logs(ours, theirs)

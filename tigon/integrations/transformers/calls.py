@@ -1,0 +1,137 @@
+"""The keywords of a call under transformers' names, and what is captured while the blocks run.
+
+# B batch, T tokens, C model dim, E experts, L layers
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from tigon.layers.router import Router
+from tigon.models.arguments import BATCH, PASS, TARGETS, check_keywords, select_keys
+from tigon.models.base import LanguageModel
+from tigon.models.inputs import BOUNDS, Batch
+from tigon.utils.config import suggest
+
+# Of transformers' processors, collators and trainers; they change nothing in a text model
+IGNORED = frozenset(("token_type_ids", "cache_position", "mm_token_type_ids"))
+OUTPUTS = frozenset(
+    ("output_attentions", "output_hidden_states", "output_router_logits", "return_dict")
+)
+KNOWN = PASS | IGNORED | OUTPUTS | {"input_ids", "skip_logits", "seq_idx", "cache"}
+# Keywords of forward whose defaults `tigon_options` may set: those that are no tensors
+DEFAULTS: dict[str, Any] = {
+    "return_logits": bool,
+    "metrics": (str, tuple, list),
+    "loss_reduction": str,
+    "label_smoothing": (int, float),
+    "z_loss": (int, float),
+    "logits_bytes": int,
+}
+REDUCTIONS = ("token", "sequence")  # those that Trainer's accumulation goes with
+
+
+def check_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns a copy of `tigon_options`; TypeError for an unknown name or a value that is none of
+    its kind, ValueError for a loss_reduction that is no mean."""
+    options = dict(options or {})
+    for name, value in options.items():
+        if name not in DEFAULTS:
+            hint = suggest(name, DEFAULTS) or f"known are {', '.join(DEFAULTS)}"
+            raise TypeError(f"tigon_options has {name!r}, which is no option; {hint}")
+        if not isinstance(value, DEFAULTS[name]):
+            raise TypeError(f"tigon_options: {name}={value!r} has another type than forward takes")
+    reduction = options.get("loss_reduction", "token")
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"tigon_options: loss_reduction={reduction!r} is not one of {REDUCTIONS}; give "
+            "loss_reduction to the call itself"
+        )
+    return options
+
+
+def make_batch(native: LanguageModel, arguments: Mapping[str, Any]) -> Batch:
+    """Resolves the inputs of a call, of which `seq_idx` [B, T], the number of each token's
+    sequence, gives bounds unless there are others; TypeError for an unknown keyword."""
+    check_keywords("forward", arguments, KNOWN)
+    refuse_liger(native.model.norm.__dict__.get("forward"))
+    chosen = select_keys(BATCH, arguments)
+    seq_idx = arguments.get("seq_idx")
+    if seq_idx is not None and not any(chosen.get(name) is not None for name in BOUNDS):
+        chosen["cu_seq_lens"] = find_bounds(seq_idx)
+    return Batch.of(native, arguments.get("input_ids"), **chosen)
+
+
+def refuse_liger(forward: Any) -> None:
+    """Raises ValueError for a replaced `forward` that is one of Liger's."""
+    if (getattr(forward, "__module__", None) or "").startswith("liger_kernel"):
+        raise ValueError(
+            "use_liger_kernel=True replaces layers of transformers, and Tigon's have fused kernels "
+            "already: leave it out, and load the model again, since its norms are changed"
+        )
+
+
+def find_bounds(seq_idx: Tensor) -> Tensor:
+    """Finds the bounds, int32 [sequences + 1] over the flattened batch, of the runs of equal
+    numbers in the rows of `seq_idx` [B, T]."""
+    starts = torch.ones_like(seq_idx, dtype=torch.bool)
+    starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    first = starts.flatten().nonzero().flatten()
+    return torch.cat([first, first.new_tensor([seq_idx.numel()])]).int()
+
+
+def select_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Selects the arguments of `Targets.of`; num_items_in_batch counts for nothing without
+    labels, which Trainer keeps to itself if it smooths them."""
+    chosen = select_keys(TARGETS, arguments)
+    if "labels" not in chosen and "shift_labels" not in chosen:
+        chosen.pop("num_items_in_batch", None)
+    return chosen
+
+
+class Captured:
+    """What hooks have seen of a pass: the input of each block, and the logits of each router."""
+
+    def __init__(self) -> None:
+        self.streams: list[Tensor] = []  # [B, T, C] of each block
+        self.router_logits: list[Tensor] = []  # [B * T, E] of each layer with experts
+
+    def hidden_states(self, last: Tensor | None) -> tuple[Tensor, ...] | None:
+        """The L + 1 hidden states, with the normed `last` [B, T, C]; None if none were wanted."""
+        return (*self.streams, last) if self.streams and last is not None else None
+
+    def logits_of_routers(self) -> Any:
+        """The routers' logits as a tuple; None if none were wanted, or there is no router."""
+        return tuple(self.router_logits) or None
+
+
+@contextmanager
+def capture(
+    native: LanguageModel, batch: Batch, hidden_states: bool, router_logits: bool
+) -> Iterator[Captured]:
+    """Captures what is asked for, in passes of the body of a `with`, at the batch's positions."""
+    captured, handles = Captured(), list[RemovableHandle]()
+
+    def keep_stream(block: nn.Module, args: tuple[Any, ...]) -> None:
+        x, residual = args[:2]
+        captured.streams.append(x if residual is None else residual + x)
+
+    def keep_logits(router: nn.Module, args: Any, logits: Tensor) -> None:
+        captured.router_logits.append(logits)
+
+    if hidden_states or router_logits:
+        batch.keep_padding()
+    if hidden_states:
+        handles += [b.register_forward_pre_hook(keep_stream) for b in native.model.layers]
+    if router_logits:
+        routers = (m for m in native.model.modules() if isinstance(m, Router))
+        handles += [r.register_forward_hook(keep_logits) for r in routers]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,94 @@
+"""Makes transformers' models of checkpoints and of native models, and lets Auto classes do so."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tigon.integrations.transformers import model as classes
+from tigon.integrations.transformers.model import CLASS_NAMES, TigonPreTrainedModel
+from tigon.integrations.transformers.native import load_native
+from tigon.models.causal_lm import CausalLM
+
+
+def as_transformers(
+    model: CausalLM, *, projections: str = "split", tigon_options: Mapping[str, Any] | None = None
+) -> TigonPreTrainedModel:
+    """Makes a transformers model that has the modules and weights of a native one: no copies.
+
+    The projections that checkpoints have separately become modules of their own in both, under
+    transformers' names; projections="fused" leaves them as they are. `tigon_options` are defaults
+    of forward's keywords in calls with labels, such as metrics. Raises TypeError for a model that
+    is not Tigon's, and ValueError for one with adapters, quantized weights or shards.
+    """
+    if not isinstance(model, CausalLM):
+        raise TypeError(
+            f"{type(model).__name__} is no model of Tigon: load one with tigon.from_pretrained"
+        )
+    cls = find_class(model)
+    return cls.from_native(model, projections=projections, tigon_options=tigon_options)
+
+
+def find_class(model: CausalLM) -> type[TigonPreTrainedModel]:
+    """The class under transformers' name of a native model; ValueError if there is none."""
+    name = model.config.transformers_class
+    if name not in CLASS_NAMES:
+        raise ValueError(
+            f"transformers has no class for text alone of model_type {model.config.model_type!r}: "
+            "train it with tigon train"
+        )
+    return getattr(classes, name)
+
+
+def from_pretrained(
+    path_or_repo: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str = "auto",
+    device_map: Any = None,
+    num_labels: int = 0,
+    projections: str = "split",
+    tigon_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> TigonPreTrainedModel:
+    """Loads a checkpoint as a transformers model, in evaluation mode; see `as_transformers`.
+
+    `device_map` names one device, by default the CPU, or is "auto" where there is one accelerator.
+    With `num_labels` it is a sequence classifier, whose head is random unless the checkpoint has
+    one. Other keywords are those of `tigon.from_pretrained`, but for quantize. Raises TypeError for
+    an unknown one, and ValueError for quantization and for several devices.
+    """
+    options |= {"dtype": dtype, "device_map": device_map, "num_labels": num_labels}
+    native = load_native(path_or_repo, **options)
+    return as_transformers(native, projections=projections, tigon_options=tigon_options)
+
+
+# transformers' Auto classes
+
+AUTO_CLASSES: dict[type[TigonPreTrainedModel], Any] = {
+    classes.TigonForCausalLM: AutoModelForCausalLM,
+    classes.TigonForSequenceClassification: AutoModelForSequenceClassification,
+}
+_replaced: list[tuple[dict[Any, Any], Any, Any]] = []  # what `unregister` puts back
+
+
+def register() -> None:
+    """Lets AutoModelForCausalLM and AutoModelForSequenceClassification load Tigon's models, of all
+    families that transformers has, until `unregister`."""
+    unregister()
+    for name, (_, base) in CLASS_NAMES.items():
+        cls = getattr(classes, name)
+        mapping = AUTO_CLASSES[base]._model_mapping._extra_content
+        _replaced.append((mapping, cls.config_class, mapping.get(cls.config_class)))
+        mapping[cls.config_class] = cls
+
+
+def unregister() -> None:
+    """Gives transformers' Auto classes their own models back; does nothing if they have them."""
+    while _replaced:
+        mapping, key, before = _replaced.pop()
+        if before is None:
+            mapping.pop(key, None)
+        else:
+            mapping[key] = before

@@ -1,0 +1,456 @@
+"""Tigon's models as transformers' `PreTrainedModel`: a class per family, made when it is asked for.
+
+A model here shares the modules of a native one, whose forward pass it calls, and has transformers'
+config, names of parameters and outputs.
+
+# B batch, T tokens, n kept tokens, C model dim, V vocab
+"""
+
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from functools import cache
+from typing import Any, ClassVar, Self
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
+from transformers.modeling_utils import EmbeddingAccessMixin, ModuleUtilsMixin
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tigon.integrations.transformers.calls import (
+    capture,
+    check_options,
+    make_batch,
+    refuse_liger,
+    select_targets,
+)
+from tigon.integrations.transformers.generation import TigonGeneration
+from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
+from tigon.integrations.transformers.outputs import BaseOutput, to_transformers
+from tigon.integrations.transformers.projections import split_projections
+from tigon.layers import Embedding
+from tigon.models import MODELS
+from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
+from tigon.models.causal_lm import CausalLM
+from tigon.models.inputs import Batch
+from tigon.models.loss import Targets
+from tigon.models.moe import MoEConfig
+
+PROJECTIONS = ("split", "fused")  # query, key, value, gate and up apart as in transformers, or not
+OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
+
+
+class TigonModel(ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
+    """A decoder that takes ids, too, and then returns transformers' `BaseOutput`.
+
+    Its native callers give all inputs of the blocks by position.
+    """
+
+    native: CausalLM
+    config: Any
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # [B, T]
+        attention_mask: Tensor | None = None,  # [B, T]
+        position_ids: Tensor | None = None,  # [B or 1, T]
+        *blocks: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns `last_hidden_state` [B, T, C], and `hidden_states` or `router_logits` if they
+        are asked for; called with the inputs of the blocks, what the native decoder returns."""
+        if blocks:
+            return super().forward(input_ids, attention_mask, position_ids, *blocks, **kwargs)
+        arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
+        arguments |= {"position_ids": position_ids, **kwargs}
+        flags = read_flags(self.config, arguments)
+        batch = make_batch(self.native, arguments)
+        with capture(self.native, batch, *flags) as captured:
+            last, _ = self.native._run_blocks(batch, False)
+        output = BaseOutput(
+            last_hidden_state=last,
+            hidden_states=captured.hidden_states(last),
+            router_logits=captured.logits_of_routers(),
+        )
+        return finish(output, self.config, kwargs.get("return_dict"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies the module without the name of its class, which is made as needed."""
+        return _new_decoder, (decoder_class(type(self)),), self.__dict__
+
+
+def call_with_ids(native: CausalLM, config: PreTrainedConfig) -> None:
+    """Lets the native model's decoder take ids, by another class in place."""
+    decoder = native.model
+    decoder.__class__ = _with_ids(decoder_class(type(decoder)))
+    decoder.__dict__.update(native=native, config=config)  # no submodule
+
+
+def decoder_class(kind: Any) -> Any:
+    """The native class of a decoder, before `call_with_ids`."""
+    return kind.__bases__[1] if issubclass(kind, TigonModel) else kind
+
+
+@cache
+def _with_ids(kind: Any) -> Any:
+    """Makes the class of such decoders as take ids, too."""
+    return type(kind.__name__, (TigonModel, kind), {"__module__": __name__})
+
+
+def _new_decoder(kind: Any) -> Any:
+    """Makes an empty decoder, whose state pickle or copy sets."""
+    made = _with_ids(kind)
+    return made.__new__(made)
+
+
+def finish(output: ModelOutput, config: Any, return_dict: bool | None) -> Any:
+    """Returns the output, or a tuple if the call or the config wants one."""
+    wanted = config.return_dict if return_dict is None else return_dict
+    return output if wanted else output.to_tuple()
+
+
+def make_reference(name: str, config: PreTrainedConfig) -> nn.Module:
+    """Makes transformers' model of this name on the meta device: its modules, names and order."""
+    with torch.device("meta"):
+        return getattr(transformers, name)(deepcopy(config))
+
+
+def read_flags(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Reads output_hidden_states and output_router_logits from a call, or else from the config;
+    raises ValueError for output_attentions."""
+
+    def flag(name: str) -> bool:
+        value = arguments.get(name)
+        return bool(getattr(config, name, False) if value is None else value)
+
+    if flag("output_attentions"):
+        raise ValueError(
+            "output_attentions=True: Tigon's attention kernels never have all probabilities in "
+            "memory; load the model with transformers to look at them"
+        )
+    return flag("output_hidden_states"), flag("output_router_logits")
+
+
+class TigonPreTrainedModel(PreTrainedModel):
+    """A Tigon model as transformers' PreTrainedModel; `native` is the model whose modules it has.
+
+    `tigon_options` are defaults of keywords of `forward`, for calls with labels.
+    """
+
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    family: ClassVar[type[CausalLM]]
+    config_class: ClassVar[type[PreTrainedConfig]]  # type: ignore[misc]
+    config: Any
+    native: CausalLM
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        native: CausalLM | None = None,
+        *,
+        tigon_options: Mapping[str, Any] | None = None,
+        projections: str = "split",
+    ):
+        options = check_options(tigon_options)
+        super().__init__(config)
+        if native is None:
+            native = self.family.from_config(config.to_dict(), dtype=torch.get_default_dtype())
+        # Past nn.Module's own __setattr__, which would give all parameters two names
+        self.__dict__["native"] = native
+        self.__dict__["_modules"] = native._modules
+        self.tigon_options = options
+        self.projections = projections
+        if projections not in PROJECTIONS:
+            raise ValueError(f"projections={projections!r} is not one of {PROJECTIONS}")
+        if projections == "split":
+            split_projections(native, make_reference(type(self).__name__, config))
+        call_with_ids(native, config)
+        self._set_statics()
+        self.register_load_state_dict_pre_hook(assemble_parameters)
+        self.train(native.training)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module's; ValueError for the forward pass of Liger's loss."""
+        if name == "forward":
+            refuse_liger(value)
+        super().__setattr__(name, value)
+
+    @classmethod
+    def from_native(cls, native: CausalLM, **options: Any) -> Self:
+        """Makes a model of a native one; options are those of the class."""
+        config = cls.config_class.from_dict(native.config.to_dict())
+        config.name_or_path, config.dtype = native.config.source.name, native.dtype
+        return cls(config, native, **options)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        path_or_repo: str | os.PathLike[str],
+        *args: Any,
+        config: PreTrainedConfig | None = None,
+        projections: str = "split",
+        tigon_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Self:
+        """As tigon.integrations.transformers.from_pretrained, for a checkpoint of this class.
+
+        Auto classes also give a `config`, which may differ from the file's in what does not change
+        the native model, such as output_router_logits and pad_token_id; else raises ValueError.
+        """
+        if config is not None and issubclass(cls, TigonForSequenceClassification):
+            options["num_labels"] = config.num_labels
+        native = load_native(path_or_repo, **options)
+        if (name := native.config.transformers_class) != cls.__name__:
+            raise ValueError(f"{native.config.source.name!r} is a {name}, no {cls.__name__}")
+        made: dict[str, Any] = {"projections": projections, "tigon_options": tigon_options}
+        if config is None:
+            return cls.from_native(native, **made)
+        check_config(native, config)
+        return cls(config, native, **made)
+
+    def _set_statics(self) -> None:
+        """Sets what transformers' `post_init` would: names of tied parameters, and no plans."""
+        native = self.native
+        tied = {"lm_head.weight": "model.embed_tokens.weight"} if native.ties_head else {}
+        self._tied_weights_keys, self.all_tied_weights_keys = tied, tied
+        self._no_split_modules = {type(block).__name__ for block in native.model.layers}
+        self.init_parallel_plans()
+        if native.generation_config and self.can_generate():
+            self.generation_config = GenerationConfig.from_dict(dict(native.generation_config))
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """Whether the class has `generate`, which transformers reads off the names of bases."""
+        return issubclass(cls, TigonGeneration)
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """False: files have the names and forms of transformers' own class."""
+        return False
+
+    @property
+    def accepts_loss_kwargs(self) -> bool:
+        """Whether Trainer gives the number of the step's targets, by which the loss is divided;
+        not if each sequence counts the same, since then they are no denominator."""
+        return self.tigon_options.get("loss_reduction", "token") == "token"
+
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module's; the native model follows."""
+        self.native.training = mode
+        return super().train(mode)
+
+    def _follow_config(self, router_logits: bool) -> None:
+        """Lets the native config follow what may be changed in transformers'."""
+        config = self.native.config
+        if not isinstance(config, MoEConfig):
+            return
+        coef = self.config.router_aux_loss_coef
+        if (config.output_router_logits, config.router_aux_loss_coef) != (router_logits, coef):
+            changes: dict[str, Any] = {"router_aux_loss_coef": coef}
+            self.native.config = replace(config, output_router_logits=router_logits, **changes)
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> Embedding:
+        """Resizes embedding and head as the native `resize_token_embeddings`, and both configs;
+        returns the embedding."""
+        arguments = new_num_tokens, pad_to_multiple_of, mean_resizing
+        embedding = self.native.resize_token_embeddings(*arguments)
+        self.config.get_text_config().vocab_size = self.native.config.vocab_size
+        return embedding
+
+    def tie_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Ties the head's weight to that of the embedding, if the config says so."""
+        if self.native.ties_head:
+            self.get_output_embeddings().weight = self.get_input_embeddings().weight
+
+    # Checkpointing, by the native options
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Recomputes every n-th block in backward; with `offload` saved activations wait in host
+        memory. `use_reentrant` has no effect; ValueError for other options of torch's."""
+        options = {**(activation_checkpointing_kwargs or {})}
+        options.pop("use_reentrant", None)
+        if options:
+            raise ValueError(
+                f"activation_checkpointing_kwargs={options}: Tigon's blocks take every_n_layers "
+                "and offload; leave the rest out"
+            )
+        self.native.activation_checkpointing = every_n_layers
+        self.native.activation_offload = offload
+
+    def activation_checkpointing_disable(self) -> None:
+        """Keeps the activations of all blocks for backward."""
+        self.native.activation_checkpointing = self.native.activation_offload = False
+
+    @property
+    def is_activation_checkpointing(self) -> bool:
+        """Whether backward recomputes any block."""
+        return bool(self.native.activation_checkpointing)
+
+
+class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
+    """A language model; its subclasses, one per family, have transformers' names."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # [B, T]
+        attention_mask: Tensor | None = None,  # [B, cached + T]
+        position_ids: Tensor | None = None,  # [B or 1, T]
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,  # [B, T, C]
+        labels: Tensor | None = None,  # [B, T], unshifted, -100 ignored
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        *,
+        loss_weights: Tensor | None = None,  # [B, T]
+        seq_idx: Tensor | None = None,  # [B, T], numbers of packed sequences
+        skip_logits: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns transformers' output: logits [B, n, V], or with labels the loss, and the logits
+        too in evaluation mode.
+
+        `return_logits`, or `skip_logits` as its opposite, chooses whether a call with labels has
+        logits. `metrics`, `loss_reduction`, `num_items_in_batch`, `label_smoothing`, `z_loss`,
+        `shift_labels` and all other keywords of the native `forward` are keywords here, too; what
+        they ask for are fields of the output. `seq_idx` or `cu_seq_lens_q` bound packed sequences.
+        Raises ValueError for output_attentions, and TypeError for an unknown keyword.
+        """
+        arguments = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            "labels": labels,
+            "logits_to_keep": logits_to_keep,
+            "loss_weights": loss_weights,
+            "seq_idx": seq_idx,
+            **kwargs,
+        }
+        hidden_states, router_logits = read_flags(self.config, arguments)
+        self._follow_config(router_logits)
+        has_labels = labels is not None or kwargs.get("shift_labels") is not None
+        if has_labels:
+            arguments = {**self._default_options(skip_logits), **arguments}
+        batch = make_batch(self.native, arguments)
+        targets = Targets.of(batch, **select_targets(arguments))
+        options = select_keys(OPTIONS, arguments)
+        with capture(self.native, batch, hidden_states, router_logits) as captured:
+            wanted = options.pop("return_hidden", False)
+            out = self.native(
+                batch=batch, targets=targets, return_hidden=wanted or hidden_states, **options
+            )
+        if out.loss is not None and out.aux_loss is not None and targets.share is not None:
+            # transformers adds aux_loss of every micro-batch, not this batch's share of it
+            coef = self.config.router_aux_loss_coef
+            out.loss = out.loss + coef * (1 - targets.share) * out.aux_loss
+        output = to_transformers(
+            out,
+            isinstance(self.native.config, MoEConfig),
+            hidden_states=captured.hidden_states(out.hidden),
+            hidden=out.hidden if wanted else None,
+            router_logits=captured.logits_of_routers(),
+        )
+        return finish(output, self.config, kwargs.get("return_dict"))
+
+    def _default_options(self, skip_logits: bool | None) -> dict[str, Any]:
+        """The keywords of a call with labels that it does not give itself."""
+        options = {"return_logits": not self.training, **self.tigon_options}
+        if skip_logits is not None:
+            options["return_logits"] = not skip_logits
+        return options
+
+
+class TigonForSequenceClassification(TigonPreTrainedModel):
+    """A sequence classifier, with the head `score`; its subclasses have transformers' names."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,  # [B, T]
+        attention_mask: Tensor | None = None,  # [B, T]
+        position_ids: Tensor | None = None,  # [B or 1, T]
+        cache: Any = None,
+        inputs_embeds: Tensor | None = None,  # [B, T, C]
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns the scores [B, labels] of each row's last token that is no padding, and with
+        labels the loss that config.problem_type names."""
+        arguments = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "inputs_embeds": inputs_embeds,
+            **kwargs,
+        }
+        flags = read_flags(self.config, arguments)
+        batch = make_batch(self.native, arguments)
+        last = self._last_tokens(input_ids, batch)
+        with capture(self.native, batch, *flags) as captured:
+            out = self.native(batch=batch, logits_to_keep=last[:, None], return_hidden=flags[0])
+        scores, loss = out.logits[:, 0], None
+        if labels is not None:
+            values = {"logits": scores, "pooled_logits": scores, "labels": labels}
+            loss = self.loss_function(**values, config=self.config)
+        output = SequenceClassifierOutputWithPast(
+            loss=loss, logits=scores, hidden_states=captured.hidden_states(out.hidden)
+        )
+        return finish(output, self.config, kwargs.get("return_dict"))
+
+    def _last_tokens(self, input_ids: Tensor | None, batch: Batch) -> Tensor:
+        """The index [B] of each row's last token that is not pad_token_id, as in transformers."""
+        rows, tokens = batch.shape
+        pad = self.config.get_text_config().pad_token_id
+        if pad is None and rows > 1:
+            raise ValueError(
+                f"{rows} rows and no config.pad_token_id: set it, so that the last token of each "
+                "row is known"
+            )
+        if pad is None or input_ids is None:
+            return torch.full((rows,), tokens - 1, device=batch.device)
+        return (torch.arange(tokens, device=batch.device) * (input_ids != pad)).argmax(-1)
+
+
+# The classes of families, by transformers' names
+
+
+def _class_names() -> dict[str, tuple[type[CausalLM], type[TigonPreTrainedModel]]]:
+    """Maps transformers' names of classes to the native class and the base of each."""
+    names: dict[str, tuple[type[CausalLM], type[TigonPreTrainedModel]]] = {}
+    for family in MODELS.values():
+        config = family.config_class
+        if config.model_type in CONFIG_MAPPING:
+            names[config.architecture] = family, TigonForCausalLM
+            if (classifier := config.classifier()) is not None:
+                names[classifier] = family, TigonForSequenceClassification
+    return names
+
+
+CLASS_NAMES = _class_names()
+
+
+def __getattr__(name: str) -> Any:
+    """Makes a family's class when it is first asked for, so that models can be pickled."""
+    if name not in CLASS_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    family, base = CLASS_NAMES[name]
+    config_class = CONFIG_MAPPING[family.config_class.model_type]
+    about = f"`tigon.{family.__name__}` as transformers' `{name}`."
+    namespace = {"__module__": __name__, "__doc__": about, "family": family}
+    globals()[name] = type(name, (base,), namespace | {"config_class": config_class})
+    return globals()[name]

@@ -1,0 +1,61 @@
+"""The outputs of a call: transformers' fields in its order, and after them Tigon's.
+
+# B batch, T tokens, n kept tokens, C model dim, V vocab, L layers with experts, E experts
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+from transformers.modeling_outputs import (
+    CausalLMOutputWithPast,
+    MoeCausalLMOutputWithPast,
+    MoeModelOutputWithPast,
+)
+
+from tigon.models.outputs import CausalLMOutput
+
+# What is called `past_key_values` in CausalLMOutput has transformers' name, and metrics are fields
+NAMES = frozenset(("loss", "logits", "aux_loss", "logprobs", "criteria", "hidden", "logits_at"))
+
+
+@dataclass
+class TigonFields:
+    """What transformers' outputs do not have; None unless a call asks for it."""
+
+    predicted_tokens: Tensor | None = None  # int64 [B, n], the most likely next token
+    entropy: Tensor | None = None  # fp32 [B, n]
+    max_logit: Tensor | None = None  # fp32 [B, n]
+    z: Tensor | None = None  # fp32 [B, n], log of the sum of exponentials
+    nll: Tensor | None = None  # fp32 [B, n]
+    accuracy: Tensor | None = None  # scalar
+    expert_load: Tensor | None = None  # [L, E]
+    logprobs: Tensor | None = None  # fp32 [B, n]
+    criteria: tuple[Tensor, ...] | None = None
+    hidden: Tensor | None = None  # [B, T, C], normed
+    logits_at: Tensor | None = None  # [n, V]
+
+
+@dataclass
+class DenseOutput(TigonFields, CausalLMOutputWithPast):
+    """The output of a language model without experts."""
+
+
+@dataclass
+class MoeOutput(TigonFields, MoeCausalLMOutputWithPast):
+    """The output of a mixture of experts."""
+
+
+@dataclass
+class BaseOutput(MoeModelOutputWithPast):
+    """The output of a decoder: `last_hidden_state` [B, T, C] after the last norm."""
+
+
+def to_transformers(out: CausalLMOutput, moe: bool, **values: Any) -> DenseOutput | MoeOutput:
+    """Makes transformers' output from a native one; `values` are its other fields."""
+    kind = MoeOutput if moe else DenseOutput
+    given = {name: getattr(out, name) for name in NAMES} | values
+    given["criteria"] = out.criteria or None
+    metrics = {name: value for name, value in out.metrics.items() if given.get(name) is None}
+    names = {f.name for f in fields(kind)}
+    return kind(**{k: v for k, v in {**given, **metrics}.items() if k in names})

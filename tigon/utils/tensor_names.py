@@ -1,0 +1,28 @@
+"""Names of tensors that checkpoints have beside those of the text model.
+
+This imports no torch, which takes seconds.
+"""
+
+# Beginnings of names, after an optional "model."
+OTHER_MODALITIES = (
+    "vision_tower.",
+    "vision_model.",
+    "multi_modal_projector.",
+    "vision_adapter.",
+    "vision_projection.",
+    "vision_embedder.",
+    "embed_vision.",
+    "embed_audio.",
+    "audio_tower.",
+    "visual.",
+)
+# Buffers that old versions of transformers saved
+IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
+
+
+def is_ignored(name: str) -> bool:
+    """Whether a tensor of this name belongs to another modality, or is a buffer that is computed
+    here."""
+    return name.endswith(IGNORED_ENDINGS) or name.removeprefix("model.").startswith(
+        OTHER_MODALITIES
+    )

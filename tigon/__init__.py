@@ -31,6 +31,7 @@ PACKAGES = (
     "eval",
     "generation",
     "hub",
+    "integrations",
     "kernels",
     "layers",
     "models",

@@ -307,7 +307,7 @@ class TigonLM(TemplateLM):
 
     def _generate(self, prompts: Sequence[Prompt]) -> dict[int, str]:
         """Returns the answers to a batch of prompts that ask for the same, by their places."""
-        options = dict(normalize_gen_kwargs(prompts[0].asked, self.max_gen_toks))
+        options: dict[str, Any] = dict(normalize_gen_kwargs(prompts[0].asked, self.max_gen_toks))
         eos = self.tokenizer.decode([self.eot_token_id]) if self.eot_token_id is not None else None
         until = handle_stop_sequences(options.pop("until"), eos=eos)
         limit = options.pop("max_gen_toks")

@@ -237,7 +237,8 @@ def eval_parity(args: Namespace) -> int:
     else:
         refuse_base(args)
     with place as model:
-        result = parity(model, revision=revision, new_tokens=args.new_tokens, device=device)
+        options = {"new_tokens": args.new_tokens, "layers": args.layers}
+        result = parity(model, revision=revision, device=device, **options)
     print(report(result))
     return 1 if result.failures else 0
 

@@ -209,7 +209,10 @@ PERPLEXITY = {
     "--context": _number("tokens in a window (default: 1024, or the model's context if less)"),
     "--stride": _number("tokens between windows (default: half a window)"),
 }
-PARITY = {"--new-tokens": _number("greedy text to compare", default=64)}
+PARITY = {
+    "--new-tokens": _number("greedy text to compare", default=64),
+    "--layers": _flag("name the first layer that departs from transformers', and by how much"),
+}
 TASKS = {
     "--tasks": _text(
         "NAME,NAME", "tasks, groups or tags of lm-eval, or YAML files: arc_easy,mmlu", required=True

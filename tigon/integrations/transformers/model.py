@@ -160,15 +160,15 @@ class TigonPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         if native is None:
             native = self.family.from_config(config.to_dict(), dtype=torch.get_default_dtype())
+        if projections not in PROJECTIONS:
+            raise ValueError(f"projections={projections!r} is not one of {PROJECTIONS}")
+        if projections == "split":  # it may replace the dict of modules
+            split_projections(native, make_reference(type(self).__name__, config))
         # Past nn.Module's own __setattr__, which would give all parameters two names
         self.__dict__["native"] = native
         self.__dict__["_modules"] = native._modules
         self.tigon_options = options
         self.projections = projections
-        if projections not in PROJECTIONS:
-            raise ValueError(f"projections={projections!r} is not one of {PROJECTIONS}")
-        if projections == "split":
-            split_projections(native, make_reference(type(self).__name__, config))
         call_with_ids(native, config)
         self._set_statics()
         self.register_load_state_dict_pre_hook(assemble_parameters)

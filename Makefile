@@ -4,7 +4,7 @@ BIN := .venv/bin
 MODEL ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all check package mutate format clean
+.PHONY: help quickstart test test-all check docs package mutate format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,9 @@ check: .venv/.installed-test  ## formatting, lint and types
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+docs: .venv/.installed-docs  ## build the manual in site/, and fail on a dead link
+	$(BIN)/zensical build --strict --clean
+
 package: .venv/.installed-release  ## build sdist and wheel, and try the wheel alone (PYTHON=python3.13 ARGS="torch==2.15.0")
 	rm -rf dist && $(BIN)/python -m build && $(BIN)/twine check --strict dist/*
 	$(PYTHON) -m venv dist/env && dist/env/bin/pip install --quiet $(ARGS) dist/*.whl
@@ -43,7 +46,7 @@ format: .venv/.installed-test  ## format and fix what ruff can
 	$(BIN)/ruff check --fix .
 
 clean:  ## remove the environment and everything built
-	rm -rf .venv .assets dist runs .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .assets .cache dist runs site .mypy_cache .pytest_cache .ruff_cache
 
 bench-%: .venv/.installed-bench  ## kernels, moe, attention, padding, generate, train_step, train_multi, parallel, train_curves, trainer, preference, distillation, adapters, recipes, long_sums, gated_delta, data, optimizers or cpu beside peers; compare (ARGS="--help")
 	$(BIN)/python bench/$*.py $(ARGS)

@@ -28,7 +28,7 @@ from bench.harness import Bench, Job, Record, figure, heading, markdown, verdict
 from bench.peers import imported
 from bench.saving import AIM, Save, raw, seconds, sync, unsynced
 from tigon.models import MODELS, from_pretrained
-from tigon.models.pretrained.save import convert_pretrained
+from tigon.models.pretrained.convert import convert_pretrained
 from tigon.weights import Repository
 
 

@@ -22,7 +22,7 @@ from bench.harness import Record
 from bench.kernels import BF16
 from bench.train_cases import MODELS, Batch, Case, shape_of
 from tigon.kernels import AttentionMask, attention
-from tigon.layers import Attention, LMHead, SparseMoE
+from tigon.layers import LMHead, SoftmaxAttention, SparseMoE
 from tigon.layers.lora import MATRICES
 from tigon.plan.cost import kernel_bytes
 
@@ -124,7 +124,7 @@ def product(m: int, n: int, k: int, device: str) -> dict[str, float]:
 
 
 def is_attention(module: nn.Module) -> bool:
-    return isinstance(module, Attention)
+    return isinstance(module, SoftmaxAttention)
 
 
 def attended(model: nn.Module, window: int | None, batch: Batch) -> Record:

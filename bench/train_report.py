@@ -284,26 +284,29 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
         ("tokens per second: more is better", "#c1272d", speed_ratio, lambda c: c.speed),
         ("peak memory: less is better", "#4f7cac", memory_ratio, lambda c: c.memory),
     ]
-    whole = Figure(figsize=(11, 4))
+    whole = Figure(figsize=(9, 0.45 * len(shown) + 1))
     axes = whole.subplots()
     for at, (label, shade, ratio, target) in zip((-0.2, 0.2), bars, strict=True):
         for place, case in enumerate(shown):
             value, aim = ratio(case), target(CASES[case["name"]])
             if value is None:
                 continue
-            axes.bar(place + at, value, 0.38, color=shade, label=label if place == 0 else None)
-            style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "fontsize": 7}
-            axes.annotate(f"{value:.2f}", (place + at, value), (0, 2), **style)
+            axes.barh(place + at, value, 0.38, color=shade, label=label if place == 0 else None)
+            style: dict[str, Any] = {"color": "white", "fontsize": 7, "va": "center"}
+            axes.annotate(
+                f"{value:.2f}", (0, place + at), (4, 0), textcoords="offset points", **style
+            )
             if aim is not None:
-                axes.plot([place + at - 0.19, place + at + 0.19], [aim, aim], "k-", linewidth=1.2)
-    axes.axhline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    axes.set_xticks(range(len(shown)), [c["name"].replace(", ", ",\n") for c in shown], fontsize=7)
-    axes.set_ylabel("Tigon / peer")
+                axes.plot([aim, aim], [place + at - 0.19, place + at + 0.19], "k-", linewidth=1.2)
+    axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
+    axes.set_yticks(range(len(shown)), [case["name"] for case in shown])
+    axes.invert_yaxis()
+    axes.margins(y=0.01)
+    axes.tick_params(labelsize=7)
     axes.set_title(
-        f"A training step compared with {PEER}; lines are targets\n{record['machine']}, bf16",
-        fontsize=8,
+        f"Tigon / {PEER}, a training step; lines are targets\n{record['machine']}, bf16", fontsize=8
     )
-    axes.legend(fontsize=7, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    axes.legend(fontsize=7, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
     with matplotlib.rc_context(STYLE):
         whole.savefig(path, bbox_inches="tight", metadata={"Date": None})

@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.gguf_files import write_gguf
+from tests.support.benchmarks import write_tasks
 from tests.support.hub_server import HubServer, hub
 from tests.support.small import CHATML, write_chats, write_model
+from tigon import from_pretrained
 from tigon.cli import main
 from tigon.eval import perplexity
 from tigon.tokenizer import Tokenizer
@@ -140,7 +142,6 @@ def test_generate_ends_with_the_context(directory: Path, tigon: Any) -> None:
 
 
 def test_perplexity(directory: Path, tigon: Any, tmp_path: Path) -> None:
-    from tigon.models import from_pretrained
 
     file = write_chats(tmp_path / "chats.jsonl", 6)
     result = perplexity(
@@ -154,6 +155,39 @@ def test_perplexity(directory: Path, tigon: Any, tmp_path: Path) -> None:
         f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  accuracy "
         f"{result.accuracy:.4f}  tokens {result.tokens}\n"
     )
+
+
+def test_tasks(directory: Path, tigon: Any, tmp_path: Path, capfd: Any) -> None:
+    """The numbers of lm-eval's hf with the same options, in its table and in its file."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    folder, out = write_tasks(tmp_path / "tasks"), tmp_path / "results.json"
+    options = {"num_fewshot": 1, "limit": 5, "apply_chat_template": True}
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    theirs: Any = lm_eval.simple_evaluate(
+        "hf", f"pretrained={directory},dtype=float32", ["choices", "texts"], task_manager=manager,
+        device="cpu", batch_size=2, **options,
+    )  # fmt: skip
+    command = ("eval", "tasks", directory, "--include-path", folder, "--tasks", "choices,texts")
+    chat = ("--num-fewshot", 1, "--apply-chat-template", "--limit", 5)
+    shown = tigon(*command, *chat, "--dtype", "float32", "--out", out)
+    rows = [[cell.strip() for cell in line.split("|")] for line in shown.splitlines()]
+    table = {row[5]: row[7] for row in rows if len(row) > 7}
+    found = json.loads(out.read_text())
+    for task in ("choices", "texts"):
+        numbers = {k: v for k, v in theirs["results"][task].items() if isinstance(v, float)}
+        assert {k: found["results"][task][k] for k in numbers} == pytest.approx(numbers, rel=1e-6)
+    assert table["bits_per_byte"] == f"{theirs['results']['texts']['bits_per_byte,none']:.4f}"
+    assert found["n-shot"] == theirs["n-shot"] and found["config"]["limit"] == 5
+    for wrong, message in (
+        (["--limit", "0"], "limit=0 must be above 0"),
+        (["--num-fewshot", "-1"], "num_fewshot=-1 must be at least 0"),
+        (["--include-path", "none"], "include_path=none: there is no such folder"),
+        (["--out", str(tmp_path)], "give a file, in a folder that there is"),
+    ):
+        assert main([*map(str, command), *wrong]) == 1
+        assert message in capfd.readouterr().err
 
 
 def test_parity(directory: Path, tigon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,6 +250,10 @@ def test_export_of_a_run(directory, tigon, tmp_path, capfd):
     )
     assert last.keys() == end.keys()
     assert all(torch.equal(last[name], end[name]) for name in end)
+    tigon("export", run, tmp_path / "last.gguf")
+    loaded = from_pretrained(tmp_path / "last.gguf").state_dict()
+    exported = from_pretrained(tmp_path / "last").state_dict()
+    assert all(torch.equal(t, loaded[name]) for name, t in exported.items())
     # AdamW's first step moves every weight with a gradient by the learning rate
     largest = max((first[name] - t).abs().max().item() for name, t in start.items())
     assert largest == pytest.approx(1e-2, rel=1e-3)
@@ -240,5 +278,8 @@ def test_gguf_file(directory: Path, tigon: Any, tmp_path: Path) -> None:
     ours, theirs = load_file(new / "model.safetensors"), load_file(directory / "model.safetensors")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    small = tmp_path / "q8_0.gguf"
+    assert tigon("export", file, small, "--dtype", "q8_0") == f"{file} -> {small}, q8_0\n"
+    assert small.stat().st_size < 0.7 * file.stat().st_size
     few = ("words", "--raw", "--max-new-tokens", "4")
     assert tigon("generate", file, *few) == tigon("generate", directory, *few)

@@ -206,6 +206,35 @@ def test_the_global_random_state(model: Model, ragged: Given) -> None:
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("way", ["greedy", "sampled", "assisted"])
+def test_scores_criteria_and_turns(
+    model: Model, way: str, ragged: Given, captures: list[int]
+) -> None:
+    """From graphs and from steps with a growing cache alike, though rows end at different times."""
+    ragged |= SAMPLED if way == "sampled" else {}
+    free = model.generate(**ragged, max_new_tokens=NEW, eos_token_id=[])
+    ends = some_ends(free, 40, (2, 30, 9, 20, 40))
+    ragged |= {"max_new_tokens": NEW, "eos_token_id": ends, "return_dict_in_generate": True}
+    ragged |= {"output_scores": True, "output_logits": True}
+    ragged["stopping_criteria"] = [lambda ids, scores: ids[:, -1] == int(free[1, 40 + 25])]
+    assistant = {"assistant_model": blurred(model, 0.1)} if way == "assisted" else {}
+    out = model.generate(**ragged, **assistant)
+    captured = len(captures)
+    assert captured
+    plain = model.generate(**ragged, cache_implementation="dynamic")
+    assert out.sequences.tolist() == plain.sequences.tolist()
+    for name in ("scores", "logits"):
+        for a, b in zip(out[name], plain[name], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-3)
+    ids = torch.cat((out.sequences, free[:, :4]), 1)
+    mask = torch.ones_like(ids)
+    mask[:, :40], mask[:, 40:-4] = ragged["attention_mask"], out.sequences[:, 40:] != 0
+    ragged |= {"input_ids": ids, "attention_mask": mask}
+    again = model.generate(**ragged, **assistant, past_key_values=out.past_key_values)
+    plain = model.generate(**ragged, cache_implementation="dynamic")
+    assert again.sequences.tolist() == plain.sequences.tolist()
+
+
 @pytest.mark.parametrize("assisted", [False, True])
 def test_nobody_waits_between_steps(model: Model, assisted: bool, ragged: Given) -> None:
     draft = blurred(model, 0.0) if assisted else None  # so that rows keep pace, and none leaves

@@ -1,5 +1,6 @@
 """Dropout of adapters: PEFT's formula, alike however tokens lie, and only in training."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,11 @@ def drop_alike(ours: CausalLM, model: Any, drawn: Tensor) -> None:
             continue
         layer = path.removesuffix(".lora.default")
         parent = layer.rpartition(".")[0]
-        block = int(layer.split(".")[2])
-        of_block = drawn + as_int64(mix(block))
+        block = re.match(r"model\.layers\.(\d+)", layer)
+        added = as_int64(mix(int(block[1]))) if block else 0
+        of_block = drawn + added
         mask = keep_mask_ref(Dropout(of_block, dropout_seed(layer), P), low.lora_A.shape[1])
-        seen.append((as_int64(mix(block)) + dropout_seed(layer)) % 2**64)
+        seen.append((added + dropout_seed(layer)) % 2**64)
         for part in low.parts:
             theirs = modules[f"base_model.model.{parent}.{part.name}"]
             theirs.lora_dropout["default"] = Given(mask)
@@ -65,13 +67,19 @@ def drop_alike(ours: CausalLM, model: Any, drawn: Tensor) -> None:
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(
     ("model_type", "case"),
-    [("llama", "grouped"), ("qwen2_moe", "plain"), ("gemma3_text", "two ropes")],
+    [
+        *(("llama", "grouped"), ("qwen2_moe", "plain"), ("gemma3_text", "two ropes")),
+        ("gemma3n_text", "shared"),
+    ],
 )
 def test_as_theirs(model_type: str, case: str, again: bool, tmp_path: Path) -> None:
     """Of the same mask, which q, k and v share here; also in blocks that are computed again."""
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     if model_type == "qwen2_moe":
         targets = ["q_proj", "o_proj", "shared_expert.up_proj", "shared_expert_gate"]
+    if model_type == "gemma3n_text":  # also before and behind the blocks
+        targets = ["q_proj", "linear_left", "per_layer_model_projection"]
+        targets += ["altup_projections.0", "altup_unembed_projections.1"]
     theirs = theirs_of(tmp_path, model_type, case, target_modules=targets, lora_dropout=P)
     theirs.save_pretrained(tmp_path / "adapter")
     ours = from_pretrained(tmp_path)

@@ -15,7 +15,7 @@ from tests.models.gguf_files import write_gguf
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
 from tigon.models import MODELS
-from tigon.models.pretrained.save import convert_pretrained
+from tigon.models.pretrained.convert import convert_pretrained
 from tigon.weights import Repository, write
 
 EXPERTS = ("mixtral", "qwen2_moe")

@@ -47,7 +47,25 @@ def answers(model: tigon.CausalLM) -> dict[str, list[list[int]]]:
     how = {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": 0}
     found = {"free": free}
     found |= {name: model.generate(**prompts(), **how, **call) for name, call in CALLS.items()}
+    found |= {f"turns, {name}": turns(model, how | CALLS[name]) for name in ("dynamic", "static")}
     return {name: tokens.tolist() for name, tokens in found.items()}
+
+
+def turns(model: tigon.CausalLM, how: dict[str, Any]) -> Tensor:
+    """Two turns, of which the first rank ends the second after three tokens, and others never."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    out = model.generate(**prompts(), **how, return_dict_in_generate=True, output_scores=True)
+    best = torch.stack(out.scores, 1).argmax(-1)
+    ids = torch.cat((out.sequences, best[:, :3]), 1)
+    real = torch.ones_like(ids)
+    real[:, :7], real[:, 7:-3] = prompts()["attention_mask"], out.sequences[:, 7:] != 0
+    return model.generate(
+        ids,
+        attention_mask=real,
+        **how | {"cache_implementation": None},
+        past_key_values=out.past_key_values,
+        stopping_criteria=[lambda ids, scores: first and ids.shape[1] == real.shape[1] + 3],
+    )
 
 
 def on_ranks(

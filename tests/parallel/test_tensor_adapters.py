@@ -22,6 +22,7 @@ LLAMA, EXPERTS = TWO["llama"], TWO["qwen2_moe"]
 OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj", "shared_expert_gate", "q_proj")
 ENDS = ("embed_tokens", "lm_head", "q_proj")
 DIVIDED = {"v_head_dim": 16}  # draws of dropout are not cut
+PROJECTIONS = ("per_layer_model_projection", "altup_projections.0", "altup_unembed_projections.1")
 Case = tuple[tuple[str, dict[str, Any]], dict[str, Any]]
 CASES: dict[int, dict[str, Case]] = {
     2: {
@@ -41,6 +42,10 @@ CASES: dict[int, dict[str, Case]] = {
         "dropout, latents": (
             ("deepseek_v3", LATENTS | DIVIDED),
             {"dropout": 0.3, "targets": ("q_a_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")},
+        ),
+        "dropout, whole layers": (
+            TWO["gemma3n"],
+            {"dropout": 0.3, "targets": ("laurel.linear_left", *PROJECTIONS, "q_proj")},
         ),
         "embedding and head": (LLAMA, {"targets": ENDS}),
         "dora of embedding and head": (LLAMA, {"targets": ENDS, "dora": True}),

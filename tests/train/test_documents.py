@@ -1,4 +1,4 @@
-"""docs/training.md: its recipes run, and its table of other trainers' names is in aliases.yaml."""
+"""docs/training.md: its recipes run. docs/migration.md: its table of names is in aliases.yaml."""
 
 import re
 import shlex
@@ -11,16 +11,16 @@ from tigon.train import Config, main
 from tigon.train.config_file import suggest_setting
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs/training.md").read_text()
 
 
-def section(title: str) -> str:
-    return TEXT.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
+def section(page: str, title: str) -> str:
+    text = (ROOT / "docs" / page).read_text()
+    return text.split(f"\n## {title}\n", 1)[1].split("\n## ", 1)[0]
 
 
 def blocks(kind: str) -> list[str]:
     """Of the recipes, without a kind: the commands."""
-    fences = re.findall(r"^```(\w*)\n(.*?)^```$", section("Recipes"), re.S | re.M)
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", section("training.md", "Recipes"), re.S | re.M)
     return [text for name, text in fences if name == kind]
 
 
@@ -71,7 +71,7 @@ def test_every_recipe_is_there():
 
 
 def rows() -> list[list[str]]:
-    table = section("Coming from torchtune, TRL and axolotl").split("|---|---|---|---|\n")[1]
+    table = section("migration.md", "Names of settings").split("|---|---|---|---|\n")[1]
     lines = [line for line in table.splitlines() if line.startswith("|")]
     return [re.findall(r"\|([^|]*)", line)[:4] for line in lines]
 

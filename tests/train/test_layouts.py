@@ -48,7 +48,8 @@ SHARING: dict[str, Any] = {
 }  # fmt: skip
 MODEL_CHANGES: dict[str, dict[str, Any]] = FAMILIES | {
     "gemma4": SHARING | {"model_type": "gemma4_text", "global_head_dim": 12},
-    "gemma3n": SHARING | {"model_type": "gemma3n_text"},
+    # A bound that half of the coefficients begin beyond
+    "gemma3n": SHARING | {"model_type": "gemma3n_text", "altup_coef_clip": 0.07},
     "latents": LATENTS,
     "teacher": {"num_hidden_layers": 1},
     "few": {"num_attention_heads": 2, "num_key_value_heads": 1},

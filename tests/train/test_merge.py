@@ -148,3 +148,9 @@ def test_values_that_are_not_finite(tmp_path, capsys):
     assert "NaN or infinite values in torch.float16, in model.layers.0.self_attn.o_proj" in error
     assert not (tmp_path / "merged").exists()
     assert command([*export, "float32"]) == 0
+    file = tmp_path / "merged.gguf"
+    assert command([*export[:2], str(file), *export[3:], "float32"]) == 0
+    found, expected = (
+        tigon.from_pretrained(path).state_dict() for path in (file, tmp_path / "merged")
+    )
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -116,7 +116,10 @@ def test_every_matrix_of_a_family_is_counted(family):
     assert any(isinstance(m, FusedLinear) for m in model.modules())
     mixers = [layer.mixer for layer in model.model.layers]
     delta = [x for x in mixers if isinstance(x, GatedDeltaNet)]
-    attention = sum(12 * x.heads * x.head_dim for x in mixers if x not in delta)
+    values = getattr(model.config, "v_head_dim", None)  # else those of keys
+    attention = sum(
+        6 * x.heads * (x.head_dim + (values or x.head_dim)) for x in mixers if x not in delta
+    )
     recurrence = sum(18 * x.value_heads * x.key_dim * x.value_dim for x in delta)
     expected = 6 * sum(matrices.values()) + attention + recurrence
     assert model_flops(model, [1]) == pytest.approx(expected, rel=1e-12)

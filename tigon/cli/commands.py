@@ -16,6 +16,7 @@ from tigon.cli.load import (
     on_ranks,
     parse_device,
     parse_dtype,
+    parse_gguf_export,
     raise_on_all_ranks,
     refuse_base,
 )
@@ -23,8 +24,8 @@ from tigon.data import clean_cache
 from tigon.eval import find_windows, parity, report, score
 from tigon.generation.settings import file_prefix
 from tigon.models import MODELS, CausalLM, from_pretrained
+from tigon.models.pretrained.convert import convert_pretrained
 from tigon.models.pretrained.load import parse_gguf_path
-from tigon.models.pretrained.save import convert_pretrained
 from tigon.plan import format_plan, make_plan, read_job
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack, preview
@@ -40,7 +41,6 @@ from tigon.train.export import (
 from tigon.train.publish import push as push_folder
 from tigon.utils.terminal import one_line, raw_stream
 from tigon.weights import Repository
-from tigon.weights.files import check_free
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
@@ -78,7 +78,7 @@ def generate(args: Namespace, world: World | None) -> int:
     model.generate(
         torch.tensor([ids]),
         max_new_tokens=min(args.max_new_tokens, context - len(ids)),
-        eos_token_id=_end_tokens(model, tokenizer),
+        eos_token_id=end_tokens(model, tokenizer),
         tokenizer=tokenizer,
         streamer=show,
         assistant_model=assistant,
@@ -98,7 +98,7 @@ def chat(args: Namespace, world: World | None) -> int:
         model, tokenizer = load_model_and_tokenizer(args, world)
         check_sequences(model)
         try:
-            settings = _sampling_settings(args) | {"eos_token_id": _end_tokens(model, tokenizer)}
+            settings = _sampling_settings(args) | {"eos_token_id": end_tokens(model, tokenizer)}
             sizes = {"system": args.system, "max_new_tokens": args.max_new_tokens}
             conversation = Chat(model, tokenizer, **sizes, settings=settings)
         except ValueError as error:
@@ -170,7 +170,7 @@ def check_sequences(model: CausalLM) -> None:
         )
 
 
-def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
+def end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
     ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
     ends = [ends] if isinstance(ends, int) else list(ends or ())
@@ -202,6 +202,30 @@ def eval_perplexity(args: Namespace, world: World | None) -> int:
     return 0
 
 
+@on_ranks
+def eval_tasks(args: Namespace, world: World | None) -> int:
+    """Runs `tigon eval tasks`: prints lm-eval's tables, and with --out writes its results."""
+    with raise_on_all_ranks(world):
+        out = None if args.out is None else Path(args.out)
+        if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+            raise ValueError(f"--out {args.out}: give a file, in a folder that there is")
+        from tigon.integrations import tasks  # needs an extra
+
+        options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
+        tasks.check_options(**options)
+        found = tasks.load_tasks([args.tasks], args.include_path)
+        lm = tasks.TigonLM(*load_model_and_tokenizer(args, world))
+    if world is not None:
+        world.progress.step = 1
+    options["apply_chat_template"] = args.apply_chat_template
+    results = tasks.evaluate_tasks(lm, found, **options)
+    if world is None or world.main:
+        print(tasks.format_tables(results))
+        if out is not None:
+            tasks.write_results(out, results, {"pretrained": args.model} | options)
+    return 0
+
+
 def eval_parity(args: Namespace) -> int:
     """Runs `tigon eval parity`: prints its report; returns 1 if the model differs from
     transformers', else 0."""
@@ -213,17 +237,19 @@ def eval_parity(args: Namespace) -> int:
     else:
         refuse_base(args)
     with place as model:
-        result = parity(model, revision=revision, new_tokens=args.new_tokens, device=device)
+        options = {"new_tokens": args.new_tokens, "layers": args.layers}
+        result = parity(model, revision=revision, device=device, **options)
     print(report(result))
     return 1 if result.failures else 0
 
 
 def export(args: Namespace) -> int:
-    """Runs `tigon export`: writes a Hugging Face checkpoint, or PEFT's of an adapter's run without
-    --merge, and prints its directory and dtype."""
-    dtype = parse_dtype(args)
-    check_free(args.directory)  # before anything is fetched
-    options = {"max_shard_size": args.max_shard_size, "stacked_experts": args.stack_experts}
+    """Runs `tigon export`: writes a Hugging Face checkpoint, PEFT's of an adapter's run without
+    --merge, or a GGUF file, and prints its path and dtype."""
+    gguf = parse_gguf_export(args)  # checks the target, before anything is fetched
+    dtype = "auto" if gguf else parse_dtype(args)
+    options: dict[str, Any] = {"gguf": gguf, "stacked_experts": args.stack_experts}
+    options["max_shard_size"] = args.max_shard_size
     if source := find_checkpoint(args.model):
         options |= {"merge": args.merge, "base": args.base}
         requested = None if dtype == "auto" else dtype
@@ -238,7 +264,8 @@ def export(args: Namespace) -> int:
         dtype = convert_pretrained(
             repository, args.directory, MODELS, tokenizer=tokenizer, dtype=dtype, **options
         ).dtype
-    print(one_line(f"{source or args.model} -> {args.directory}, {dtype_name(dtype)}"))
+    name = dtype_name(dtype) if gguf in (None, "auto") else gguf
+    print(one_line(f"{source or args.model} -> {args.directory}, {name}"))
     return 0
 
 

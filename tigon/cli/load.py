@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tigon.cli.terminal import save_terminal
 from tigon.models import MODELS, CausalLM, build
+from tigon.models.pretrained.gguf_export import check_gguf_target
 from tigon.models.pretrained.load import parse_gguf_path
 from tigon.parallel import MeshSizes, from_pretrained, keep_rank_zero
 from tigon.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ from tigon.train.launch import LAUNCHED, run_ranks
 from tigon.utils.json import parse_object
 from tigon.utils.terminal import one_line
 from tigon.weights import Repository
+from tigon.weights.files import check_free
 
 CLOSED, INTERRUPTED = 141, 130  # exit codes, as in main.py: of `| head`, and of Ctrl-C
 
@@ -104,6 +106,22 @@ def load_tokenizer(args: Namespace) -> Tokenizer:
 def parse_dtype(args: Namespace) -> torch.dtype | Literal["auto"]:
     """Returns the torch dtype of `--dtype`, or "auto"."""
     return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
+
+
+def parse_gguf_export(args: Namespace) -> str | None:
+    """Returns the --dtype of `tigon export` to a .gguf file, which may be "auto"; None for a
+    directory. Raises FileExistsError unless the target is free."""
+    if not args.directory.endswith(".gguf"):
+        if args.dtype == "q8_0":
+            raise ValueError(
+                f"--dtype q8_0 is of GGUF files alone: name one, such as {args.directory}.gguf"
+            )
+        check_free(args.directory)
+        return None
+    if args.stack_experts is not None:
+        raise ValueError(f"{args.directory} is a GGUF file, where experts are always stacked")
+    check_gguf_target(args.directory)
+    return args.dtype
 
 
 def parse_device(name: str | None) -> str:

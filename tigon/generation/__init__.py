@@ -2,6 +2,7 @@
 
 from tigon.generation.generate import generate
 from tigon.generation.loop import StopStrings
+from tigon.generation.output import GenerationOutput
 from tigon.generation.prompt import DecodingTokenizer, GenerationModel, Streamer
 from tigon.generation.sampling import Sampling
 from tigon.generation.settings import check_generation_config
@@ -9,6 +10,7 @@ from tigon.generation.settings import check_generation_config
 __all__ = [
     "DecodingTokenizer",
     "GenerationModel",
+    "GenerationOutput",
     "Sampling",
     "StopStrings",
     "Streamer",

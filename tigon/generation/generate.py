@@ -4,23 +4,27 @@
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
 
 from tigon.distributed.collectives import check_same_on_all_ranks
+from tigon.generation.criteria import Criterion, StoppingCriteria, check_criteria
 from tigon.generation.loop import LAG, Continuations, make_stop_strings, run_steps
+from tigon.generation.output import GenerationOutput, Recorder
 from tigon.generation.prompt import (
+    CachingSteps,
     DecodingTokenizer,
     GenerationModel,
     PromptBatch,
-    Steps,
     Streamer,
+    check_past,
     check_prompt,
 )
-from tigon.generation.sampling import Draws, Sampling
+from tigon.generation.sampling import Draws, RecordedSampling, Sampling
 from tigon.generation.settings import (
     DEFAULTS,
     UNSET,
@@ -33,8 +37,29 @@ from tigon.generation.settings import (
 )
 from tigon.generation.speculative import SpeculativeSteps
 from tigon.generation.steps import DynamicSteps, StaticSteps, choose_cache, is_sharded
+from tigon.layers import KVCache, StaticCache
 from tigon.utils import memory
 from tigon.utils.memory import format_gib
+
+
+@overload
+def generate(
+    model: GenerationModel,
+    input_ids: Tensor,
+    *,
+    return_dict_in_generate: Literal[True],
+    **arguments: Any,
+) -> GenerationOutput: ...
+
+
+@overload
+def generate(
+    model: GenerationModel,
+    input_ids: Tensor,
+    *,
+    return_dict_in_generate: Literal[False] | None = None,
+    **arguments: Any,
+) -> Tensor: ...
 
 
 def generate(
@@ -59,13 +84,18 @@ def generate(
     tokenizer: DecodingTokenizer | None = None,
     seed: int | None = UNSET,
     streamer: Callable[[Tensor], object] | Streamer | None = None,
+    stopping_criteria: Sequence[Criterion] | None = None,
+    past_key_values: KVCache | StaticCache | None = None,
+    return_dict_in_generate: bool | None = UNSET,
+    output_scores: bool | None = UNSET,
+    output_logits: bool | None = UNSET,
     use_cache: bool | None = UNSET,
     cache_implementation: CacheImplementation | None = UNSET,
     prefill_chunk_size: int | None = UNSET,
     assistant_model: GenerationModel | None = None,
     num_assistant_tokens: int | None = UNSET,
     **unsupported: Any,
-) -> Tensor:
+) -> Tensor | GenerationOutput:
     """Prompts and continuations [B, T + new], as transformers' `generate` makes them.
 
     Missing settings come from `generation_config`, then `model.generation_config`, then the config
@@ -81,7 +111,14 @@ def generate(
     `num_return_sequences` samples n rows of each prompt: [B * n, T + new]. With a seed a call
     always samples the same tokens and does not touch the global random state; without one it uses
     that state, on a GPU for a few draws more than there are tokens. `streamer` gets the new tokens
-    [B] of each step, on the CPU; transformers' streamers work too.
+    [B] of each step, on the CPU; transformers' streamers work too. `stopping_criteria` are called
+    after each token, with all tokens [B, T + n] and the scores if these are returned, and say which
+    rows end: a bool, or bool [B].
+
+    `past_key_values`: a cache that holds the beginning of `input_ids`, from an earlier call or
+    empty; only the tokens behind it are read, and those of this call are added. With
+    `return_dict_in_generate` it is returned with the tokens, as a GenerationOutput; and with
+    `output_scores` and `output_logits` what each token was chosen by.
 
     `cache_implementation`: "dynamic" grows; "static" has room for 8192 new tokens at first, which
     doubles, decodes with a CUDA graph and reads prompts `prefill_chunk_size` (8192) tokens at a
@@ -98,25 +135,36 @@ def generate(
     settings, files = resolve_settings(model, generation_config, passed, unsupported)
     eos = settings.eos_token_id
     prompt = check_prompt(model, input_ids, attention_mask, settings.pad_token_id, eos)
-    _check_ranks(model, prompt, settings)
+    cached = None if past_key_values is None else check_past(past_key_values, prompt)
+    _check_ranks(model, prompt, settings, cached)
     sampling = Sampling.of(settings, model.config.vocab_size, model.device)
     _check_rows(model, len(prompt.ids), settings)
     rows = prompt.repeat(settings.num_return_sequences)
     max_tokens = resolve_max_new_tokens(prompt, settings, files.get("max_length", ""))
     emit = streamer.put if isinstance(streamer, Streamer) else streamer
     stop = make_stop_strings(settings.stop_strings, tokenizer, files.get("stop_strings", ""))
-    output = Continuations(rows.ids, max_tokens, eos, settings.pad_token_id, stop, emit)
-    cache = choose_cache(model, assistant_model, settings, prompt.ids.shape[1] + max_tokens)
-    warn_unused(passed, settings.do_sample, assistant_model is not None, cache)
+    criteria = None
+    if stopping_criteria:
+        share = functools.partial(_first_of_ranks, model)
+        criteria = StoppingCriteria(check_criteria(stopping_criteria), rows.ids, share)
+    output = Continuations(rows.ids, max_tokens, eos, settings.pad_token_id, stop, emit, criteria)
+    total = prompt.ids.shape[1] + max_tokens
+    kept_rows = len(rows.ids) if settings.return_dict_in_generate else 0
+    cache = choose_cache(model, assistant_model, settings, total, past_key_values, kept_rows)
+    warn_unused(passed, settings, assistant_model is not None, cache)
     warn_length(max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings)
     if isinstance(streamer, Streamer):
         streamer.put(rows.ids.cpu())
+    beside: dict[str, Any] = {"past_key_values": past_key_values}
     if max_tokens:
-        _run(model, assistant_model, prompt, settings, sampling, cache, output)
+        beside = _run(
+            model, assistant_model, prompt, settings, sampling, cache, past_key_values, output
+        )
     if isinstance(streamer, Streamer):
         streamer.end()
     # Outside of inference mode, so that the caller may train on the result
-    return torch.cat((rows.ids, output.tensor().to(rows.ids.device)), 1)
+    sequences = torch.cat((rows.ids, output.tensor().to(rows.ids.device)), 1)
+    return GenerationOutput(sequences, **beside) if settings.return_dict_in_generate else sequences
 
 
 def _check_rows(model: GenerationModel, prompts: int, settings: GenerationSettings) -> None:
@@ -131,10 +179,23 @@ def _check_rows(model: GenerationModel, prompts: int, settings: GenerationSettin
         )
 
 
-def _check_ranks(model: GenerationModel, prompt: PromptBatch, settings: GenerationSettings) -> None:
+def _check_ranks(
+    model: GenerationModel,
+    prompt: PromptBatch,
+    settings: GenerationSettings,
+    cached: list[int] | None,  # tokens of each row in past_key_values
+) -> None:
     """Raises ValueError on all ranks if they do not generate from the same inputs."""
-    inputs = {"input_ids": prompt.ids, "attention_mask": prompt.mask, "settings": settings}
+    inputs: dict[str, Any] = {"input_ids": prompt.ids, "attention_mask": prompt.mask}
+    inputs |= {"settings": settings, "past_key_values": cached}
     check_same_on_all_ranks(model.communication_groups, "generate", inputs, model.device)
+
+
+def _first_of_ranks(model: GenerationModel, x: Tensor) -> Tensor:
+    """Returns x [n] of the first rank that shares the model, on all its ranks."""
+    for ranks in model.communication_groups:
+        x = ranks.gather(x)[: len(x)]
+    return x
 
 
 def _run(
@@ -144,39 +205,70 @@ def _run(
     settings: GenerationSettings,
     sampling: Sampling,
     cache: CacheImplementation,
+    past: KVCache | StaticCache | None,
     output: Continuations,
-) -> None:
-    """Generates on the model's device into `output`, until all its rows have ended."""
-    device, copies, generator = prompt.ids.device, settings.num_return_sequences, None
-    seed = settings.seed
-    if model.communication_groups and seed is None and settings.do_sample:
-        drawn = torch.randint(1 << 62, (1,), device=device)
-        for ranks in model.communication_groups:
-            drawn = ranks.gather(drawn)[:1]  # the first rank's seed on all ranks
-        seed = int(drawn)
-    if seed is not None:
-        generator = torch.Generator(device).manual_seed(seed)
-    sampler = output.max_tokens, sampling, Draws(len(output.tokens), device, generator)
-    options: dict[str, Any] = {
-        "copies": copies,
-        "prefill_chunk_size": settings.prefill_chunk_size,
-        "quantize": "int8" if cache == "quantized" else None,
-    }
+) -> dict[str, Any]:
+    """Generates on the model's device into `output`, until all its rows have ended.
+
+    Returns the other fields of a GenerationOutput; none if they are not asked for.
+    """
+    device, in_step = prompt.ids.device, bool(model.communication_groups)
+    keeps = settings.return_dict_in_generate or past is not None
+    names = [name for name in ("scores", "logits") if getattr(settings, f"output_{name}")]
+    names = names if settings.return_dict_in_generate else []
+    recorded = RecordedSampling(**vars(sampling)) if names else None
     with contextlib.ExitStack() as stack:
-        # FSDP reuses its buffers in training, which inference mode would not allow
-        stack.enter_context(torch.no_grad() if is_sharded(model) else torch.inference_mode())
+        # FSDP reuses its buffers in training, and the caller a cache, which inference mode would
+        # not allow
+        in_training = keeps or is_sharded(model)
+        stack.enter_context(torch.no_grad() if in_training else torch.inference_mode())
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
             # The graph must outlive steps that are still running
             stack.callback(torch.cuda.current_stream(device).synchronize)
-        steps: Steps
-        if assistant is not None:
-            options["proposals"] = settings.num_assistant_tokens
-            steps = SpeculativeSteps(model, assistant, prompt, *sampler, **options)
-        elif cache == "dynamic":
-            steps = DynamicSteps(model, prompt.repeat(copies), *sampler, settings.use_cache)
-        else:
-            steps = StaticSteps(model, prompt, *sampler, **options)
-        # Ranks that share a sharded model must all make the same number of steps
-        lag = 0 if cache == "dynamic" else LAG
-        run_steps(steps, output, lag, in_step=bool(model.communication_groups))
+        steps = _make_steps(
+            model, assistant, prompt, settings, recorded or sampling, cache, past, output
+        )
+        if not keeps:
+            # Ranks that share a sharded model must all make the same number of steps
+            run_steps(steps, output, 0 if cache == "dynamic" else LAG, in_step=in_step)
+            return {}
+        recorder = Recorder(steps, output, {} if recorded is None else recorded.last, names)
+        run_steps(recorder, output, 0, in_step=in_step)
+        return recorder.finish()
+
+
+def _make_steps(
+    model: GenerationModel,
+    assistant: GenerationModel | None,
+    prompt: PromptBatch,
+    settings: GenerationSettings,
+    sampling: Sampling,
+    cache: CacheImplementation,
+    past: KVCache | StaticCache | None,
+    output: Continuations,
+) -> CachingSteps:
+    """Makes the steps with this cache, which have read the prompts if it is a static one."""
+    device, copies, generator = prompt.ids.device, settings.num_return_sequences, None
+    seed = settings.seed
+    if model.communication_groups and seed is None and settings.do_sample:
+        seed = int(_first_of_ranks(model, torch.randint(1 << 62, (1,), device=device)))
+    if seed is not None:
+        generator = torch.Generator(device).manual_seed(seed)
+    sampler = output.max_tokens, sampling, Draws(len(output.tokens), device, generator)
+    if cache == "dynamic":
+        growing = cast(KVCache, past or KVCache()) if settings.use_cache else None
+        if growing is not None and copies > 1:
+            growing.expand(copies)
+        return DynamicSteps(model, prompt.repeat(copies), *sampler, growing, output.pad)
+    options: dict[str, Any] = {
+        "copies": copies,
+        "prefill_chunk_size": settings.prefill_chunk_size,
+        "quantize": "int8" if cache == "quantized" else None,
+        "cache": past,
+    }
+    if assistant is not None:
+        options["proposals"] = settings.num_assistant_tokens
+        return SpeculativeSteps(model, assistant, prompt, *sampler, **options)
+    keeps = settings.return_dict_in_generate or past is not None
+    return StaticSteps(model, prompt, *sampler, **options, keep=keeps)

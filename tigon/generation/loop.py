@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from tigon.generation.criteria import StoppingCriteria
 from tigon.generation.prompt import DecodingTokenizer, Steps
 from tigon.kernels.loss.argmax import NOT_FINITE
 from tigon.utils.json import quote
@@ -58,8 +59,8 @@ def make_stop_strings(
 class Continuations:
     """The generated tokens of each row that have reached the host, and the unfinished rows.
 
-    Tokens after the end of a row are dropped. `emit` gets a column [B] as soon as all unfinished
-    rows are past it.
+    Tokens after the end of a row are dropped. `criteria`, then `emit`, get a column [B] as soon as
+    all unfinished rows are past it.
     """
 
     def __init__(
@@ -70,13 +71,16 @@ class Continuations:
         pad: int | None,  # fills short rows; None: eos, or else 0
         stop: StopStrings | None,
         emit: Callable[[Tensor], object] | None,
+        criteria: StoppingCriteria | None = None,
     ):
-        if stop is not None and pad is None and not eos and len(prompt) > 1:
-            raise ValueError("stop_strings for several rows need pad_token_id to fill short ones")
+        for name, given in (("stop_strings", stop), ("stopping_criteria", criteria)):
+            if given is not None and pad is None and not eos and len(prompt) > 1:
+                raise ValueError(f"{name} for several rows need pad_token_id to fill short ones")
         self.max_tokens, self.pad = max_tokens, next(iter(eos), 0) if pad is None else pad
         self.tokens: list[list[int]] = [[] for _ in range(prompt.shape[0])]
         self.unfinished = set(range(prompt.shape[0])) if max_tokens else set()
-        self._eos, self._stop, self._emit, self._emitted = frozenset(eos), stop, emit, 0
+        self._eos, self._stop, self._emit = frozenset(eos), stop, emit
+        self.criteria, self._complete = criteria, 0  # columns that are complete
         self._prompt = [] if stop is None else prompt[:, -stop.window :].tolist()
 
     @property
@@ -99,11 +103,23 @@ class Continuations:
             for token in new:
                 if row in self.unfinished and token != ABSENT:
                     self._append_token(row, token)
-        if self._emit is not None:
-            complete = min((len(self.tokens[row]) for row in self.unfinished), default=self.length)
-            for column in range(self._emitted, complete):
-                self._emit(torch.tensor([self._at(row, column) for row in range(len(self.tokens))]))
-            self._emitted = complete
+        if self._emit is not None or self.criteria is not None:
+            self._complete_columns()
+
+    def _complete_columns(self) -> None:
+        """Passes columns that have become complete to the criteria, and emits them."""
+
+        def least() -> int:
+            return min((len(self.tokens[row]) for row in self.unfinished), default=self.length)
+
+        while self._complete < least():
+            column = [self._at(row, self._complete) for row in range(len(self.tokens))]
+            self._complete += 1
+            for row in () if self.criteria is None else self.criteria(torch.tensor(column)):
+                del self.tokens[row][self._complete :]
+                self.unfinished.discard(row)
+            if self._emit is not None:
+                self._emit(torch.tensor(column))
 
     def _append_token(self, row: int, token: int) -> None:
         """Appends a token to a row, which leaves `unfinished` if it ends with it.

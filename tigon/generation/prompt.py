@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.distributed.collectives import Ranks
-from tigon.layers import RotaryEmbedding, StaticCache
+from tigon.layers import Cache, KVCache, RotaryEmbedding, StaticCache
 
 
 class GenerationModel(Protocol):
@@ -90,6 +90,22 @@ class Steps(Protocol):
         ...
 
 
+class CachingSteps(Steps, Protocol):
+    """Steps whose cache can be used after them."""
+
+    def hold(self, ended: Mapping[int, int]) -> None:
+        """Lets the cache of rows that have ended be; `ended`: row -> its tokens after the prompt.
+
+        All steps of these rows are computed for nothing.
+        """
+        ...
+
+    def finish(self, tokens: Sequence[int]) -> Cache | None:
+        """Returns the cache, if there is one, with the prompt and all but the last of each row's
+        `tokens`."""
+        ...
+
+
 class PromptBatch(NamedTuple):
     """The prompts of a call on the model's device, padded on the left."""
 
@@ -107,6 +123,12 @@ class PromptBatch(NamedTuple):
             return self
         mask = None if self.mask is None else self.mask.repeat_interleave(n, 0)
         return self._replace(ids=self.ids.repeat_interleave(n, 0), mask=mask)
+
+    def unpadded(self) -> list[Tensor]:
+        """The real tokens of each row."""
+        if self.mask is None:
+            return list(self.ids)
+        return [ids[real] for ids, real in zip(self.ids, self.mask, strict=True)]
 
 
 def check_prompt(
@@ -128,6 +150,33 @@ def check_prompt(
         if mask.all():
             mask = None
     return PromptBatch(ids.to(device=model.device, dtype=torch.long), mask)
+
+
+def check_past(cache: Any, prompt: PromptBatch) -> list[int]:
+    """Returns how many tokens of each row the cache holds.
+
+    Raises TypeError for what is no cache, and ValueError if the prompts do not continue them.
+    """
+    if not isinstance(cache, KVCache | StaticCache):
+        raise TypeError(
+            f"past_key_values is a {type(cache).__name__}: give a tigon.layers.KVCache, or what "
+            "model.static_cache returns"
+        )
+    if isinstance(cache, StaticCache):
+        cache.refresh()
+        held, lengths = cache.lengths.tolist(), prompt.lengths()
+    else:  # padding included
+        held = [cache.length] * (cache.rows if cache.length else len(prompt.ids))
+        lengths = [prompt.ids.shape[1]] * len(prompt.ids)
+    if len(held) != len(lengths):
+        raise ValueError(f"past_key_values holds {len(held)} rows, but input_ids {len(lengths)}")
+    for row, (before, now) in enumerate(zip(held, lengths, strict=True)):
+        if now <= before:
+            raise ValueError(
+                f"row {row}: past_key_values holds {before} tokens and input_ids has {now}: give "
+                "the whole text, which begins with those, and at least one token more"
+            )
+    return held
 
 
 def _check_ids(ids: Any, vocab: int) -> None:

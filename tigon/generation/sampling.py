@@ -3,7 +3,7 @@
 # B rows at first, b rows now, V vocab
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Self
 
 import torch
@@ -13,28 +13,36 @@ from tigon.generation.settings import GenerationSettings
 from tigon.kernels.loss.argmax import NOT_FINITE, argmax
 
 
-def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:
     """Returns scores [b, V], those of `seen` tokens penalized: positive / penalty, negative *
-    penalty."""
+    penalty, which may be [b, 1]."""
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
-def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """Returns scores [b, V] with -inf below the k-th largest of a row; equal ones all stay."""
-    kth = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
+def keep_top_k(scores: Tensor, k: int | Tensor) -> Tensor:
+    """Returns scores [b, V] with -inf below the k-th largest of a row; equal ones all stay.
+
+    k may be [b, 1], of at most V.
+    """
+    if isinstance(k, Tensor):
+        kth = scores.sort(descending=True).values.gather(1, k - 1)
+    else:
+        kth = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < kth, float("-inf"))
 
 
-def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """Returns scores [b, V] with -inf outside a row's smallest set whose probability reaches p."""
+def keep_top_p(scores: Tensor, p: float | Tensor) -> Tensor:
+    """Returns scores [b, V] with -inf outside a row's smallest set whose probability reaches p,
+    which may be [b, 1]."""
     ascending, order = scores.sort()
     remove = ascending.softmax(-1).cumsum(-1) <= 1 - p
     remove[:, -1] = False
     return scores.masked_fill(remove.scatter(1, order, remove), float("-inf"))
 
 
-def keep_min_p(scores: Tensor, p: float) -> Tensor:
-    """Returns scores [b, V] with -inf where probability is below p times a row's largest."""
+def keep_min_p(scores: Tensor, p: float | Tensor) -> Tensor:
+    """Returns scores [b, V] with -inf where probability is below p times a row's largest; p may be
+    [b, 1]."""
     probabilities = scores.softmax(-1)
     floor = p * probabilities.amax(-1, keepdim=True)
     return scores.masked_fill(probabilities < floor, float("-inf"))
@@ -135,7 +143,10 @@ class Sampling:
         """The next token of every row: [b]; NOT_FINITE where its scores allow none."""
         if not self.do_sample and seen is None and self.ends is None:
             return argmax(logits)  # which a copy in fp32 would not change
-        scores = self.scores(logits, seen, generated)
+        return self.choose(self.scores(logits, seen, generated), draws)
+
+    def choose(self, scores: Tensor, draws: Draws) -> Tensor:
+        """Chooses a token of every row by its scores [b, V]: [b]."""
         return sample_columns(scores.softmax(-1), draws) if self.do_sample else argmax(scores)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:
@@ -146,3 +157,27 @@ class Sampling:
         # Padding, which is on the left, is replaced by the last token
         real = prompt if mask is None else torch.where(mask, prompt, prompt[:, -1:])
         return seen.scatter_(1, real, True)
+
+
+@dataclass(frozen=True)
+class RecordedSampling(Sampling):
+    """Sampling that leaves the `logits` and `scores` of its last call in `last`, fp32 [b, V].
+
+    A CUDA graph overwrites them at each replay.
+    """
+
+    last: dict[str, Tensor] = field(default_factory=dict)
+
+    def scores(
+        self, logits: Tensor, seen: Tensor | None, generated: Tensor | None = None
+    ) -> Tensor:
+        """As in the base."""
+        scores = super().scores(logits, seen, generated)
+        self.last.update(logits=logits.float(), scores=scores)
+        return scores
+
+    def __call__(
+        self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
+    ) -> Tensor:
+        """As in the base."""
+        return self.choose(self.scores(logits, seen, generated), draws)

@@ -53,6 +53,9 @@ class GenerationSettings:
     cache_implementation: CacheImplementation | None = None
     prefill_chunk_size: int = setting(8192, ge=1, le=MAX_INT32)
     num_assistant_tokens: int = setting(5, ge=1, le=MOST_PROPOSALS)
+    return_dict_in_generate: bool = False
+    output_scores: bool = False
+    output_logits: bool = False
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GenerationSettings)}
@@ -60,6 +63,7 @@ NONE_VALUES = DEFAULTS | {"top_k": 0}  # the meaning of None in a call
 DEFAULT_NEW_TOKENS = 20
 SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
 TOKEN_SETTINGS = ("eos_token_id", "pad_token_id")
+OUTPUTS = ("output_scores", "output_logits")
 # Settings that are not read from the model's files
 CALL_ONLY = (
     "seed",
@@ -67,6 +71,8 @@ CALL_ONLY = (
     "cache_implementation",
     "prefill_chunk_size",
     "num_assistant_tokens",
+    "return_dict_in_generate",
+    *OUTPUTS,
 )
 
 
@@ -76,12 +82,12 @@ _UNSUPPORTED_BY_NEUTRAL_VALUE: tuple[tuple[tuple[Any, ...], str], ...] = (
     (
         (),
         "dola_layers exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id "
-        "inputs_embeds max_time past_key_values prefix_allowed_tokens_fn top_h watermarking_config",
+        "inputs_embeds max_time prefix_allowed_tokens_fn top_h watermarking_config",
     ),
     (
         ([],),
         "bad_words_ids begin_suppress_tokens constraints force_words_ids logits_processor "
-        "stopping_criteria suppress_tokens",
+        "suppress_tokens",
     ),
     (
         (0,),
@@ -89,11 +95,7 @@ _UNSUPPORTED_BY_NEUTRAL_VALUE: tuple[tuple[tuple[Any, ...], str], ...] = (
         "no_repeat_ngram_size penalty_alpha",
     ),
     ((1,), "encoder_repetition_penalty guidance_scale num_beam_groups num_beams typical_p"),
-    (
-        (False,),
-        "output_attentions output_hidden_states output_logits output_scores "
-        "return_dict_in_generate synced_gpus token_healing",
-    ),
+    ((False,), "output_attentions output_hidden_states synced_gpus token_healing"),
     ((False, True), "disable_compile"),
     (([], {}), "sequence_bias"),
 )
@@ -241,14 +243,18 @@ def _tokens(value: Any, none: Any) -> Any:
     return value if is_token(value) else none
 
 
-def warn_unused(arguments: Mapping[str, Any], do_sample: bool, assisted: bool, cache: str) -> None:
+def warn_unused(
+    arguments: Mapping[str, Any], settings: GenerationSettings, assisted: bool, cache: str
+) -> None:
     """Warns of arguments of the call that have no effect."""
     for used, needed, names in (
-        (do_sample, "do_sample=True", SAMPLING_SETTINGS),
+        (settings.do_sample, "do_sample=True", SAMPLING_SETTINGS),
         (assisted, "assistant_model", ("num_assistant_tokens",)),
         (cache != "dynamic", "a static cache", ("prefill_chunk_size",)),
+        (settings.return_dict_in_generate, "return_dict_in_generate=True", OUTPUTS),
     ):
-        unused = [name for name in names if arguments.get(name) is not None]
+        given = [arguments.get(name) for name in names]
+        unused = [n for n, v in zip(names, given, strict=True) if v is not None and v is not False]
         if unused and not used:
             warnings.warn(f"{', '.join(unused)} has no effect without {needed}", stacklevel=3)
 

@@ -6,6 +6,7 @@ Source: Leviathan et al. (arXiv 2211.17192), for every row of a batch on its own
 # B rows, T prompt tokens, k proposed tokens, V vocab
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch.nn import functional
 from tigon.generation.loop import ABSENT
 from tigon.generation.prompt import GenerationModel, PromptBatch
 from tigon.generation.sampling import Draws, Sampling, sample_columns
-from tigon.generation.steps import INITIAL_CAPACITY, GraphedStep, make_cache, prefill
+from tigon.generation.steps import INITIAL_CAPACITY, GraphedStep, enlarge, make_cache, prefill
 from tigon.kernels.loss.argmax import argmax
+from tigon.layers import StaticCache
 from tigon.layers.kv_cache import Quantize
 
 
@@ -67,19 +69,29 @@ class SpeculativeSteps:
         copies: int,  # rows of each prompt, which is read once
         prefill_chunk_size: int,
         quantize: Quantize = None,
+        cache: StaticCache | None = None,  # with the first tokens of each prompt, and then the rest
     ):
-        self._model, self._draft, self._max_tokens, self._k = model, draft, max_tokens, proposals
+        self._model, self._draft, self._k = model, draft, proposals
         self._sampling, self._draws = sampling, draws
         # A row that has all its tokens keeps proposing more until the other rows have theirs
         self._final, chunk = max_tokens + proposals + 1, proposals + 1
         self._capacity = capacity = min(self._final, INITIAL_CAPACITY)  # tokens after the prompts
         self._max_generated = 1  # an upper bound of `_generated` before the next step
         options: dict[str, Any] = {"chunk": chunk, "rollback": chunk}
-        self._cache = make_cache(model, prompt, capacity, quantize=quantize, **options)
+        self._cache = (
+            make_cache(model, prompt, capacity, quantize=quantize, **options)
+            if cache is None
+            else enlarge(cache, prompt, capacity)
+        )
         self._draft_cache = make_cache(draft, prompt, capacity, **options)
-        for name, cache in (("the model", self._cache), ("assistant_model", self._draft_cache)):
+        if self._cache.chunk < chunk:
+            raise ValueError(
+                f"past_key_values takes chunk={self._cache.chunk} tokens at a time, and "
+                f"num_assistant_tokens={proposals} need {chunk}: give static_cache chunk="
+            )
+        for name, state in (("the model", self._cache), ("assistant_model", self._draft_cache)):
             try:
-                cache.check_crop()
+                state.check_crop(chunk)
             except ValueError as error:
                 raise ValueError(f"{name} cannot drop rejected proposals: {error}") from None
         # Either vocabulary may have more padding: the draft cannot propose tokens beyond the
@@ -96,6 +108,7 @@ class SpeculativeSteps:
         self._tokens = torch.cat((prompt.ids, prompt.ids.new_zeros(b, capacity)), 1)
         self._prompt_lengths = self._cache.lengths.clone()  # [B]
         self._generated = torch.zeros_like(self._prompt_lengths)  # [B], tokens after the prompts
+        self._limits = torch.full_like(self._generated, max_tokens)  # [B], of `_generated`
         self._replay = self._new_replay()
 
     def __call__(self, remaining: int) -> Tensor:
@@ -114,9 +127,21 @@ class SpeculativeSteps:
         for state in (self._cache, self._draft_cache, self._draws):
             state.select(index)
         self._tokens, self._prompt_lengths = self._tokens[index], self._prompt_lengths[index]
-        self._generated = self._generated[index]
+        self._generated, self._limits = self._generated[index], self._limits[index]
         self._seen = None if self._seen is None else self._seen[index]
         self._replay = self._new_replay()
+
+    def hold(self, ended: Mapping[int, int]) -> None:
+        """Lets these rows propose the same again and again."""
+        self._limits[list(ended)] = self._limits.new_tensor(list(ended.values()))
+        self._generated.clamp_(max=self._limits)
+
+    def finish(self, tokens: Sequence[int]) -> StaticCache:
+        """The model's cache, in which each row has its own length."""
+        self.hold(dict(enumerate(tokens)))
+        self._cache.crop(self._prompt_lengths + self._generated - 1)
+        self._cache.refresh()
+        return self._cache
 
     def _grow(self) -> None:
         """Allocates memory for more tokens if a step's may not fit; only then the host waits for
@@ -202,7 +227,7 @@ class SpeculativeSteps:
         self._tokens.scatter_(1, self._t + self._generated[:, None] + column, tokens)
         if self._seen is not None:
             self._seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), True)
-        self._generated.add_(accepted + 1).clamp_(max=self._max_tokens)
+        self._generated.add_(accepted + 1).clamp_(max=self._limits)
         return new.masked_fill(~real, ABSENT)
 
     def _new_replay(self) -> GraphedStep:

@@ -5,7 +5,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from tigon.generation.loop import FEW_STEPS
 from tigon.generation.prompt import GenerationModel, PromptBatch
 from tigon.generation.sampling import Draws, Sampling
-from tigon.generation.settings import CacheImplementation, GenerationSettings
+from tigon.generation.settings import MAX_INT32, CacheImplementation, GenerationSettings
 from tigon.kernels.runtime import runs_triton
-from tigon.layers import KVCache, StaticCache
+from tigon.layers import Cache, KVCache, StaticCache
 from tigon.layers.kv_cache import Quantize
 
 
@@ -34,7 +34,7 @@ def pack_rows(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, in
 
 def prefill(
     model: GenerationModel,
-    cache: StaticCache,  # empty, of B rows
+    cache: StaticCache,  # of B rows, empty or with the first tokens of each prompt
     prompt: PromptBatch,
     max_tokens: int,  # tokens of a forward pass
     copies: int = 1,
@@ -44,6 +44,18 @@ def prefill(
 
     The head computes only each prompt's last token. The cache then has B * copies rows.
     """
+    read = _read_prompts if cache.length == 0 else _read_on
+    logits = read(model, cache, prompt, max_tokens)
+    if copies > 1:
+        cache.expand(copies)
+    return logits.repeat_interleave(copies, 0)
+
+
+def _read_prompts(
+    model: GenerationModel, cache: StaticCache, prompt: PromptBatch, max_tokens: int
+) -> Tensor:
+    """Fills an empty cache with as many prompts at a time as fit into `max_tokens`; returns the
+    logits [B, V]."""
     lengths = prompt.lengths()
     flat = prompt.ids.flatten() if prompt.mask is None else prompt.ids[prompt.mask]
     bounds = list(itertools.accumulate(lengths, initial=0))
@@ -65,9 +77,20 @@ def prefill(
             logits_to_keep=ends[1:] - 1,
         )
         logits.append(out.logits[0])
-    if copies > 1:
-        cache.expand(copies)
-    return torch.cat(logits).repeat_interleave(copies, 0)
+    return torch.cat(logits)
+
+
+def _read_on(
+    model: GenerationModel, cache: StaticCache, prompt: PromptBatch, max_tokens: int
+) -> Tensor:
+    """Reads what follows the tokens that the cache holds, row by row; returns the logits [B, V]."""
+    logits = []
+    for row, ids in enumerate(prompt.unpadded()):
+        state = cache.rows(row, row + 1)
+        for chunk in ids[state.length :].split(max_tokens):
+            out = model(chunk[None], past_key_values=state, logits_to_keep=1)
+        logits.append(out.logits[:, -1])
+    return torch.cat(logits)
 
 
 # The choice of a cache
@@ -87,26 +110,36 @@ def choose_cache(
     assistant: GenerationModel | None,
     settings: GenerationSettings,
     total: int,
+    past: Cache | None,
+    kept_rows: int,  # whose cache is returned
 ) -> CacheImplementation:
-    """The cache that is requested, or static on a GPU if it is exact for `total` tokens, or
-    dynamic. Raises ValueError if the one that is requested would not be exact."""
+    """The cache that is requested or given, or static on a GPU and for several rows that are kept
+    if it is exact for `total` tokens, or dynamic.
+
+    Raises ValueError if the one that is requested would not be exact.
+    """
     requested, use_cache = settings.cache_implementation, settings.use_cache
+    asked = f"cache_implementation={requested!r}"
+    if past is not None:
+        if requested is not None:
+            raise ValueError(f"past_key_values and {asked}: give one of them")
+        requested = "static" if isinstance(past, StaticCache) else "dynamic"
+        asked = f"past_key_values={type(past).__name__}"
     if assistant is not None:
         # Rows that have all their tokens keep proposing until the others have theirs
         total += settings.num_assistant_tokens
         _check_assistant(model, assistant, requested, total, use_cache)
         requested = requested or "static"
     if not use_cache and requested is not None:
-        raise ValueError(
-            f"use_cache=False and cache_implementation={requested!r}: give one of them"
-        )
+        raise ValueError(f"use_cache=False and {asked}: give one of them")
     if not use_cache or requested == "dynamic":
         return "dynamic"
     obstacle = _obstacle(model, total)
     if obstacle is None:
-        return requested or ("static" if model.device.type == "cuda" else "dynamic")
+        is_static = model.device.type == "cuda" or kept_rows > 1
+        return requested or ("static" if is_static else "dynamic")
     if requested is not None:
-        raise ValueError(f"cache_implementation={requested!r}: {obstacle}; take 'dynamic'")
+        raise ValueError(f"{asked}: {obstacle}; take 'dynamic'")
     return "dynamic"
 
 
@@ -173,11 +206,12 @@ class GraphedStep:
 
     The step changes tensors in place and returns one; its launches must not depend on their values.
     No step is computed twice. Without Triton, and on the CPU, all steps are eager, since plain
-    torch may sync with the device.
+    torch may sync with the device. Graphs that never run at once and whose results are made
+    outside of them may share a memory `pool`.
     """
 
-    def __init__(self, weight: Tensor, generator: torch.Generator | None):
-        self._device, self._generator = weight.device, generator
+    def __init__(self, weight: Tensor, generator: torch.Generator | None, pool: Any = None):
+        self._device, self._generator, self._pool = weight.device, generator, pool
         self._possible = self._device.type == "cuda" and runs_triton(weight)
         self._warm = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -218,7 +252,7 @@ class GraphedStep:
                 graph.register_generator_state(self._generator)
             stream = side_stream(self._device)
             # Other threads may allocate and sync meanwhile
-            capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+            capture = torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local")
             with capture, torch.inference_mode(inference):
                 self._result = step()
         self._graph = graph
@@ -238,7 +272,7 @@ DYNAMIC_CAPACITY = 1024  # initial room for tokens after the prompt
 class DynamicSteps:
     """Steps with a growing cache or none: for CPUs, sharded models and RoPEs whose table changes.
 
-    Prompts keep their padding, and finished rows stay in the batch.
+    Prompts keep their padding, and finished rows stay in the batch; after `hold` they read `pad`.
     """
 
     can_remove_rows = False
@@ -250,11 +284,13 @@ class DynamicSteps:
         max_tokens: int,
         sampling: Sampling,
         draws: Draws,
-        use_cache: bool,
+        cache: KVCache | None,  # empty or with the first tokens of each row; None: read all again
+        pad: int,
     ):
         ids, mask = prompt
         self._model, self._sampling, self._draws = model, sampling, draws
-        self._cache = KVCache() if use_cache else None
+        self._cache, self._pad = cache, pad
+        self._ended: Tensor | None = None  # bool [b, 1]
         self._length = ids.shape[1]
         self._tokens, self._visible = ids, mask
         self._positions: Tensor | None = None
@@ -264,13 +300,14 @@ class DynamicSteps:
 
     def __call__(self, remaining: int) -> Tensor:
         """The next tokens [b, 1]; at `cache_restart` tokens, the whole text is read again."""
-        n = self._length
+        n, restart = self._length, self._model.cache_restart
         if n == self._tokens.shape[1]:
             self._extend(min(remaining, n))
         visible, positions = self._visible, self._positions
-        if self._cache is not None and n == self._model.cache_restart:
-            self._cache = KVCache()
-        start = 0 if self._cache is None or self._cache.length == 0 else n - 1
+        start = 0 if self._cache is None else self._cache.length
+        if self._cache is not None and restart is not None and start < restart <= n:
+            self._cache.crop(0)
+            start = 0
         logits = self._model(
             self._tokens[:, start:n],
             attention_mask=None if visible is None else visible[:, :n],
@@ -281,6 +318,8 @@ class DynamicSteps:
         ).logits[:, -1]
         new = self._sampling(logits, self._seen, self._generated, self._draws)[:, None]
         token = new.clamp(min=0)
+        if self._ended is not None:
+            token = token.masked_fill(self._ended, self._pad)
         self._tokens[:, n : n + 1] = token
         if self._seen is not None:
             self._seen.scatter_(1, token, True)
@@ -299,6 +338,16 @@ class DynamicSteps:
     def select(self, index: Tensor) -> None:
         """Raises NotImplementedError: a KVCache keeps all of its rows."""
         raise NotImplementedError("rows of a KVCache stay to the end")
+
+    def hold(self, ended: Mapping[int, int]) -> None:
+        """Lets these rows read padding, since all rows of a KVCache grow alike."""
+        self._ended = torch.zeros(len(self._tokens), 1, dtype=torch.bool)
+        self._ended[list(ended)] = True
+        self._ended = self._ended.to(self._tokens.device)
+
+    def finish(self, tokens: Sequence[int]) -> KVCache | None:
+        """The cache, with padding behind the ends of rows."""
+        return self._cache
 
 
 # Static steps
@@ -330,6 +379,14 @@ def make_cache(
         raise ValueError(f"{error}: ask for fewer than {new} new tokens") from None
 
 
+def enlarge(cache: StaticCache, prompt: PromptBatch, new: int) -> StaticCache:
+    """Returns the cache, with room for every prompt and `new` tokens after it."""
+    capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
+    if cache.capacity < capacity:
+        cache.grow(capacity)
+    return cache
+
+
 class StaticSteps:
     """Steps with a static cache, which a CUDA graph replays on a GPU.
 
@@ -349,19 +406,28 @@ class StaticSteps:
         copies: int,  # rows of each prompt, which is read once
         prefill_chunk_size: int,
         quantize: Quantize = None,
+        cache: StaticCache | None = None,  # with the first tokens of each prompt, and then the rest
+        keep: bool = False,  # whether `finish` will be called
     ):
         self._model, self._sampling, self._draws = model, sampling, draws
-        self._cache = make_cache(
-            model, prompt, min(max_tokens, INITIAL_CAPACITY), quantize=quantize
+        room, held = min(max_tokens, INITIAL_CAPACITY), keep and len(prompt.ids) * copies > 1
+        options: dict[str, Any] = {"quantize": quantize, "rollback": int(held)}
+        self._cache = (
+            make_cache(model, prompt, room, **options)
+            if cache is None
+            else enlarge(cache, prompt, room)
         )
         self._logits: Tensor | None = prefill(
             model, self._cache, prompt, prefill_chunk_size, copies
         )
         prompt = prompt.repeat(copies)
+        self._prompt_lengths = prompt.lengths()
+        # Tokens that are kept of each row [b]; one more is overwritten again and again
+        self._limits = torch.full_like(self._cache.lengths, MAX_INT32) if held else None
         self._seen = sampling.seen(*prompt, model.config.vocab_size)
         self._last = prompt.ids[:, -1:].clone()  # [b, 1]
         self._generated = self._last.new_zeros(1)  # tokens after the prompt, of every row
-        self._length = max(prompt.lengths())  # tokens of the longest row in the cache
+        self._length = max(self._prompt_lengths)  # tokens of the longest row in the cache
         self._replay = self._new_replay()
 
     def __call__(self, remaining: int) -> Tensor:
@@ -384,8 +450,24 @@ class StaticSteps:
         self._seen = None if self._seen is None else self._seen[index]
         self._replay = self._new_replay()
 
+    def hold(self, ended: Mapping[int, int]) -> None:
+        """Drops what is read behind the ends of these rows."""
+        if self._limits is not None:
+            kept = [self._prompt_lengths[row] + n - 1 for row, n in ended.items()]
+            self._limits[list(ended)] = self._limits.new_tensor(kept)
+
+    def finish(self, tokens: Sequence[int]) -> StaticCache:
+        """The cache, in which each row has its own length."""
+        self.hold(dict(enumerate(tokens)))
+        if self._limits is not None:
+            self._cache.crop(self._limits)
+        self._cache.refresh()
+        return self._cache
+
     def _step(self) -> Tensor:
         """Runs the model on the last tokens; returns the next [b, 1]."""
+        if self._limits is not None:
+            self._cache.crop(self._limits)
         out = self._model(self._last, past_key_values=self._cache, logits_to_keep=1)
         return self._choose(out.logits[:, -1])
 

@@ -1,7 +1,7 @@
 """nn.Modules with numbers as arguments; only model files read a config."""
 
 from tigon.distributed.context_attention import ContextShard
-from tigon.layers.attention import Attention
+from tigon.layers.attention import Attention, SoftmaxAttention
 from tigon.layers.context import BlockInputs
 from tigon.layers.embedding import Embedding, LowRankEmbedding
 from tigon.layers.float32 import Float32Module
@@ -72,6 +72,7 @@ __all__ = [
     "SavedModules",
     "ScaledRouter",
     "ShortConv",
+    "SoftmaxAttention",
     "SparseMoE",
     "StaticCache",
     "TopKRouter",

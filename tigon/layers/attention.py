@@ -21,17 +21,40 @@ from tigon.layers.rope import Rotation
 NORMS = RMSNorm, UnitRMSNorm  # of queries and keys, whose kernel rotates them too
 
 
-class Attention(nn.Module):
+class SoftmaxAttention(nn.Module):
+    """The numbers of any softmax attention, which ranks that share heads and estimates of costs
+    read: H query and K kv heads of D dims, whose values have `value_dim`, D if it is None.
+
+    A query sees `window` tokens at most, itself included; scores are multiplied by `scale`, D **
+    -0.5 if it is None. `interleaved` rotates pairs of neighbors.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        window: int | None = None,
+        scale: float | None = None,
+        interleaved: bool = False,
+    ):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.value_dim = head_dim if value_dim is None else value_dim
+        self.window, self.scale, self.interleaved = window, scale, interleaved
+
+
+class Attention(SoftmaxAttention):
     """Self-attention: x [B, T, C] -> [B, T, C].
 
     With `qk_norm_eps`, every head of q and k is normed before it is rotated, or after it if
     attention `rotates_first`; with `flat_qk_norm`, all heads of q at once, and all of k, and then
     q, k and v are bounded by `clip`, if there is a bound. Norms have no weights unless
-    `qk_norm_weight`. `interleaved` rotates pairs of neighbors. A query sees `window` tokens at
-    most, itself included; scores are multiplied by `scale`, D ** -0.5 if it is None, and then
-    capped by `softcap`, if there is one. With `sinks` each head has a learned score more in its
-    softmax, whose value is 0. With `gate`, sigmoids of a projection of x multiply the heads'
-    outputs: one of its own, `gate_proj`, or half of checkpoints' `q_proj`.
+    `qk_norm_weight`. Scaled scores are capped by `softcap`, if there is one. With `sinks` each head
+    has a learned score more in its softmax, whose value is 0. With `gate`, sigmoids of a projection
+    of x multiply the heads' outputs: one of its own, `gate_proj`, or half of checkpoints' `q_proj`.
     """
 
     zero_init: Collection[str] = ()  # parameters that begin as zeros
@@ -60,15 +83,14 @@ class Attention(nn.Module):
         sinks: bool = False,
         gate: Literal["gate_proj", "q_proj"] | None = None,
     ):
-        super().__init__()
+        options: dict[str, Any] = {"window": window, "scale": scale, "interleaved": interleaved}
+        super().__init__(heads, kv_heads, head_dim, **options)
         if window is not None and window < 1:
             raise ValueError(f"sliding_window={window} must be at least 1: a query sees itself")
         if clip is not None and not flat_qk_norm:
             raise ValueError(f"clip_qkv={clip} needs norms of all heads at once")
-        self.window, self.chunked, self.scale, self.softcap = window, chunked, scale, softcap
-        self.flat_qk_norm, self.interleaved = flat_qk_norm, interleaved
+        self.chunked, self.softcap, self.flat_qk_norm = chunked, softcap, flat_qk_norm
         self.rotates_first, self.clip = rotates_first, clip
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
         self.gate, sizes, order = gate, parts, None
         if gate == "q_proj":  # checkpoints have [q | gate] in each head, here gates precede q, k, v

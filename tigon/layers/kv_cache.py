@@ -6,6 +6,7 @@
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, Self
 
@@ -151,6 +152,8 @@ class KVState(LayerState):
 
 class GrowingKV(KVState):
     """Keys and values in memory that doubles when it is full: N steps copy O(N), not O(N^2)."""
+
+    history = sys.maxsize  # all tokens, whatever the window
 
     def __init__(self, kv_heads: int, head_dim: int):
         self.kv_heads, self.head_dim = kv_heads, head_dim
@@ -327,6 +330,8 @@ def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tupl
 class Cache:
     """A model's cache; a forward pass calls `begin`, `open`, and `end` after the last block."""
 
+    crop_hint = ""  # ends a message about states that cannot forget single tokens
+
     def __init__(self, states: Sequence[LayerState] = ()):
         self._set_states(states)
         self.append: CacheAppend | None = None  # of the current pass
@@ -356,6 +361,19 @@ class Cache:
         """Counts the new tokens, after all states have stored them."""
         raise NotImplementedError
 
+    def check_crop(self, tokens: int = 1) -> int:
+        """Returns how many tokens of a row all layers hold; `crop` is free in rows of no more.
+
+        Raises ValueError if a layer's state cannot forget a row's last `tokens`.
+        """
+        for layer, state in enumerate(self.states):
+            if state.history is None or (state.kept is not None and state.kept < tokens):
+                raise ValueError(
+                    f"layer {layer} keeps one {state.layout} for all tokens of a row, from which "
+                    f"the last ones cannot be taken away{self.crop_hint}"
+                )
+        return min(state.history for state in self.states if state.history is not None)
+
     def select(self, rows: Tensor) -> None:
         """Keeps the rows `rows` (an index tensor), in that order."""
         self.states = [s.map(lambda x: x.index_select(0, rows)) for s in self.states]
@@ -366,7 +384,7 @@ class KVCache(Cache):
 
     def __init__(self) -> None:
         super().__init__()
-        self._length = self._rows = 0
+        self._length = self.rows = 0
         self.packed = False  # a batch of packed sequences has no single end to continue from
 
     @property
@@ -382,16 +400,16 @@ class KVCache(Cache):
             raise ValueError("past_key_values holds packed sequences; they have no single end")
         if self.length and cu_seq_lens is not None:
             raise ValueError(f"cu_seq_lens with a cache that already holds {self.length} tokens")
-        if self.length and batch != self._rows:
-            raise ValueError(f"the cache holds {self._rows} rows, this batch has {batch}")
-        self._rows, self.append = batch, CacheAppend(self.length)
+        if self.length and batch != self.rows:
+            raise ValueError(f"the cache holds {self.rows} rows, this batch has {batch}")
+        self.rows, self.append = batch, CacheAppend(self.length)
         return self.length
 
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
         """Returns the states for a pass; creates them for the first."""
         if not self.length:
             dtype = autocast_dtype(x.device) or x.dtype
-            self._set_states(make(self._rows, None, chunk=1, dtype=dtype, device=x.device))
+            self._set_states(make(self.rows, None, chunk=1, dtype=dtype, device=x.device))
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
@@ -401,8 +419,21 @@ class KVCache(Cache):
 
     def select(self, rows: Tensor) -> None:
         """Keeps the rows of the index, in its order."""
-        super().select(rows)
-        self._rows = len(rows)
+        self.states = [s.map(lambda x: x.index_select(0, rows.to(x.device))) for s in self.states]
+        self.rows = len(rows)
+
+    def expand(self, n: int) -> None:
+        """Repeats every row n times."""
+        self.select(torch.arange(self.rows).repeat_interleave(n))
+
+    def crop(self, length: int) -> None:
+        """Drops the tokens of all rows beyond `length`; a shorter cache stays as it is.
+
+        Raises ValueError if a layer keeps one state for all tokens, unless all are dropped.
+        """
+        if 0 < length < self._length:
+            self.check_crop()
+        self._length = min(self._length, max(length, 0))
 
 
 UNKNOWN = -1  # a length that only the device knows
@@ -424,10 +455,16 @@ class StaticCache(Cache):
     `rollback`: how many of a row's last tokens `crop` can drop where a layer keeps one state for
     all tokens of a row, which it then keeps so many times more.
 
+    `active` [rows] int32, if it is set: 1 for rows that a step of up to `chunk` tokens continues.
+    It writes the others' tokens behind their end, where the next ones go, and does not count them;
+    a state for all tokens of a row changes all the same. With it, only the device counts.
+
     `lengths` [rows] int32 is what a forward pass reads and changes in place without waiting, so
     that passes of up to `chunk` tokens can be captured in a CUDA graph. The host counts, too, to
     raise early: call `refresh` after replays, which it does not see. No gradients.
     """
+
+    crop_hint = ": give static_cache rollback="
 
     def __init__(
         self,
@@ -465,6 +502,7 @@ class StaticCache(Cache):
             )
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
             self._host_lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        self.active: Tensor | None = None  # rows that a step continues; None: all
         # Of `lengths` and of `_host_lengths` in this pass
         self._growth: tuple[Tensor | int, Tensor | int | None] = 0, 0
 
@@ -489,7 +527,35 @@ class StaticCache(Cache):
         view = copy.copy(self)
         view.states = [state.map(lambda x: x[start:stop]) for state in self.states]
         view.lengths, view._host_lengths = self.lengths[start:stop], self._host_lengths[start:stop]
+        view.active = None if self.active is None else self.active[start:stop]
         return view
+
+    def reset(self, start: int, stop: int) -> None:
+        """Empties the rows [start, stop) in place; new prompts can go into `rows(start, stop)`."""
+        view = self.rows(start, stop)
+        view.lengths.zero_()
+        view._host_lengths.zero_()
+        for state in view.states:
+            if state.history is None:  # no length tells what of it counts
+                for x in state._tensors():
+                    x.zero_()
+
+    def borrow(self, start: int, stop: int) -> Self:
+        """Returns a view of the rows for prompts that come in parts, with steps over all rows of
+        this cache in between. `give_back` takes over what the view does not share with the cache:
+        states for all tokens of a row, which steps would change."""
+        view = self.rows(start, stop)
+        view.states = [s.map(torch.clone) if s.history is None else s for s in view.states]
+        view._host_lengths, view.active = view._host_lengths.clone(), None
+        return view
+
+    def give_back(self, view: Self, start: int) -> None:
+        """Takes over what `borrow` copied from the rows that begin at `start`."""
+        mine = self.rows(start, start + len(view.lengths))
+        for state, other in zip(mine.states, view.states, strict=True):
+            if state.history is None:
+                for x, y in zip(state._tensors(), other._tensors(), strict=True):
+                    x.copy_(y)
 
     def select(self, index: Tensor) -> None:
         """Keeps the rows `index` [n], in that order, in new memory; the host waits."""
@@ -499,6 +565,8 @@ class StaticCache(Cache):
         with torch.inference_mode(False):
             super().select(index)
             self.lengths = self.lengths.index_select(0, index)
+            if self.active is not None:
+                self.active = self.active.index_select(0, index)
             self._host_lengths = self.lengths.to("cpu", torch.int64)
 
     def expand(self, n: int) -> None:
@@ -541,20 +609,6 @@ class StaticCache(Cache):
         else:
             self._host_lengths.fill_(UNKNOWN)
 
-    def check_crop(self) -> int:
-        """Returns how many tokens of a row all layers hold; `crop` is free in rows of no more.
-
-        Raises ValueError if a layer's state cannot forget single tokens.
-        """
-        for layer, state in enumerate(self.states):
-            if state.history is None:
-                hint = "" if self.rollback else ": give static_cache rollback="
-                raise ValueError(
-                    f"layer {layer} keeps one {state.layout} for all tokens of a row, from which "
-                    f"the last ones cannot be taken away{hint}"
-                )
-        return min(state.history for state in self.states if state.history is not None)
-
     def refresh(self) -> None:
         """Reads `lengths` to the host, after replays of a CUDA graph; it waits for them."""
         self._host_lengths.copy_(self.lengths)
@@ -566,7 +620,7 @@ class StaticCache(Cache):
         if mask is not None:
             self._check_mask(mask, batch, tokens)
         cached = self.length
-        if cached != 0:
+        if cached != 0 or self.active is not None:
             if cu_seq_lens is not None:
                 raise ValueError(
                     f"cu_seq_lens with a cache that already holds {self._length_text()} tokens: "
@@ -578,6 +632,8 @@ class StaticCache(Cache):
                 lengths = self.lengths if unknown else self._host_lengths
                 self._check_room(lengths + tokens)
                 self.append, self._growth = CacheAppend(lengths=self.lengths), (tokens, tokens)
+                if self.active is not None:
+                    self._growth = tokens * self.active, None
                 return self.lengths
             if cached is None:
                 raise ValueError(

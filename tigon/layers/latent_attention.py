@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from tigon.kernels.attention.api import attention
 from tigon.kernels.attention.decode import KVBuffers
 from tigon.kernels.rope.rope import rope
-from tigon.layers.attention import Attention
+from tigon.layers.attention import SoftmaxAttention
 from tigon.layers.context import BlockInputs
 from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV, extend_buffer
 from tigon.layers.linear import Linear
@@ -37,7 +37,7 @@ class LatentSizes(NamedTuple):
     v_head_dim: int  # V
 
 
-class LatentAttention(Attention):
+class LatentAttention(SoftmaxAttention):
     """Self-attention over latents: x [B, T, C] -> [B, T, C].
 
     A key is N dims of its own head, computed from the token's latent, and R rotated dims that all
@@ -46,8 +46,7 @@ class LatentAttention(Attention):
     passes expand keys and values; if V is less than N + R, zeros are added to the values, as
     backends want one head dim (with V 128 of 192, a fifth of attention's products).
 
-    `bias` is that of the projections from and to the model dim, except `q_proj`. `interleaved` and
-    `scale` are as in `Attention`, whose numbers of heads this has.
+    `bias` is that of the projections from and to the model dim, except `q_proj`.
     """
 
     def __init__(
@@ -60,12 +59,10 @@ class LatentAttention(Attention):
         bias: bool = False,
         interleaved: bool = False,
     ):
-        nn.Module.__init__(self)  # the base would make one projection for q, k and v
-        self.window = self.softcap = self.sinks = self.gate = self.gate_proj = None
-        self.q_norm = self.k_norm = None
-        self.flat_qk_norm, self.interleaved, self.scale = False, interleaved, scale
-        self.sizes, self.heads, self.kv_heads = sizes, heads, heads
-        self.head_dim = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+        head_dim = sizes.qk_nope_head_dim + sizes.qk_rope_head_dim
+        options: dict[str, Any] = {"scale": scale, "interleaved": interleaved}
+        super().__init__(heads, heads, head_dim, value_dim=sizes.v_head_dim, **options)
+        self.sizes = sizes
         latent, rotated, inner = sizes.kv_lora_rank, sizes.qk_rope_head_dim, heads * self.head_dim
         if sizes.q_lora_rank is None:
             self.q_proj = Linear(dim, inner, bias=False)

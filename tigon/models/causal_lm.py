@@ -8,10 +8,10 @@ import torch
 from tigon.generation import generate
 from tigon.kernels.attention.api import Backend
 from tigon.models import resize
-from tigon.models.adapters import adapters, peft_files
+from tigon.models.adapters import adapters, peft_files, weighted
 from tigon.models.base import LanguageModel
 from tigon.models.config import ModelConfig
-from tigon.models.pretrained import load, save
+from tigon.models.pretrained import gguf_export, load, save
 from tigon.models.pretrained.names import layout
 from tigon.weights import Layout
 
@@ -27,11 +27,13 @@ class CausalLM(LanguageModel):
 
     generate = generate
     save_pretrained = save.save_pretrained
+    save_gguf = gguf_export.save_gguf
     push_to_hub = save.push_to_hub
     resize_token_embeddings = resize.resize_token_embeddings
     add_adapter = adapters.add_adapter
     load_adapter = peft_files.load_adapter
     save_adapter = peft_files.save_adapter
+    add_weighted_adapter = weighted.add_weighted_adapter
     set_adapter = adapters.set_adapter
     adapters_disabled = adapters.adapters_disabled
     merge_adapter = adapters.merge_adapter

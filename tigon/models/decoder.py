@@ -311,11 +311,11 @@ class Decoder(nn.Module):
         """Embeds ids [B, T]: returns what `forward` takes."""
         return self.embed_tokens(input_ids)
 
-    def begin(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
+    def begin(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
         """The first block's input, and what each block gets as `layer_input`, if it gets any."""
         return (x if self.input_scale == 1.0 else x * self.input_scale), None
 
-    def end(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def end(self, x: Tensor, residual: Tensor | None, *dropout_args: Tensor) -> Tensor:
         """The last hidden states [B, T, C], from what the last block returns."""
         return self.norm(x, residual)[0]
 
@@ -359,7 +359,8 @@ class Decoder(nn.Module):
         dropout; None: no dropout. `shard`: x has the tokens of one context-parallel rank, and the
         mask is that of whole rows.
         """
-        x, layer_inputs = self.begin(x)
+        dropout_args = () if dropout_keys is None else (dropout_keys,)
+        x, layer_inputs = self.begin(x, *dropout_args)
         dtype = x.dtype if self.rounded_angles else torch.float32
         row_positions = None if shard is None else shard.positions
         ropes = [rope(position_ids, dtype, row_positions) for rope in self.rotary_embs]
@@ -398,7 +399,7 @@ class Decoder(nn.Module):
             offloading.end()
         if cache is not None:
             cache.end(mask)
-        return self.end(x, residual), router_stats
+        return self.end(x, residual, *dropout_args), router_stats
 
     def _block_inputs(
         self,

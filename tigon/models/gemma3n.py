@@ -25,6 +25,7 @@ from tigon.models.gemma3 import LocalThetaConfig
 from tigon.models.gemma4 import SharedKVConfig
 from tigon.models.per_layer_inputs import PerLayerDecoder, multiply
 from tigon.utils.json import quote
+from tigon.weights import local_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Gemma3nConfig(SharedKVConfig, LocalThetaConfig):
 
     model_type = "gemma3n_text"
     architecture = "Gemma3nForCausalLM"
+    classifier_name = None
     ignored = frozenset({"rope_local_base_freq"})  # read with the RoPEs
 
     vocab_size: int = 262400
@@ -62,10 +64,6 @@ class Gemma3nConfig(SharedKVConfig, LocalThetaConfig):
     num_kv_shared_layers: int = 15
     laurel_rank: int = 64
     activation_sparsity_pattern: list[float] | None = None
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier."""
 
     def __post_init__(self) -> None:
         layers = self.num_hidden_layers
@@ -117,10 +115,6 @@ class AltUp(nn.Module):
 
     def predict(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         """Adds to each stream a mixture of all: x [S, B, T, C] -> [S, B, T, C]."""
-        weight = self.prediction_coefs.weight  # None if it is quantized
-        if self.training and self.clip is not None and weight is not None:
-            # In place, as in transformers; `data`, as another pass may have saved the weight
-            weight.data.clamp_(-self.clip, self.clip)
         modalities = self._modalities(x[self.active], *dropout_args)
         coefs = self.prediction_coefs(modalities, *dropout_args)
         coefs = coefs.unflatten(-1, (len(x), len(x)))  # [B, T, to, from]
@@ -246,16 +240,19 @@ class Gemma3nDecoder(PerLayerDecoder):
         """The projections back, and the norm."""
         return [*self.get_submodule("altup_unembed_projections").children(), *super().last_modules]
 
-    def begin(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
+    def begin(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
         """The streams [S, B, T, C], and each block's input."""
-        x, inputs = super().begin(x)
+        x, inputs = super().begin(x, *dropout_args)
         layers = self.get_submodule("altup_projections").children()
-        return torch.stack([x, *(_rescale(layer(x), x) for layer in layers)]), inputs
+        others = [_rescale(layer(x, *dropout_args), x) for layer in layers]
+        return torch.stack([x, *others]), inputs
 
-    def end(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def end(self, x: Tensor, residual: Tensor | None, *dropout_args: Tensor) -> Tensor:
         """The norm of the streams' mean [B, T, C]."""
         layers = self.get_submodule("altup_unembed_projections").children()
-        back = [_rescale(layer(y), x[0]) for layer, y in zip(layers, x[1:], strict=True)]
+        back = [
+            _rescale(layer(y, *dropout_args), x[0]) for layer, y in zip(layers, x[1:], strict=True)
+        ]
         return super().end(torch.stack([x[0], *back]).mean(0), residual)
 
 
@@ -267,11 +264,27 @@ def _rescale(x: Tensor, like: Tensor) -> Tensor:
     return x * magnitude / x.square().mean(-1, keepdim=True).clamp(min=1e-5).sqrt()
 
 
+def bound_coefficients(model: nn.Module, _: Any) -> None:
+    """Bounds AltUp's prediction coefficients in place before a pass in training, as transformers
+    does."""
+    for module in model.modules():
+        if isinstance(module, AltUp) and module.training and module.clip is not None:
+            weight = module.prediction_coefs.weight  # None if it is quantized
+            if weight is not None and not weight.is_meta:
+                # `data`, as another pass may have saved the weight
+                local_rows("prediction_coefs", weight)[0].data.clamp_(-module.clip, module.clip)
+
+
 class Gemma3n(CausalLM):
     """Gemma 3n's text model: `Gemma3nBlock`s over four streams, and a softcap of the logits."""
 
     config_class = Gemma3nConfig
     block_class: ClassVar[type[TransformerBlock]] = Gemma3nBlock
+
+    def __init__(self, config: Gemma3nConfig):
+        super().__init__(config)
+        # Not in the blocks, where FSDP has gathered copies of the weights
+        self.register_forward_pre_hook(bound_coefficients)
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
         """Makes a decoder of streams that scales embeddings by sqrt(hidden_size)."""

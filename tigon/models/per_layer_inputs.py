@@ -77,15 +77,14 @@ class PerLayerDecoder(Decoder):
         inside = input_ids < table.num_embeddings
         return torch.cat((x, table(torch.where(inside, input_ids, 0))), -1)
 
-    def begin(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
+    def begin(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
         """The first embedding [B, T, C], and each block's input [B, T, P]."""
         if not self.needs_ids:
             return super().begin(x)
         x, own = x.split((self.dim, x.shape[-1] - self.dim), -1)
         x, _ = super().begin(x)
-        projected = multiply(
-            self.per_layer_model_projection(x), self.dim**-0.5, rounded=self.rounded_scales
-        )
+        projected = self.per_layer_model_projection(x, *dropout_args)
+        projected = multiply(projected, self.dim**-0.5, rounded=self.rounded_scales)
         projected = self.per_layer_projection_norm(projected.unflatten(-1, self.layer_dims))
         inputs = projected + own.unflatten(-1, self.layer_dims)
         return x, multiply(inputs, 2**-0.5, rounded=self.rounded_scales).unbind(-2)

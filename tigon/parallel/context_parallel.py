@@ -19,7 +19,7 @@ from tigon.kernels.loss.api import IGNORE_INDEX, METRICS
 from tigon.kernels.loss.logits import check_targets
 from tigon.kernels.loss.terms import LossTerm
 from tigon.kernels.runtime import check_values
-from tigon.layers import Attention, ContextShard, ShortConv
+from tigon.layers import ContextShard, ShortConv, SoftmaxAttention
 from tigon.models import Batch, CausalLM, CausalLMOutput, Targets
 from tigon.models.loss import POSITION_FIELDS, resolve_arguments, resolve_logits_at
 from tigon.parallel.mesh import as_ranks
@@ -46,7 +46,7 @@ def check_context(model: CausalLM, ranks: int) -> None:
         return
     for i, block in enumerate(model.model.layers):
         mixer = block.mixer
-        if not isinstance(mixer, Attention | ShortConv):
+        if not isinstance(mixer, SoftmaxAttention | ShortConv):
             raise ValueError(
                 f"parallel.context={ranks}: layer {i} of {type(model).__name__} is a "
                 f"{type(mixer).__name__}, which needs the tokens before on the same rank; only "

@@ -167,6 +167,20 @@ class RowParallelLinear(Linear):
         return self.tensor.reduce(y)
 
 
+class ReplicatedLinear(Linear):
+    """A whole layer, of this rank's tokens; the keys of an adapter's dropout are of all tokens."""
+
+    tensor: TensorPass
+
+    def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
+        """Returns the product of the region's tokens, with their keys."""
+        region = self.tensor.region
+        if dropout_keys is not None and not region.replicated:
+            local = region.slice_tokens(dropout_keys)
+            dropout_keys = F.pad(local, (0, x.shape[1] - local.shape[1]))
+        return super().forward(x, dropout_keys)
+
+
 class TensorParallelLatentAttention(LatentAttention):
     """Latent attention of which each rank has some heads, and latents of its own tokens.
 
@@ -176,13 +190,8 @@ class TensorParallelLatentAttention(LatentAttention):
     tensor: TensorPass
 
     def compress(self, x: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
-        """As in the base, of all tokens; `keys` are those of all tokens too."""
-        region = self.tensor.region
-        if not region.replicated:
-            missing = [x.shape[1] - region.slice_tokens(k).shape[1] for k in keys]
-            local = zip(map(region.slice_tokens, keys), missing, strict=True)
-            keys = tuple(F.pad(k, (0, n)) for k, n in local)
-        parts = super().compress(x, *keys)
+        """As in the base, of all tokens."""
+        parts, region = super().compress(x, *keys), self.tensor.region
         return tuple(region.gather_from_region(part, single_reader=False) for part in parts)
 
 

@@ -37,6 +37,7 @@ from tigon.layers import (
     LowRankEmbedding,
     LowRankExperts,
     ShortConv,
+    SoftmaxAttention,
     SparseMoE,
 )
 from tigon.layers.lora import LORA_B, MAGNITUDE
@@ -52,6 +53,7 @@ from tigon.parallel.tensor_modules import (
     DispatchedExperts,
     DispatchedMoE,
     FlatParallelNorm,
+    ReplicatedLinear,
     RowParallelLinear,
     TensorParallelDecoder,
     TensorParallelExperts,
@@ -402,7 +404,7 @@ def vocabulary_rows(module: nn.Module, size: int, ranks: Ranks) -> Pieces:
 
 # For each kind of module, the parameters that are sharded, by name
 PLAN: Mapping[type[nn.Module], Mapping[str, ShardRule]] = {
-    LatentAttention: {  # before Attention, of which it is one
+    LatentAttention: {
         "q_proj.weight": ShardRule(0, query_rows),
         "q_b_proj.weight": ShardRule(0, query_rows),
         "kv_b_proj.weight": ShardRule(0, query_rows),  # keys and values of a head in a row
@@ -512,7 +514,7 @@ def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
     set_local_adapters(model, specs, ranks)
     size = model.config.vocab_size
     for module in model.modules():
-        if isinstance(module, Attention):
+        if isinstance(module, SoftmaxAttention):
             _set_local_heads(module, ranks)
         elif isinstance(module, GatedDeltaNet):
             module.key_heads //= ranks.size
@@ -540,13 +542,13 @@ def _vocabulary_shard(size: int, module: nn.Module, ranks: Ranks) -> VocabularyS
 def install_modules(model: CausalLM, tensor: TensorPass) -> None:
     """Puts the modules of `tensor_modules` in place of the model's; parameters and hooks stay."""
     _install(model.model, TensorParallelDecoder, tensor=tensor)
+    moes = [module for module in model.modules() if isinstance(module, SparseMoE)]
+    inside = {module for moe in moes for module in moe.modules()}
+    for moe in moes:
+        _install(moe, DispatchedMoE if moe.divided else TensorParallelMoE, tensor=tensor)
+        experts = DispatchedExperts if moe.divided else TensorParallelExperts
+        _install(moe.experts, experts, tensor=tensor)
     for block in model.model.layers:
-        moes = [module for module in block.modules() if isinstance(module, SparseMoE)]
-        for moe in moes:
-            _install(moe, DispatchedMoE if moe.divided else TensorParallelMoE, tensor=tensor)
-            experts = DispatchedExperts if moe.divided else TensorParallelExperts
-            _install(moe.experts, experts, tensor=tensor)
-        inside = {module for moe in moes for module in moe.modules()}
         for module in block.modules():
             if isinstance(module, LatentAttention):
                 _install(module, TensorParallelLatentAttention, tensor=tensor)
@@ -566,6 +568,15 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
     tensor.norms.append(model.model.norm)
     for place, norm in enumerate(tensor.norms):
         _install(norm, TensorParallelNorm, tensor=tensor, place=place)
+    for path, module in model.named_modules():
+        if type(module) is Linear and module not in inside and _is_whole(model, f"{path}.weight"):
+            _install(module, ReplicatedLinear, tensor=tensor)
+
+
+def _is_whole(model: CausalLM, name: str) -> bool:
+    """Whether this rank has all of a parameter."""
+    spec = model.shard_specs.get(name)
+    return spec is not None and len(spec.pieces) == 1 and spec.length == spec.shape[spec.dim]
 
 
 def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:
@@ -592,7 +603,7 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
                 f"{ranks} ranks cannot share an MLP with activation_sparsity_pattern: its cutoff "
                 "needs the gates of all ranks; give parallel.tensor=1"
             )
-        if isinstance(module, Attention):
+        if isinstance(module, SoftmaxAttention):
             q, kv = module.heads, module.kv_heads
             if q % ranks or (kv % ranks and ranks % kv):
                 raise ValueError(
@@ -653,11 +664,12 @@ def _shard_specs(
         yield name, ShardSpec(shape, rule.dim, rule.pieces(module, shape[rule.dim], ranks))
 
 
-def _set_local_heads(module: Attention, ranks: Ranks) -> None:
+def _set_local_heads(module: SoftmaxAttention, ranks: Ranks) -> None:
     """Sets the numbers of local heads, and makes norms over all heads take the ranks' mean."""
-    if module.flat_qk_norm and module.q_norm is not None and module.k_norm is not None:
+    if isinstance(module, Attention) and module.flat_qk_norm:
         copies = max(1, ranks.size // module.kv_heads)
         for norm, heads in (module.q_norm, module.heads), (module.k_norm, module.kv_heads * copies):
+            assert norm is not None
             _install(norm, FlatParallelNorm, ranks=ranks, elements=heads * module.head_dim)
     module.heads //= ranks.size
     module.kv_heads = max(1, module.kv_heads // ranks.size)

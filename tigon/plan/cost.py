@@ -25,7 +25,15 @@ import torch
 from torch import nn
 
 from tigon.distributed.context_attention import heads_sent_per_token
-from tigon.layers import Attention, Experts, GroupRouter, RMSNorm, SparseMoE, TopKRouter
+from tigon.layers import (
+    Attention,
+    Experts,
+    GroupRouter,
+    RMSNorm,
+    SoftmaxAttention,
+    SparseMoE,
+    TopKRouter,
+)
 from tigon.layers.linear import GatedLinear
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, keep_rank_zero, reduction_dtype
@@ -179,7 +187,7 @@ def micro_batch_work(
                 size = sum(p.numel() for p in module.experts.parameters())
                 share = module.per_token / len(module.experts.down_proj)
                 work.grouped += (6 + 2 * recomputed) * m * size * share
-            elif isinstance(module, Attention):
+            elif isinstance(module, SoftmaxAttention):
                 seen = int(positions_seen(np.array([tokens]), module.window).sum())
                 operations = 12 * module.heads * module.head_dim * rows * seen / context
                 work.attention[module.head_dim] += operations
@@ -399,7 +407,7 @@ def block_collectives(
     waited = gather * (branches * (3 + 2 * recomputed) + 4)
     # Backward gathers inputs unless a recomputation just did, and reduces their gradients
     overlapped = gather * (branches * (2 - recomputed))
-    if layout.context > 1 and isinstance(mixer := model.model.layers[0].mixer, Attention):
+    if layout.context > 1 and isinstance(mixer := model.model.layers[0].mixer, SoftmaxAttention):
         sent = heads_sent_per_token(mixer.heads, mixer.kv_heads, layout.context) * mixer.head_dim
         # Two messages, to attention and back; a rank's share is not sent
         size = BF16 * tokens * sent / 2 * layout.context / (layout.context - 1)

@@ -14,7 +14,7 @@ from tigon.distributed.collectives import Ranks
 from tigon.distributed.context_attention import heads_sent_per_token
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.kernels.recompute import should_note
-from tigon.layers import Attention, GatedMLP, QuantizedWeight, SparseMoE
+from tigon.layers import GatedMLP, QuantizedWeight, SoftmaxAttention, SparseMoE
 from tigon.models import CausalLM, materialize
 from tigon.models.pretrained.quantization import count_parameters
 from tigon.parallel import MeshSizes
@@ -237,7 +237,7 @@ def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) ->
         )
 
     if context > 1:
-        layers = [m for m in model.modules() if isinstance(m, Attention)]
+        layers = [m for m in model.modules() if isinstance(m, SoftmaxAttention)]
         heads = [(m.heads // tensor, max(1, m.kv_heads // tensor), m.head_dim) for m in layers]
         size = max(heads_sent_per_token(h, kv, context) * d for h, kv, d in heads)
         has = f"{subject.format(context)}{tokens:,} tokens of a row"

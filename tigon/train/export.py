@@ -18,8 +18,8 @@ from tigon.models import CausalLM, from_pretrained, materialize
 from tigon.models.adapters.adapters import adapter_parameters
 from tigon.models.adapters.peft_files import read_base, read_vocabulary_size
 from tigon.models.config import torch_dtype
+from tigon.models.pretrained.convert import save_model, write_converted
 from tigon.models.pretrained.load import parse_gguf_path
-from tigon.models.pretrained.save import write_converted
 from tigon.parallel import shard_layers
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
@@ -152,23 +152,28 @@ def convert_checkpoint(
     stacked_experts: bool | None = None,
     merge: bool = False,
     base: str | None = None,
+    gguf: str | None = None,
 ) -> torch.dtype:
     """Exports a checkpoint in Hugging Face format, in a few buffers of memory; returns its dtype.
 
     An adapter's checkpoint is written in PEFT's format, or with `merge` as the model with the
-    adapter added, in memory. `base` and errors are those of `load_checkpoint`, and the other
-    options those of save_pretrained.
+    adapter added, in memory. `gguf` makes a GGUF file of this type, or of the model's if it is
+    "auto". `base` and errors are those of `load_checkpoint`, and the other options those of
+    save_pretrained.
     """
     options: dict[str, Any] = {"max_shard_size": max_shard_size, "stacked_experts": stacked_experts}
+    options["gguf"] = gguf
     lora = read_adapter_run_config(source)
     if merge and lora is None:
         raise ValueError(f"--merge: {source} is no checkpoint of an adapter")
     if base is not None and not merge:
         raise ValueError(f"--base {base}: only --merge needs the base")
+    if gguf and lora is not None and not merge:
+        raise ValueError(f"{source} is of an adapter, which {directory} cannot hold: add --merge")
     if merge:
         model, tokenizer = load_checkpoint(source, dtype=dtype, base=base)
         merge_adapter(model, str(source))
-        model.save_pretrained(directory, tokenizer=tokenizer, **options)
+        save_model(model, directory, tokenizer=tokenizer, **options)
         return model.dtype
     with read_lock(source):
         checkpoint.verify(source, wanted=_is_export_file)
@@ -315,14 +320,14 @@ def export_merged(
 ) -> torch.dtype:
     """Adds an adapter to its base and saves the model; returns its dtype, by default the base's.
 
-    `options` are those of save_pretrained. Raises as `load_with_adapter` does.
+    `options` are those of `save_model`. Raises as `load_with_adapter` does.
     """
     # In float32, so that the adapter is not rounded before it is added
     model, tokenizer = load_with_adapter(
         adapter, revision, dtype, adapter_dtype=torch.float32, base=base
     )
     merge_adapter(model, adapter)
-    model.save_pretrained(directory, tokenizer=tokenizer, **options)
+    save_model(model, directory, tokenizer=tokenizer, **options)
     return model.dtype
 
 

@@ -4,12 +4,12 @@ The count is of what the mathematics needs, so that a model's utilisation (MFU) 
 between implementations. Of a matrix product with n parameters each token needs 2n operations
 forward, 2n for the gradient of its input and 2n for that of its weights: 6n. These are all
 projections, the experts that a token is routed to, routers, and the head, for every token whether
-it is a target or not; looking up an embedding is none. Attention needs 12 D for each head and each
-position that a token sees, which are those before it and itself, within the window of the layer:
-what is masked does not count, as in NVIDIA's figures since 2025 and unlike in the appendix of PaLM
-(arXiv 2204.02311), which counts twice as many. Nor do recomputed activations, norms, activation
-functions, the loss or the optimizer. What is frozen has no gradient of its weights, and what
-nothing trained comes before has none of its input.
+it is a target or not; looking up an embedding is none. Attention needs 6 operations for each dim of
+a key and of a value, of each head and each position that a token sees, which are those before it
+and itself, within the window of the layer: what is masked does not count, as in NVIDIA's figures
+since 2025 and unlike in the appendix of PaLM (arXiv 2204.02311), which counts twice as many. Nor do
+recomputed activations, norms, activation functions, the loss or the optimizer. What is frozen has
+no gradient of its weights, and what nothing trained comes before has none of its input.
 """
 
 import resource
@@ -23,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from tigon.layers import (
-    Attention,
     GatedDeltaNet,
     GroupRouter,
     Linear,
     LMHead,
     LowRank,
     LowRankEmbedding,
+    SoftmaxAttention,
     SparseMoE,
     TopKRouter,
 )
@@ -64,9 +64,10 @@ class Cost:
             trained_before = trained
             own = list(module.parameters(recurse=False))
             trained = trained or any(p.requires_grad for p in own)
-            if isinstance(module, Attention):
+            if isinstance(module, SoftmaxAttention):
                 inside = trained or any(p.requires_grad for p in module.parameters())
-                each = (12.0 if inside else 4.0) * module.heads * module.head_dim
+                dims = module.head_dim + module.value_dim
+                each = (6.0 if inside else 2.0) * module.heads * dims
                 per_position[module.window] = per_position.get(module.window, 0.0) + each
             elif isinstance(module, GatedDeltaNet):
                 # What a token reads from the state and adds to it, and the query's product

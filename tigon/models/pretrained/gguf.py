@@ -86,9 +86,10 @@ def _fit_scaling(divisors: Tensor, theta: float, config: dict[str, Any]) -> dict
     """Finds the rope_scaling with these divisors: Llama 3's if its formula fits, else LongRoPE's
     with the divisors as both lists of factors."""
     factor = round(divisors.max().item(), 4)
-    expected = _llama3_divisors(factor, theta, config["head_dim"])
+    llama3 = LLAMA3 | {"factor": factor}
+    expected = llama3_divisors(llama3 | {"rope_theta": theta}, config["head_dim"])
     if torch.allclose(divisors, expected, rtol=ROUNDING, atol=0):
-        return LLAMA3 | {"factor": factor}
+        return llama3
     numbers = [float(str(number)) for number in divisors.numpy()]  # fp32's shortest decimals
     return {
         "rope_type": "longrope",
@@ -100,14 +101,14 @@ def _fit_scaling(divisors: Tensor, theta: float, config: dict[str, Any]) -> dict
     }
 
 
-def _llama3_divisors(factor: float, theta: float, head_dim: int) -> Tensor:
-    """Computes the divisors [head_dim / 2] of Llama 3's scaling by this factor."""
+def llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
+    """Computes the numbers [head_dim / 2] by which Llama 3's scaling divides RoPE's frequencies."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    wavelengths = 2 * math.pi * theta**exponents  # in tokens
-    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-    turns = LLAMA3["original_max_position_embeddings"] / wavelengths
+    wavelengths = 2 * math.pi * rope["rope_theta"] ** exponents  # in tokens
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] / wavelengths
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / factor + smooth)).float()
+    return (1 / ((1 - smooth) / rope["factor"] + smooth)).float()
 
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -180,19 +181,22 @@ class Architecture:
     norm_offset: float = 0.0  # the number that the conversion adds to weights of norms
     # The number of layers with which scores are scaled by (hidden_size / heads)**-0.5
     scaled_by_width: int = 0
+    full_every: int = 0  # every n-th layer has no sliding window, the others do; 0: none has
+    tied: bool = False  # whether llama.cpp knows no other head than the embedding
+    square: bool = False  # whether it wants heads that have hidden_size dims together
 
 
 ARCHITECTURES = {
     "llama": Architecture("llama", LLAMA, bias="attention_bias", permuted=True),
-    "qwen2": Architecture("qwen2", LLAMA),
+    "qwen2": Architecture("qwen2", LLAMA, square=True),
     "qwen2moe": Architecture(
-        "qwen2_moe", QWEN_MOE, SHARED, fixed={"norm_topk_prob": False}, bias="qkv_bias"
+        "qwen2_moe", QWEN_MOE, SHARED, fixed={"norm_topk_prob": False}, bias="qkv_bias", square=True
     ),
     "qwen3": Architecture("qwen3", LLAMA, bias="attention_bias"),
     "qwen3moe": Architecture(
         "qwen3_moe", QWEN_MOE, QWEN_EXPERTS, fixed={"norm_topk_prob": True}, bias="attention_bias"
     ),
-    "gemma": Architecture("gemma", LLAMA, norm_offset=1.0),
+    "gemma": Architecture("gemma", LLAMA, norm_offset=1.0, tied=True),
     "gemma2": Architecture(
         "gemma2",
         GEMMA2,
@@ -203,6 +207,8 @@ ARCHITECTURES = {
         },
         norm_offset=1.0,
         scaled_by_width=46,
+        full_every=2,
+        tied=True,
     ),
     "gemma3": Architecture(
         "gemma3_text",
@@ -211,6 +217,7 @@ ARCHITECTURES = {
         optional={**CAP, "rope.freq_base_swa": "rope_local_base_freq"},
         norm_offset=1.0,
         scaled_by_width=62,
+        full_every=6,
     ),
 }
 # Files call Mixtral "llama" with experts, and Mistral "llama"
@@ -277,7 +284,7 @@ class GGUFModel:
             by_width = config["num_hidden_layers"] == family.scaled_by_width
             config["query_pre_attn_scalar"] = hidden // heads if by_width else config["head_dim"]
         if family.model_type == "gemma3_text":
-            pattern = keys.pop("attention.sliding_window_pattern", 6)  # five of six layers slide
+            pattern = keys.pop("attention.sliding_window_pattern", family.full_every)
             if isinstance(pattern, list):  # a boolean for each layer
                 config["layer_types"] = [SLIDING if slides else FULL for slides in pattern]
             else:
@@ -328,15 +335,17 @@ class GGUFModel:
 
     def _token_ids(self) -> dict[str, Any]:
         """Reads config.json's ids of special tokens; eos_token_id is a list if the metadata have
-        another end of turn."""
+        other ends of a turn or a message."""
         values = self.file.metadata
         ids = {
             f"{name}_token_id": values.get(f"tokenizer.ggml.{key}_token_id")
             for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
         }
-        eos, end_of_turn = ids["eos_token_id"], values.get("tokenizer.ggml.eot_token_id")
-        if end_of_turn is not None and end_of_turn != eos:
-            ids["eos_token_id"] = [end_of_turn] if eos is None else [eos, end_of_turn]
+        ends = [ids["eos_token_id"]]
+        ends += [values.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom")]
+        ends = list(dict.fromkeys(end for end in ends if end is not None))
+        if len(ends) > 1 or ids["eos_token_id"] is None:
+            ids["eos_token_id"] = ends or None
         return ids
 
     def _map_tensor(

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -18,30 +18,20 @@ from torch import Tensor
 from tigon.hub import UploadTarget, escape_markdown, usage_section, write_card
 from tigon.models.base import LanguageModel
 from tigon.models.config import ModelConfig, parse_dtype
-from tigon.models.pretrained.load import build
-from tigon.models.pretrained.match import match_arguments
+from tigon.models.pretrained.gguf_vocabulary import SavePretrained
 from tigon.models.pretrained.names import base_tensors, layout, stored_buffers
 from tigon.models.pretrained.quantization import count_parameters, dequantized_entries
 from tigon.utils.paths import expand_user
 from tigon.weights import (
     Layout,
-    Repository,
-    StoredRows,
     TensorEntry,
     WriterGroup,
-    convert_entries,
     local_shard,
     make_entries,
     write_checkpoint,
 )
 from tigon.weights.files import check_free, new_directory
-from tigon.weights.write import all_finite, row_count
-
-
-class SavePretrained(Protocol):
-    """A tokenizer or other object with `save_pretrained`."""
-
-    def save_pretrained(self, directory: str | os.PathLike[str]) -> object: ...
+from tigon.weights.write import all_finite
 
 
 class FileOptions(TypedDict, total=False):
@@ -85,11 +75,7 @@ def save_pretrained(
             "same files"
         )
     dtype = model.dtype if dtype is None else parse_dtype(dtype)
-    if model.adapters:
-        raise ValueError(
-            f"the model has adapters ({', '.join(model.adapters)}): call save_adapter, or "
-            "merge_adapter and then save_pretrained"
-        )
+    check_no_adapters(model)
     tensors, describe = prepare_save(
         model,
         tokenizer=tokenizer,
@@ -102,6 +88,15 @@ def save_pretrained(
     write_model(
         directory, tensors, describe, ranks=ranks, max_shard_size=max_shard_size, replace=replace
     )
+
+
+def check_no_adapters(model: LanguageModel) -> None:
+    """Raises ValueError for a model with adapters, which are no part of its files."""
+    if model.adapters:
+        raise ValueError(
+            f"the model has adapters ({', '.join(model.adapters)}): call save_adapter, or "
+            "merge_adapter and then save"
+        )
 
 
 def prepare_save(
@@ -117,28 +112,28 @@ def prepare_save(
     dtype = model.dtype if dtype is None else parse_dtype(dtype)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
-    parts_of = _file_layout(model, stacked_experts)
+    parts_of = file_layout(model, stacked_experts)
     with ranks.sync_errors():
         tensors = make_entries(base_tensors(model), parts_of, dtype, values=values, ranks=ranks)
-        kept = _buffer_dtypes(model, parts_of)
+        kept = buffer_dtypes(model, parts_of)
         tensors = [t._replace(dtype=kept.get(t.name, t.dtype)) for t in tensors]
         tensors += dequantized_entries(model, parts_of, dtype, ranks)
-    return tensors, _description_writer(model, dtype, tokenizer)
+    return tensors, description_writer(model, dtype, tokenizer)
 
 
-def _buffer_dtypes(model: LanguageModel, parts_of: Layout) -> dict[str, torch.dtype]:
+def buffer_dtypes(model: LanguageModel, parts_of: Layout) -> dict[str, torch.dtype]:
     """Maps the names of the buffers' tensors to their dtypes, which exports keep."""
     return {p.name: b.dtype for n, b in stored_buffers(model).items() for p in parts_of[n]}
 
 
-def _file_layout(model: LanguageModel, stacked_experts: bool | None) -> Layout:
+def file_layout(model: LanguageModel, stacked_experts: bool | None) -> Layout:
     """Maps parameters to the tensors to write; None: experts as in the model's checkpoint."""
     if stacked_experts is None:
         stacked_experts = model.config.source.stacked_experts
     return layout(model, model.checkpoint_names, stacked_experts)
 
 
-def _description_writer(
+def description_writer(
     model: LanguageModel, dtype: torch.dtype, tokenizer: SavePretrained | None
 ) -> Callable[[Path], None]:
     """Makes a function that writes all files of a checkpoint but its weights into a directory."""
@@ -303,50 +298,3 @@ def _short_card(model: LanguageModel, repository: str) -> str:
     count = count_parameters(model)
     about = f"`{model.config.transformers_class}` with {count:,} parameters, saved by Tigon."
     return write_card([title, about, usage_section(repository)], tags=[model.config.model_type])
-
-
-# Converting checkpoints without a model in memory
-
-M = TypeVar("M", bound=LanguageModel)
-
-
-def convert_pretrained(
-    source: Repository,
-    directory: str | os.PathLike[str],
-    models: Mapping[str, type[M]],
-    *,
-    gguf_file: str | None = None,
-    dtype: torch.dtype | Literal["auto"] = "auto",
-    **options: Unpack[FileOptions],
-) -> LanguageModel:
-    """Convert a checkpoint to what loading and saving it would write, with a few buffers of memory.
-
-    Returns the written model, on the meta device.
-    """
-    model, checkpoint = build(source, models, dtype=dtype, gguf_file=gguf_file)
-    arguments = match_arguments(model, checkpoint)
-    stored_layout, source_of = arguments["layout"], arguments["source_of"]
-    shapes = {part.name: part.shape for parts in stored_layout.values() for part in parts}
-    stored = {
-        name: [StoredRows(0, 0, row_count(shape), 0, source_of.get(name, name), checkpoint)]
-        for name, shape in shapes.items()
-    }
-    write_converted(model, directory, stored, stored_layout, **options)
-    return model
-
-
-def write_converted(
-    model: LanguageModel,
-    directory: str | os.PathLike[str],
-    stored: Mapping[str, Sequence[StoredRows]],
-    stored_layout: Layout,
-    **options: Unpack[FileOptions],
-) -> None:
-    """Writes what save_pretrained would, for a model on the meta device: each tensor's rows are
-    read from `stored`, whose tensors hold the parameters' rows as `stored_layout` says."""
-    target_layout = _file_layout(model, options.get("stacked_experts"))
-    kept = _buffer_dtypes(model, target_layout)
-    tensors = convert_entries(target_layout, model.dtype, stored, stored_layout, kept)
-    describe = _description_writer(model, model.dtype, options.get("tokenizer"))
-    size = options.get("max_shard_size", "5GB")
-    write_model(directory, tensors, describe, ranks=WriterGroup(), max_shard_size=size)

@@ -1,0 +1,66 @@
+"""Stopping criteria: functions of the caller that end rows.
+
+# B rows, T prompt tokens, V vocab
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Scores = tuple[Tensor, ...] | None
+Criterion = Callable[[Tensor, Scores], Any]
+
+
+class StoppingCriteria:
+    """Asks each criterion after every token of all rows, in their order, which rows end with it.
+
+    A criterion gets all tokens [B, T + n], on the prompt's device, and the scores of the n new ones
+    or None, as in transformers. It returns a bool for all rows, or a bool tensor [B]. The device
+    may already be some steps ahead; what it has computed since is dropped.
+    """
+
+    def __init__(
+        self,
+        criteria: Sequence[Criterion],
+        prompt: Tensor,  # [B, T]
+        share: Callable[[Tensor], Tensor],  # returns the answers of the first rank on all ranks
+    ):
+        self._criteria, self._ids, self._share = criteria, prompt, share
+        # Returns the scores of the first so many tokens
+        self.scores: Callable[[int], Scores] = lambda tokens: None
+        self._tokens = 0
+
+    def __call__(self, column: Tensor) -> list[int]:
+        """Returns the rows that end with these tokens [B]."""
+        self._ids = torch.cat((self._ids, column[:, None].to(self._ids.device)), 1)
+        self._tokens += 1
+        scores = self.scores(self._tokens)
+        ends = torch.zeros(len(column), dtype=torch.bool, device=self._ids.device)
+        for criterion in self._criteria:
+            ends |= _read_answer(criterion, criterion(self._ids, scores), ends)
+        return self._share(ends.long()).nonzero().flatten().tolist()
+
+
+def check_criteria(criteria: Any) -> Sequence[Criterion]:
+    """Returns the criteria; raises TypeError for what is no list of functions."""
+    if not isinstance(criteria, Sequence) or not all(callable(f) for f in criteria):
+        raise TypeError(
+            f"stopping_criteria={criteria!r} is not a list of functions of input_ids and scores"
+        )
+    return criteria
+
+
+def _read_answer(criterion: Criterion, answer: Any, rows: Tensor) -> Tensor:
+    """Returns a criterion's answer as bool [B] or []; raises TypeError for another one."""
+    if isinstance(answer, bool):
+        return torch.tensor(answer, device=rows.device)
+    if isinstance(answer, Tensor) and answer.dtype == torch.bool:
+        if answer.numel() in (1, len(rows)):
+            return answer.to(rows.device).flatten()
+        answer = f"bool {tuple(answer.shape)}"
+    raise TypeError(
+        f"stopping_criteria: {criterion!r} returned {answer}, and not a bool or a bool tensor "
+        f"[{len(rows)}]"
+    )

@@ -202,6 +202,30 @@ def eval_perplexity(args: Namespace, world: World | None) -> int:
     return 0
 
 
+@on_ranks
+def eval_tasks(args: Namespace, world: World | None) -> int:
+    """Runs `tigon eval tasks`: prints lm-eval's tables, and with --out writes its results."""
+    with raise_on_all_ranks(world):
+        out = None if args.out is None else Path(args.out)
+        if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+            raise ValueError(f"--out {args.out}: give a file, in a folder that there is")
+        from tigon.integrations import tasks  # needs an extra
+
+        options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
+        tasks.check_options(**options)
+        found = tasks.load_tasks([args.tasks], args.include_path)
+        lm = tasks.TigonLM(*load_model_and_tokenizer(args, world))
+    if world is not None:
+        world.progress.step = 1
+    options["apply_chat_template"] = args.apply_chat_template
+    results = tasks.evaluate_tasks(lm, found, **options)
+    if world is None or world.main:
+        print(tasks.format_tables(results))
+        if out is not None:
+            tasks.write_results(out, results, {"pretrained": args.model} | options)
+    return 0
+
+
 def eval_parity(args: Namespace) -> int:
     """Runs `tigon eval parity`: prints its report; returns 1 if the model differs from
     transformers', else 0."""
@@ -213,7 +237,8 @@ def eval_parity(args: Namespace) -> int:
     else:
         refuse_base(args)
     with place as model:
-        result = parity(model, revision=revision, new_tokens=args.new_tokens, device=device)
+        options = {"new_tokens": args.new_tokens, "layers": args.layers}
+        result = parity(model, revision=revision, device=device, **options)
     print(report(result))
     return 1 if result.failures else 0
 

@@ -38,6 +38,7 @@ PACKAGES = (
     "parallel",
     "plan",
     "report",
+    "serve",
     "tokenizer",
     "train",
     "weights",

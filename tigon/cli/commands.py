@@ -78,7 +78,7 @@ def generate(args: Namespace, world: World | None) -> int:
     model.generate(
         torch.tensor([ids]),
         max_new_tokens=min(args.max_new_tokens, context - len(ids)),
-        eos_token_id=_end_tokens(model, tokenizer),
+        eos_token_id=end_tokens(model, tokenizer),
         tokenizer=tokenizer,
         streamer=show,
         assistant_model=assistant,
@@ -98,7 +98,7 @@ def chat(args: Namespace, world: World | None) -> int:
         model, tokenizer = load_model_and_tokenizer(args, world)
         check_sequences(model)
         try:
-            settings = _sampling_settings(args) | {"eos_token_id": _end_tokens(model, tokenizer)}
+            settings = _sampling_settings(args) | {"eos_token_id": end_tokens(model, tokenizer)}
             sizes = {"system": args.system, "max_new_tokens": args.max_new_tokens}
             conversation = Chat(model, tokenizer, **sizes, settings=settings)
         except ValueError as error:
@@ -170,7 +170,7 @@ def check_sequences(model: CausalLM) -> None:
         )
 
 
-def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
+def end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
     ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
     ends = [ends] if isinstance(ends, int) else list(ends or ())

@@ -170,6 +170,18 @@ GENERATE = {
         "help": "default: static on a GPU, dynamic elsewhere; quantized is static in int8",
     },
 }
+SERVE = {
+    **TEMPLATE,
+    "--host": _text(
+        "ADDRESS",
+        "default: 127.0.0.1, this machine alone; others need a key in TIGON_API_KEY",
+        default="127.0.0.1",
+    ),
+    "--port": _number("default: 8000; 0 takes a free one", default=8000),
+    "--name": _text("NAME", "of the model in requests (default: the last part of its path)"),
+    "--max-rows": _number("texts written at once (default: 64 on a GPU, 8 elsewhere)"),
+    "--max-queue": _number("texts that may wait for that (default: 256)", default=256),
+}
 PLAN = {
     "model": _text("MODEL", "a directory, a hub repository or a config.json; no weights are read"),
     "--gpus": _number("GPUs of the run, over all hosts", required=True),
@@ -262,11 +274,13 @@ INFO = {
         "files always"
     ),
 }
+OWN_MODULES = ("info", "serve")  # the others are in commands.py
 # The help of each command with its arguments, or the name of what follows it. `data show` is
 # `data_show` of commands.py
 COMMANDS: dict[str, tuple[str, dict[str, Any] | str]] = {
     "generate": ("answer a prompt, or continue a text", MODEL | DEVICE | DTYPE | GENERATE | RANKS),
     "chat": ("talk with a model, or with that of a run", MODEL | DEVICE | DTYPE | CHAT | RANKS),
+    "serve": ("answer requests of OpenAI's protocol", MODEL | DEVICE | DTYPE | SERVE),
     "train": ("train: tigon train config.yaml key=value ...", {}),
     "plan": ("which layout a run on many GPUs should have, on paper", PLAN),
     "report": ("a page of a run, or of several side by side", REPORT),
@@ -310,6 +324,6 @@ def _parser() -> argparse.ArgumentParser:
             sampling = command.add_argument_group("sampling", description)
             for flag, options in SAMPLING.items():
                 sampling.add_argument(flag, **options)
-        module = "tigon.cli.info" if name == "info" else "tigon.cli.commands"
+        module = f"tigon.cli.{name if name in OWN_MODULES else 'commands'}"
         command.set_defaults(module=module, run=names.replace(" ", "_"))
     return parser

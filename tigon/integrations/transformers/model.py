@@ -29,7 +29,12 @@ from tigon.integrations.transformers.calls import (
     select_targets,
 )
 from tigon.integrations.transformers.generation import TigonGeneration
-from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
+from tigon.integrations.transformers.native import (
+    assemble_parameters,
+    check_config,
+    load_native,
+    take_apart,
+)
 from tigon.integrations.transformers.outputs import BaseOutput, to_transformers
 from tigon.integrations.transformers.projections import split_projections
 from tigon.layers import Embedding
@@ -160,15 +165,14 @@ class TigonPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         if native is None:
             native = self.family.from_config(config.to_dict(), dtype=torch.get_default_dtype())
-        # Past nn.Module's own __setattr__, which would give all parameters two names
-        self.__dict__["native"] = native
-        self.__dict__["_modules"] = native._modules
         self.tigon_options = options
         self.projections = projections
         if projections not in PROJECTIONS:
             raise ValueError(f"projections={projections!r} is not one of {PROJECTIONS}")
         if projections == "split":
             split_projections(native, make_reference(type(self).__name__, config))
+        # Past nn.Module's own __setattr__, which would give all parameters two names
+        self.__dict__ |= {"native": native, "_modules": native._modules}
         call_with_ids(native, config)
         self._set_statics()
         self.register_load_state_dict_pre_hook(assemble_parameters)
@@ -253,6 +257,18 @@ class TigonPreTrainedModel(PreTrainedModel):
         if (config.output_router_logits, config.router_aux_loss_coef) != (router_logits, coef):
             changes: dict[str, Any] = {"router_aux_loss_coef": coef}
             self.native.config = replace(config, output_router_logits=router_logits, **changes)
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """Writes files as transformers' own model would, into a directory that may hold others."""
+        if self.projections == "fused":
+            state_dict = take_apart(self.native, state_dict or self.state_dict())
+        super().save_pretrained(save_directory, is_main_process, state_dict, **options)
 
     def resize_token_embeddings(
         self,
@@ -434,7 +450,7 @@ def _class_names() -> dict[str, tuple[type[CausalLM], type[TigonPreTrainedModel]
     names: dict[str, tuple[type[CausalLM], type[TigonPreTrainedModel]]] = {}
     for family in MODELS.values():
         config = family.config_class
-        if config.model_type in CONFIG_MAPPING:
+        if not config.wrapper_type:
             names[config.architecture] = family, TigonForCausalLM
             if (classifier := config.classifier()) is not None:
                 names[classifier] = family, TigonForSequenceClassification

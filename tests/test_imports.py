@@ -61,7 +61,12 @@ BY_NAME = {"tigon.train.callbacks"}
 SLOW = {("tigon.parallel.fsdp", "torch.distributed.fsdp")}
 # The planner imports the trainer, which imports it for parallel=auto alone
 ABOVE = {"tigon.train.auto_layout": "auto_layout"}
-LATE = {("tigon.train.build", "tigon.train.auto_layout")}
+# Integrations need packages that an installation may lack
+LATE = {
+    ("tigon.train.build", "tigon.train.auto_layout"),
+    ("tigon.train.benchmarks", "tigon.integrations.tasks"),
+    ("tigon.cli.commands", "tigon.integrations.tasks"),
+}
 # What is built on an extra, and imported where it is asked for
 BUILT_ON_EXTRAS = {"integrations", "serve"}
 # Extras; imported where they are used, with an error that says what to install

@@ -221,7 +221,21 @@ PERPLEXITY = {
     "--context": _number("tokens in a window (default: 1024, or the model's context if less)"),
     "--stride": _number("tokens between windows (default: half a window)"),
 }
-PARITY = {"--new-tokens": _number("greedy text to compare", default=64)}
+PARITY = {
+    "--new-tokens": _number("greedy text to compare", default=64),
+    "--layers": _flag("name the first layer that departs from transformers', and by how much"),
+}
+TASKS = {
+    "--tasks": _text(
+        "NAME,NAME", "tasks, groups or tags of lm-eval, or YAML files: arc_easy,mmlu", required=True
+    ),
+    "--include-path": _text("DIR", "a folder with tasks of your own; code that they name runs"),
+    "--num-fewshot": _number("answered examples before a question (default: the task's)"),
+    "--apply-chat-template": _flag("ask in the model's chat format, each example a turn"),
+    **TEMPLATE,
+    "--limit": _number("documents of each task; below 1: a share (default: all)", float),
+    "--out": _text("FILE.json", "write the results there too, as lm-eval does"),
+}
 EXPORT = {
     "directory": {
         "metavar": "DST",
@@ -274,10 +288,14 @@ COMMANDS: dict[str, tuple[str, dict[str, Any] | str]] = {
     "data show": ("print the first rows as text, with the learned tokens marked", DATA | DATA_ROWS),
     "data pack": ("tokenise, and report examples, tokens, rows and padding", DATA),
     "data clean": ("remove what was tokenized", DAYS),
-    "eval": ("perplexity, or parity with transformers", "MEASURE"),
+    "eval": ("perplexity, lm-eval's tasks, or parity with transformers", "MEASURE"),
     "eval perplexity": (
         "of texts, or of the answers in chats",
         MODEL | DEVICE | DTYPE | PERPLEXITY | RANKS,
+    ),
+    "eval tasks": (
+        "benchmarks, by lm-eval (pip install 'tigon[eval]')",
+        MODEL | DEVICE | DTYPE | TASKS | RANKS,
     ),
     "eval parity": ("logits, loss and greedy text beside transformers'", MODEL | DEVICE | PARITY),
     "export": ("write a model or a run for transformers, or for llama.cpp", MODEL | EXPORT),

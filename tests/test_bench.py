@@ -49,6 +49,7 @@ from bench import (
     preference,
     preference_side,
     recipes,
+    serve,
     timing,
     train_cases,
     train_curves,
@@ -72,7 +73,7 @@ from tigon.kernels import AttentionMask, attention_ref
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step, train_multi)
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
-BENCHES += (gated_delta, neighbours)
+BENCHES += (gated_delta, neighbours, serve)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}
@@ -557,6 +558,20 @@ def test_ranks_import_this_checkout(monkeypatch: Patch, tmp_path: Path) -> None:
 
 
 # What is published
+
+
+@pytest.mark.slow
+def test_serve(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every request is answered whole, and all figures are there."""
+    harness.main(serve.BENCH, ["--tiny", "--out", str(tmp_path / "out.json")])
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert [case["name"] for case in record["cases"]] == serve.BENCH.cases
+    *many, first = record["cases"]
+    for case in many:
+        assert case["steps"] >= case["new"] - 1
+        assert case["tokens_per_s"] * min(case["served_s"]) == pytest.approx(6 * 24)
+    assert 0 < first["step_s"] < first["alone_s"]
+    assert capfd.readouterr().out.count("share of generate's tokens/s") == 3
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

@@ -91,6 +91,13 @@ def quantized_files(stack: ExitStack) -> Names:
     return {}
 
 
+def adapters(stack: ExitStack) -> Names:
+    """Two adapters."""
+    for name in ("math", "french"):
+        shutil.copytree("owner/adapter", f"owner/{name}")
+    return {}
+
+
 def before_a_run(stack: ExitStack) -> Names:
     """No run yet."""
     shutil.rmtree("runs")
@@ -106,6 +113,7 @@ def of_a_dataset(stack: ExitStack) -> Names:
 
 OWN: dict[str, Callable[[ExitStack], Names]] = {
     "README.md": before_a_run,
+    "docs/adapters.md": adapters,
     "docs/checkpoints.md": of_a_run,
     "docs/context.md": one_rank,
     "docs/formats.md": quantized_files,

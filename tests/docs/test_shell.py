@@ -21,7 +21,7 @@ from tigon.train import load
 CONFIG = ["model=m", "data=d", "run_dir=r"]  # what config.yaml of a page stands for
 PLACEHOLDERS = {"...", "key=value"}
 # Other people's commands, and a shell's own words
-FOREIGN = {"export", "if", "scontrol", "source", "tensorboard", "torchfrtrace", "vllm"}
+FOREIGN = {"curl", "export", "if", "scontrol", "source", "tensorboard", "torchfrtrace", "vllm"}
 
 
 def commands(block: Block) -> Iterator[list[str]]:

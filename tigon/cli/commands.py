@@ -78,7 +78,7 @@ def generate(args: Namespace, world: World | None) -> int:
     model.generate(
         torch.tensor([ids]),
         max_new_tokens=min(args.max_new_tokens, context - len(ids)),
-        eos_token_id=_end_tokens(model, tokenizer),
+        eos_token_id=end_tokens(model, tokenizer),
         tokenizer=tokenizer,
         streamer=show,
         assistant_model=assistant,
@@ -98,7 +98,7 @@ def chat(args: Namespace, world: World | None) -> int:
         model, tokenizer = load_model_and_tokenizer(args, world)
         check_sequences(model)
         try:
-            settings = _sampling_settings(args) | {"eos_token_id": _end_tokens(model, tokenizer)}
+            settings = _sampling_settings(args) | {"eos_token_id": end_tokens(model, tokenizer)}
             sizes = {"system": args.system, "max_new_tokens": args.max_new_tokens}
             conversation = Chat(model, tokenizer, **sizes, settings=settings)
         except ValueError as error:
@@ -170,7 +170,7 @@ def check_sequences(model: CausalLM) -> None:
         )
 
 
-def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
+def end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
     ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
     ends = [ends] if isinstance(ends, int) else list(ends or ())
@@ -202,6 +202,30 @@ def eval_perplexity(args: Namespace, world: World | None) -> int:
     return 0
 
 
+@on_ranks
+def eval_tasks(args: Namespace, world: World | None) -> int:
+    """Runs `tigon eval tasks`: prints lm-eval's tables, and with --out writes its results."""
+    with raise_on_all_ranks(world):
+        out = None if args.out is None else Path(args.out)
+        if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+            raise ValueError(f"--out {args.out}: give a file, in a folder that there is")
+        from tigon.integrations import tasks  # needs an extra
+
+        options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
+        tasks.check_options(**options)
+        found = tasks.load_tasks([args.tasks], args.include_path)
+        lm = tasks.TigonLM(*load_model_and_tokenizer(args, world))
+    if world is not None:
+        world.progress.step = 1
+    options["apply_chat_template"] = args.apply_chat_template
+    results = tasks.evaluate_tasks(lm, found, **options)
+    if world is None or world.main:
+        print(tasks.format_tables(results))
+        if out is not None:
+            tasks.write_results(out, results, {"pretrained": args.model} | options)
+    return 0
+
+
 def eval_parity(args: Namespace) -> int:
     """Runs `tigon eval parity`: prints its report; returns 1 if the model differs from
     transformers', else 0."""
@@ -213,7 +237,8 @@ def eval_parity(args: Namespace) -> int:
     else:
         refuse_base(args)
     with place as model:
-        result = parity(model, revision=revision, new_tokens=args.new_tokens, device=device)
+        options = {"new_tokens": args.new_tokens, "layers": args.layers}
+        result = parity(model, revision=revision, device=device, **options)
     print(report(result))
     return 1 if result.failures else 0
 

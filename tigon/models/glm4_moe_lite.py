@@ -20,6 +20,7 @@ class Glm4MoeLiteConfig(LatentConfig):
 
     model_type = "glm4_moe_lite"
     architecture = "Glm4MoeLiteForCausalLM"
+    classifier_name = None
 
     vocab_size: int = 154880
     hidden_size: int = 2048
@@ -49,11 +50,6 @@ class Glm4MoeLiteConfig(LatentConfig):
             types = [DENSE] + [SPARSE] * (layers - 1)
             object.__setattr__(self, "mlp_layer_types", types)
         check_layer_kinds("mlp_layer_types", types, layers, DENSE, SPARSE)
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of this family."""
-        return None
 
     def sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""

@@ -59,7 +59,9 @@ def make_batch(native: LanguageModel, arguments: Mapping[str, Any]) -> Batch:
     sequence, gives bounds unless there are others; TypeError for an unknown keyword."""
     check_keywords("forward", arguments, KNOWN)
     refuse_liger(native.model.norm.__dict__.get("forward"))
-    chosen = select_keys(BATCH, arguments)
+    chosen = select_keys(BATCH - {"past_key_values", "use_cache"}, arguments)
+    if (cache := arguments.get("cache")) is not None:
+        chosen["past_key_values"] = cache.native
     seq_idx = arguments.get("seq_idx")
     if seq_idx is not None and not any(chosen.get(name) is not None for name in BOUNDS):
         chosen["cu_seq_lens"] = find_bounds(seq_idx)

@@ -22,13 +22,7 @@ from transformers.modeling_utils import EmbeddingAccessMixin, ModuleUtilsMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tigon.integrations.transformers.cache import open_cache
-from tigon.integrations.transformers.calls import (
-    capture,
-    check_options,
-    make_batch,
-    refuse_liger,
-    select_targets,
-)
+from tigon.integrations.transformers.calls import capture, check_options, make_batch, refuse_liger
 from tigon.integrations.transformers.generation import TigonGeneration
 from tigon.integrations.transformers.native import (
     assemble_parameters,
@@ -369,7 +363,7 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
         if has_labels:
             arguments = {**self._default_options(skip_logits), **arguments}
         batch = make_batch(self.native, arguments)
-        targets = Targets.of(batch, **select_targets(arguments))
+        targets = Targets.of(batch, **select_keys(TARGETS, arguments))
         options = select_keys(OPTIONS, arguments)
         with capture(self.native, batch, hidden_states, router_logits) as captured:
             wanted = options.pop("return_hidden", False)

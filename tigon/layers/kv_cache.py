@@ -387,6 +387,14 @@ class KVCache(Cache):
         self._length = self.rows = 0
         self.packed = False  # a batch of packed sequences has no single end to continue from
 
+    @classmethod
+    def holding(cls, states: Sequence[LayerState], rows: int, length: int) -> Self:
+        """Returns a cache with states that hold `length` tokens of each row."""
+        cache = cls()
+        cache._set_states(states)
+        cache.rows, cache._length = rows, length
+        return cache
+
     @property
     def length(self) -> int:
         """The tokens of every row."""

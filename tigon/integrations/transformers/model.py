@@ -21,13 +21,8 @@ from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputW
 from transformers.modeling_utils import EmbeddingAccessMixin, ModuleUtilsMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tigon.integrations.transformers.calls import (
-    capture,
-    check_options,
-    make_batch,
-    refuse_liger,
-    select_targets,
-)
+from tigon.integrations.transformers.cache import open_cache
+from tigon.integrations.transformers.calls import capture, check_options, make_batch, refuse_liger
 from tigon.integrations.transformers.generation import TigonGeneration
 from tigon.integrations.transformers.native import (
     assemble_parameters,
@@ -70,14 +65,16 @@ class TigonModel(ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
         are asked for; called with the inputs of the blocks, what the native decoder returns."""
         if blocks:
             return super().forward(input_ids, attention_mask, position_ids, *blocks, **kwargs)
-        arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
+        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         arguments |= {"position_ids": position_ids, **kwargs}
+        arguments["cache"] = cache = open_cache(self.native, self.config, arguments)
         flags = read_flags(self.config, arguments)
         batch = make_batch(self.native, arguments)
         with capture(self.native, batch, *flags) as captured:
             last, _ = self.native._run_blocks(batch, False)
         output = BaseOutput(
             last_hidden_state=last,
+            cache=cache,
             hidden_states=captured.hidden_states(last),
             router_logits=captured.logits_of_routers(),
         )
@@ -355,15 +352,18 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             "logits_to_keep": logits_to_keep,
             "loss_weights": loss_weights,
             "seq_idx": seq_idx,
+            "cache": cache,
+            "use_cache": use_cache,
             **kwargs,
         }
+        arguments["cache"] = cache = open_cache(self.native, self.config, arguments)
         hidden_states, router_logits = read_flags(self.config, arguments)
         self._follow_config(router_logits)
         has_labels = labels is not None or kwargs.get("shift_labels") is not None
         if has_labels:
             arguments = {**self._default_options(skip_logits), **arguments}
         batch = make_batch(self.native, arguments)
-        targets = Targets.of(batch, **select_targets(arguments))
+        targets = Targets.of(batch, **select_keys(TARGETS, arguments))
         options = select_keys(OPTIONS, arguments)
         with capture(self.native, batch, hidden_states, router_logits) as captured:
             wanted = options.pop("return_hidden", False)
@@ -377,6 +377,7 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
         output = to_transformers(
             out,
             isinstance(self.native.config, MoEConfig),
+            cache=cache,
             hidden_states=captured.hidden_states(out.hidden),
             hidden=out.hidden if wanted else None,
             router_logits=captured.logits_of_routers(),
@@ -412,8 +413,12 @@ class TigonForSequenceClassification(TigonPreTrainedModel):
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
+            "labels": labels,
+            "cache": cache,
+            "use_cache": use_cache,
             **kwargs,
         }
+        arguments["cache"] = cache = open_cache(self.native, self.config, arguments)
         flags = read_flags(self.config, arguments)
         batch = make_batch(self.native, arguments)
         last = self._last_tokens(input_ids, batch)
@@ -424,7 +429,7 @@ class TigonForSequenceClassification(TigonPreTrainedModel):
             values = {"logits": scores, "pooled_logits": scores, "labels": labels}
             loss = self.loss_function(**values, config=self.config)
         output = SequenceClassifierOutputWithPast(
-            loss=loss, logits=scores, hidden_states=captured.hidden_states(out.hidden)
+            loss=loss, logits=scores, cache=cache, hidden_states=captured.hidden_states(out.hidden)
         )
         return finish(output, self.config, kwargs.get("return_dict"))
 

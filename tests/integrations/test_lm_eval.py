@@ -1,5 +1,6 @@
 """TigonLM beside lm-eval's own hf, on the same tasks and weights."""
 
+import json
 import random
 import subprocess
 import sys
@@ -258,6 +259,19 @@ def test_the_other_models_of_lm_eval_stay() -> None:
     """Registered before they are, ours would hide them; and nobody who has no use for it waits."""
     done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("TigonLM HFLM DummyLM\n", "")
+
+
+@pytest.mark.slow
+def test_the_command_line_of_lm_eval(ours: TigonLM, root: Path) -> None:
+    command = [sys.executable, "-m", "tigon.integrations.lm_eval", "run", "--model", "tigon"]
+    command += ["--model_args", f"pretrained={root / 'model'},dtype=float32", "--tasks", "texts"]
+    command += ["--include_path", str(root / "tasks"), "--output_path", str(root / "written")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (file,) = (root / "written").rglob("results*.json")
+    found = flatten_metrics(json.loads(file.read_text()))
+    expected = evaluate_tasks(ours, load_tasks(["texts"], str(root / "tasks")))
+    assert found == pytest.approx(flatten_metrics(expected), rel=TOLERANCE)
 
 
 def test_a_gpu_that_is_not_there(root: Path, recwarn: pytest.WarningsRecorder) -> None:

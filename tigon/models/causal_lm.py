@@ -8,7 +8,7 @@ import torch
 from tigon.generation import generate
 from tigon.kernels.attention.api import Backend
 from tigon.models import resize
-from tigon.models.adapters import adapters, peft_files
+from tigon.models.adapters import adapters, peft_files, weighted
 from tigon.models.base import LanguageModel
 from tigon.models.config import ModelConfig
 from tigon.models.pretrained import gguf_export, load, save
@@ -33,6 +33,7 @@ class CausalLM(LanguageModel):
     add_adapter = adapters.add_adapter
     load_adapter = peft_files.load_adapter
     save_adapter = peft_files.save_adapter
+    add_weighted_adapter = weighted.add_weighted_adapter
     set_adapter = adapters.set_adapter
     adapters_disabled = adapters.adapters_disabled
     merge_adapter = adapters.merge_adapter

@@ -153,8 +153,15 @@ def test_perplexity(directory: Path, tigon: Any, tmp_path: Path) -> None:
     )
     assert tigon("eval", "perplexity", directory, file, "--context", 32, "--stride", 8) == (
         f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  accuracy "
-        f"{result.accuracy:.4f}  tokens {result.tokens}\n"
+        f"{result.accuracy:.4f}  tokens {result.tokens}  bits/byte {result.bits_per_byte:.4f}\n"
     )
+    (tmp_path / "text.txt").write_text("the model reads these words, and says others\n")
+    both = tigon("eval", "perplexity", directory, file, tmp_path / "text.txt").splitlines()
+    assert [line.partition(": perplexity")[0] for line in both[1:]] == [
+        f"  {file}", f"  {tmp_path / 'text.txt'}"
+    ]  # fmt: skip
+    tokens = [int(line.split("tokens ")[1].split()[0]) for line in both]
+    assert tokens[0] == sum(tokens[1:]) and all(tokens)
 
 
 def test_tasks(directory: Path, tigon: Any, tmp_path: Path, capfd: Any) -> None:

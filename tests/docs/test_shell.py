@@ -225,7 +225,7 @@ def test_what_another_trainers_config_is_answered():
     assert QUOTE.findall(MIGRATION.read_text()) == [answered()]
 
 
-FOREIGN_YAML = ("# axolotl.yaml", "apiVersion:")  # of Kubernetes
+FOREIGN_YAML = ("# axolotl.yaml", "apiVersion:", "task: ")  # of Kubernetes, of lm-eval
 YAML = [b for b in blocks() if b.language == "yaml" and not b.text.startswith(FOREIGN_YAML)]
 
 

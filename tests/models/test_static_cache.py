@@ -151,6 +151,18 @@ def test_rows_come_and_go(model_type: str, tmp_path: Path) -> None:
     assert ends == [30, 23, 5]
 
 
+@pytest.mark.parametrize("model_type", KINDS_OF_STATES)
+def test_steps_begin_a_row_anew(model_type: str, tmp_path: Path) -> None:
+    """A row that was emptied takes its first tokens in steps beside the others."""
+    model = load_case(model_type, next(iter(CASES[model_type])), tmp_path)
+    reader = Reader(model, text(3), model.static_cache(3, TOTAL, chunk=CHUNK))
+    reader.prompts([9, 3, 14])
+    reader.cache.reset(1, 2)
+    for n in (1, 3, 4):
+        reader.step(n)
+    assert reader.cache.lengths.tolist() == [17, 8, 22]
+
+
 @pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
 def test_crop_is_as_if_never_read(model_type: str, case: str, tmp_path: Path) -> None:
     model = load_case(model_type, case, tmp_path)

@@ -12,6 +12,7 @@ import torch
 import tigon
 from tests.models.tiny import CASES, ROPES, reference
 from tests.serve.server import wait
+from tigon.generation.loop import HostCopies
 from tigon.generation.settings import GenerationSettings
 from tigon.serve import Answer, Engine, QueueFullError, batch, engine
 from tigon.tokenizer import Tokenizer
@@ -127,6 +128,32 @@ def test_a_seed_repeats_whatever_else_runs(writer: Writer) -> None:
     together = [writer.submit(prompt, 40, s) for s in settings]
     wait(lambda: all(answer.ended for answer in [*rest, *together]))
     assert [answer.written for answer in together] == alone
+
+
+class Behind(HostCopies):
+    """Copies that the host reads some steps later, as from a GPU."""
+
+    def __init__(self, lag: int):
+        super().__init__(lag=3, in_step=True)
+
+    def send(self, tokens: torch.Tensor) -> None:
+        super().send(tokens.clone())
+
+
+def test_a_host_behind_the_device(
+    model: tigon.CausalLM, tokenizer: Tokenizer, monkeypatch: Any
+) -> None:
+    """No row goes on past its last token, and nobody is told what comes after an end."""
+    monkeypatch.setattr(engine, "HostCopies", Behind)
+    prompts = [*random_prompts(12, 7, 30), [5] * 240]
+    most = [*random.Random(0).choices(range(1, 30), k=12), 16]
+    with Writer(model, tokenizer, rows=3) as writer:
+        answers = [writer.submit(*each) for each in zip(prompts, most, strict=True)]
+        answers[3].cancel()
+        wait(lambda: all(answer.ended for answer in answers if not answer.cancelled))
+        assert writer.engine.counts.failures == 0
+    for prompt, count, answer in zip(prompts, most, answers, strict=True):
+        assert answer.cancelled or answer.written == greedy(model, prompt, count)
 
 
 def test_unseeded_answers_differ(writer: Writer) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.benchmarks import write_tasks
+from tests.support.small import EXPERTS, write_model
 from tests.train.layouts import assert_same_run, train_once
 from tigon.integrations.lm_eval import TigonLM
 from tigon.integrations.tasks import evaluate_tasks, flatten_metrics, load_tasks
@@ -73,7 +74,28 @@ def test_two_ranks(workspace: Any, tasks: Path, with_and_without: None, layout: 
     assert_same_run(workspace, "with", f"on two, {layout}", tolerance=3e-4, weights=2e-4)
 
 
-@pytest.mark.slow(first=0)
+@pytest.mark.slow
+def test_experts_on_two_ranks(workspace: Any, tasks: Path) -> None:
+    """Ranks that are done go on exchanging tokens with the others."""
+    write_model(workspace.root / "mixture", **EXPERTS | {"num_experts": 4})
+    names = measured(tasks, tasks=["choices", "answers"])
+    settings = {"model": workspace.root / "mixture", "steps": 1, **names}
+    train_once(1, workspace.settings("mixture, one", **settings))
+    train_once(2, workspace.settings("mixture, two", **settings, parallel="{expert: 2}"))
+    assert_same_run(workspace, "mixture, one", "mixture, two", tolerance=1e-4, weights=1e-3)
+
+
+@pytest.mark.slow
+def test_an_adapter(workspace: Any, tasks: Path) -> None:
+    """At first it adds nothing to its base; later it does."""
+    settings = {"steps": 2, "eval_every": 2, "lora.rank": 4, **measured(tasks)}
+    main(workspace.settings("adapter", **settings))
+    main(workspace.settings("base", **settings, lr=0))
+    one, other = (workspace.metrics(run, "eval/texts/bits_per_byte") for run in ("adapter", "base"))
+    assert one[0] == other[0] and one[-1] < other[-1]
+
+
+@pytest.mark.slow
 def test_half_precision(workspace: Any, tasks: Path) -> None:
     """Weights in float32 that FSDP casts, and caches in the dtype of their keys."""
     main(workspace.settings("half", steps=1, dtype="bfloat16", **measured(tasks)))

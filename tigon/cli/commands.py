@@ -21,7 +21,7 @@ from tigon.cli.load import (
     refuse_base,
 )
 from tigon.data import clean_cache
-from tigon.eval import find_windows, parity, report, score
+from tigon.eval import Perplexity, find_windows, parity, report, score
 from tigon.generation.settings import file_prefix
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.pretrained.convert import convert_pretrained
@@ -180,7 +180,8 @@ def end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
 
 @on_ranks
 def eval_perplexity(args: Namespace, world: World | None) -> int:
-    """Runs `tigon eval perplexity`: prints perplexity, loss, accuracy and the number of tokens."""
+    """Runs `tigon eval perplexity`: prints perplexity, loss, accuracy, the number of tokens and
+    bits per byte, of all files and then of each."""
     with raise_on_all_ranks(world):
         model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:
@@ -190,16 +191,23 @@ def eval_perplexity(args: Namespace, world: World | None) -> int:
                 "accuracy on its eval_data)"
             )
         sizes = {"context": args.context, "stride": args.stride}
-        windows = find_windows(model, tokenizer, args.files, **sizes)
+        windows = {file: find_windows(model, tokenizer, file, **sizes) for file in args.files}
     if world is not None:
         world.progress.step = 1
-    result = score(model, windows)
+    result = Perplexity.join({file: score(model, found) for file, found in windows.items()})
     if world is None or world.main:
-        print(
-            f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  "
-            f"accuracy {result.accuracy:.4f}  tokens {result.tokens}"
-        )
+        print(_format_perplexity(result))
+        for file, part in result.domains.items() if len(windows) > 1 else ():
+            print(one_line(f"  {file}: {_format_perplexity(part)}"))
     return 0
+
+
+def _format_perplexity(result: Perplexity) -> str:
+    """Returns the line of `tigon eval perplexity` on some texts."""
+    return (
+        f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  accuracy "
+        f"{result.accuracy:.4f}  tokens {result.tokens}  bits/byte {result.bits_per_byte:.4f}"
+    )
 
 
 @on_ranks

@@ -23,21 +23,12 @@ from lm_eval.utils import handle_non_serializable, make_table
 from tqdm import tqdm
 
 from tigon.integrations.lm_eval import TigonLM
-from tigon.integrations.ranks import DataRanks
+from tigon.integrations.ranks import DataRanks as DataRanks
 from tigon.utils.config import suggest
 from tigon.utils.json import quote
 from tigon.utils.paths import expand_user, new_file
 
-__all__ = [
-    "DataRanks",
-    "TigonLM",
-    "check_options",
-    "evaluate_tasks",
-    "flatten_metrics",
-    "format_tables",
-    "load_tasks",
-    "write_results",
-]
+__all__ = ["TigonLM", "evaluate_tasks", "flatten_metrics", "load_tasks"]
 BOOTSTRAPS = 100_000  # resamples of a standard error, as in lm-eval
 # What lm-eval raises for a file that is no task
 FAULTS = (

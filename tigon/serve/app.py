@@ -119,8 +119,6 @@ class Completion:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.gone = True
-        for answer in self.answers:  # now, as a send may wait for the client
-            answer.cancel()
         self.wake.set()
 
     async def _whole(self) -> Response | None:

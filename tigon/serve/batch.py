@@ -161,7 +161,7 @@ class Batch:
         """Takes a text out of its row, after the steps that were started."""
         self._work[row] = Work()
         self._active[row] = 0
-        self._cache.lengths[row] = 0  # so that its idle end stays inside the capacity
+        self._cache.lengths[row] = 0  # so that the steps of others do not read it
 
     def _run(self, rows: int, work: Work, logprobs: bool) -> Tensor:
         """Runs a step of this many rows, by its graph once it has been run twice."""

@@ -1,7 +1,8 @@
 """The model of time and memory of `tigon plan` beside what was measured, and what it is fitted to.
 
 The rates of GEMMs, attention, memory-bound kernels and optimizer are fitted to the kinds of work in
-the profiled steps of bench/results/train_step-nvidia-h200.json; latency and rate of NVLink to
+the profiled steps of bench/results/train_step-nvidia-h200.json, that of the gated delta rule is of
+its kernels in gated_delta-nvidia-h200.json; latency and rate of NVLink are fitted to
 collectives-nvidia-h200.json; the share of FSDP's collectives that a step waits for to the two ways
 of sharing in train_multi-nvidia-h200.json. tigon/plan/constants.json has them all and is
 written here alone, with --fit. To parallel-nvidia-h100-80gb-hbm3.json only the time of shared
@@ -42,7 +43,7 @@ from tigon.plan import (
     make_plan,
     read_job,
 )
-from tigon.plan.cost import BF16, Step, estimate_step
+from tigon.plan.cost import BF16, Step, delta_operations, estimate_step
 from tigon.plan.gpu import CONSTANTS
 from tigon.plan.report import format_reasons, table_rows
 from tigon.train import load
@@ -209,6 +210,7 @@ def fit() -> Constants:
             d: sum(o for o, _ in v) / sum(s for _, s in v) for d, v in sorted(heads.items())
         },
         attention_forward=forward,
+        recurrence=delta_rate(results("gated_delta")),
         passes=moved / moved_ms * 1e3,
         optimizer=median(adam),
         rest=0.0,
@@ -230,6 +232,14 @@ def fit() -> Constants:
     return replace(
         constants, shared_experts=(shared.ms / 1e3 - shared.step(constants).seconds) / layers
     )
+
+
+def delta_rate(record: Record) -> float:
+    """Operations per second of the delta rule, forward and backward of a row."""
+    tokens, heads, dim = 8192, 32, 128
+    took = record["times"][f"1 x {tokens}"]
+    operations = sum(delta_operations(dim, dim)) * tokens * heads
+    return operations / (took["forward"] + took["backward"]) * 1e3
 
 
 def lost(case: Measured, constants: Constants) -> float:
@@ -366,6 +376,7 @@ def rates(k: Constants) -> str:
         row("GEMMs, TFLOP/s", k.products, gpu.flops, "fitted, 1 GPU"),
         row("grouped GEMMs of experts, TFLOP/s", k.grouped, gpu.flops, "fitted, 1 GPU"),
         *attention,
+        row("gated delta rule, TFLOP/s", k.recurrence, gpu.flops, "its kernels alone"),
         row("memory-bound kernels, TB/s", k.passes, gpu.bandwidth, "fitted, 1 GPU"),
         row("optimizer, TB/s", k.optimizer, gpu.bandwidth, "fitted, 1 GPU"),
         row("NVLink, from one GPU, TB/s", k.nvlink, gpu.nvlink, "collectives on 2 GPUs"),

@@ -20,7 +20,7 @@ from tests.support.small import LLAMA, write_model
 from tigon.cli import main
 
 COMMANDS = (
-    "generate", "chat", "train", "plan", "report", "data", "eval", "export", "push", "info"
+    "generate", "chat", "serve", "train", "plan", "report", "data", "eval", "export", "push", "info"
 )  # fmt: skip
 HEAVY = ["torch", "huggingface_hub", "tokenizers", "numpy"]
 Capture = pytest.CaptureFixture[str]
@@ -124,6 +124,16 @@ def test_modules_that_commands_do_not_import(code, modules, directory, tmp_path)
         ("chat MODEL --max-new-tokens 0", "max_new_tokens=0 must be at least 1"),
         ("chat GGUF", "has no tokenizer.json: put that of the original model there"),
         ("chat NO.GGUF", "has no file b.gguf"),
+        ("serve ./none --port 0", "no directory ./none"),
+        ("serve MODEL --host 0.0.0.0", "--host 0.0.0.0: others than this machine could reach it"),
+        ("serve MODEL --host localhost.evil", "so it needs a key: set TIGON_API_KEY"),
+        ("serve MODEL --host 127.0.0.256", "so it needs a key"),
+        ("serve MODEL --port 99999", "--port 99999 must be between 0 and 65535"),
+        ("serve MODEL --port 0 --max-rows 0", "--max-rows 0 must be at least 1"),
+        ("serve MODEL --port 0 --max-queue -1", "--max-queue -1 must be at least 0"),
+        ("serve MODEL --port 0 --max-rows 99999999", "max_rows=99999999: a cache of 256 tokens"),
+        ("serve SEVERAL --port 0", "num_return_sequences=2, and a command"),
+        ("serve ENDLESS --port 0", "min_new_tokens=1"),
         ("eval perplexity MODEL none.txt", "no data file matches 'none.txt'"),
         ("eval perplexity MODEL EMPTY", "empty.jsonl is empty"),
         ("eval perplexity MODEL BAD", "bad.jsonl:2: not valid JSON"),

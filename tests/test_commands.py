@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.gguf_files import write_gguf
+from tests.support.benchmarks import write_tasks
 from tests.support.hub_server import HubServer, hub
 from tests.support.small import CHATML, write_chats, write_model
 from tigon import from_pretrained
@@ -152,8 +153,48 @@ def test_perplexity(directory: Path, tigon: Any, tmp_path: Path) -> None:
     )
     assert tigon("eval", "perplexity", directory, file, "--context", 32, "--stride", 8) == (
         f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  accuracy "
-        f"{result.accuracy:.4f}  tokens {result.tokens}\n"
+        f"{result.accuracy:.4f}  tokens {result.tokens}  bits/byte {result.bits_per_byte:.4f}\n"
     )
+    (tmp_path / "text.txt").write_text("the model reads these words, and says others\n")
+    both = tigon("eval", "perplexity", directory, file, tmp_path / "text.txt").splitlines()
+    assert [line.partition(": perplexity")[0] for line in both[1:]] == [
+        f"  {file}", f"  {tmp_path / 'text.txt'}"
+    ]  # fmt: skip
+    tokens = [int(line.split("tokens ")[1].split()[0]) for line in both]
+    assert tokens[0] == sum(tokens[1:]) and all(tokens)
+
+
+def test_tasks(directory: Path, tigon: Any, tmp_path: Path, capfd: Any) -> None:
+    """The numbers of lm-eval's hf with the same options, in its table and in its file."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    folder, out = write_tasks(tmp_path / "tasks"), tmp_path / "results.json"
+    options = {"num_fewshot": 1, "limit": 5, "apply_chat_template": True}
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    theirs: Any = lm_eval.simple_evaluate(
+        "hf", f"pretrained={directory},dtype=float32", ["choices", "texts"], task_manager=manager,
+        device="cpu", batch_size=2, **options,
+    )  # fmt: skip
+    command = ("eval", "tasks", directory, "--include-path", folder, "--tasks", "choices,texts")
+    chat = ("--num-fewshot", 1, "--apply-chat-template", "--limit", 5)
+    shown = tigon(*command, *chat, "--dtype", "float32", "--out", out)
+    rows = [[cell.strip() for cell in line.split("|")] for line in shown.splitlines()]
+    table = {row[5]: row[7] for row in rows if len(row) > 7}
+    found = json.loads(out.read_text())
+    for task in ("choices", "texts"):
+        numbers = {k: v for k, v in theirs["results"][task].items() if isinstance(v, float)}
+        assert {k: found["results"][task][k] for k in numbers} == pytest.approx(numbers, rel=1e-6)
+    assert table["bits_per_byte"] == f"{theirs['results']['texts']['bits_per_byte,none']:.4f}"
+    assert found["n-shot"] == theirs["n-shot"] and found["config"]["limit"] == 5
+    for wrong, message in (
+        (["--limit", "0"], "limit=0 must be above 0"),
+        (["--num-fewshot", "-1"], "num_fewshot=-1 must be at least 0"),
+        (["--include-path", "none"], "include_path=none: there is no such folder"),
+        (["--out", str(tmp_path)], "give a file, in a folder that there is"),
+    ):
+        assert main([*map(str, command), *wrong]) == 1
+        assert message in capfd.readouterr().err
 
 
 def test_parity(directory: Path, tigon: Any, monkeypatch: pytest.MonkeyPatch) -> None:

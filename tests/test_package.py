@@ -101,6 +101,23 @@ def test_changelog():
     assert all(version <= Version(tigon.__version__) for version in versions)
 
 
+def test_the_workflow_makes_targets_that_are_there():
+    """And its oldest versions are the oldest that pyproject.toml allows."""
+    path = ROOT / ".github/workflows/versions.yml"
+    if not path.exists():
+        pytest.skip("an sdist has no workflow")
+    jobs = yaml.safe_load(path.read_text())["jobs"]
+    steps = [step.get("run", "") for job in jobs.values() for step in job["steps"]]
+    targets = set(re.findall(r"^make (\w+)", "\n".join(steps), re.M))
+    known = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.M))
+    assert targets == {"docs", "package"} <= known
+    oldest = jobs["versions"]["strategy"]["matrix"]["include"][0]
+    allowed = (ROOT / "pyproject.toml").read_text()
+    assert f'requires-python = ">={oldest["python"]}"' in allowed
+    for name, version in re.findall(r"(torch|triton)==(\d+\.\d+)\.0", oldest["versions"]):
+        assert f'"{name}>={version}' in allowed
+
+
 FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
 
 

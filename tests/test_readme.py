@@ -1,5 +1,5 @@
-"""README's table of families is made from their files; `python -m tests.test_readme` writes it.
-No page has a merge's conflict in it."""
+"""The table of families in README and docs/models.md is made from their files;
+`python -m tests.test_readme` writes it. No page has a merge's conflict in it."""
 
 import re
 import sys
@@ -8,7 +8,8 @@ from pathlib import Path
 from tigon.models import MODELS
 from tigon.models.pretrained.names import MULTIMODAL
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "docs/models.md"]
 TABLE = re.compile(r"\| model_type \| class \|.*?\n\n", re.S)
 
 
@@ -28,18 +29,19 @@ def table() -> str:
 
 
 def test_the_table_of_families() -> None:
-    assert TABLE.findall(README.read_text()) == [table()]
+    for page in PAGES:
+        assert TABLE.findall(page.read_text()) == [table()], page.name
 
 
 def test_no_merge_left_both_sides() -> None:
     """What tests and linters do not read."""
-    root = README.parent
-    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), root / "tests/mutations.txt"]
-    pages += root.glob("configs/**/*.yaml")
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "tests/mutations.txt"]
+    pages += ROOT.glob("configs/**/*.yaml")
     assert len(pages) > 20
     left = re.compile(r"^(?:<{7}|>{7})(?: |$)", re.M)
     assert not [str(page) for page in pages if left.search(page.read_text())]
 
 
 if __name__ == "__main__":
-    README.write_text(TABLE.sub(lambda _: table(), README.read_text()))
+    for page in PAGES:
+        page.write_text(TABLE.sub(lambda _: table(), page.read_text()))

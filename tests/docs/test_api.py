@@ -16,7 +16,7 @@ PAGES = {
     "tigon": ["tigon"],
     "eval": ["tigon.eval"],
     "generation": ["tigon.generation"],
-    "integrations": ["tigon.integrations.transformers"],
+    "integrations": ["tigon.integrations.transformers", "tigon.integrations.tasks"],
     "kernels": ["tigon.kernels"],
     "train": ["tigon.train"],
 }

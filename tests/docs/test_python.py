@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gguf import GGMLQuantizationType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import default_data_collator
 
 import tigon
 import tigon.train
@@ -103,6 +104,13 @@ def before_a_run(stack: ExitStack) -> Names:
     return {}
 
 
+def of_a_dataset(stack: ExitStack) -> Names:
+    """Tokenized rows, and what makes a batch of them."""
+    rows = [{"input_ids": torch.randint(300, (9,)).tolist()} for _ in range(4)]
+    dataset = [row | {"labels": row["input_ids"]} for row in rows]
+    return {"dataset": dataset, "collate": default_data_collator}
+
+
 OWN: dict[str, Callable[[ExitStack], Names]] = {
     "README.md": before_a_run,
     "docs/adapters.md": adapters,
@@ -111,6 +119,7 @@ OWN: dict[str, Callable[[ExitStack], Names]] = {
     "docs/formats.md": quantized_files,
     "docs/generation.md": of_scores,
     "docs/kernels.md": of_a_head,
+    "docs/neighbours.md": of_a_dataset,
     "docs/optimizers.md": in_backward,
     "docs/weights.md": lambda stack: quantized_files(stack) | one_rank(stack),
 }

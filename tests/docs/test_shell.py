@@ -21,7 +21,7 @@ from tigon.train import load
 CONFIG = ["model=m", "data=d", "run_dir=r"]  # what config.yaml of a page stands for
 PLACEHOLDERS = {"...", "key=value"}
 # Other people's commands, and a shell's own words
-FOREIGN = {"export", "if", "scontrol", "source", "tensorboard", "torchfrtrace", "vllm"}
+FOREIGN = {"curl", "export", "if", "scontrol", "source", "tensorboard", "torchfrtrace", "vllm"}
 
 
 def commands(block: Block) -> Iterator[list[str]]:
@@ -225,7 +225,7 @@ def test_what_another_trainers_config_is_answered():
     assert QUOTE.findall(MIGRATION.read_text()) == [answered()]
 
 
-FOREIGN_YAML = ("# axolotl.yaml", "apiVersion:")  # of Kubernetes
+FOREIGN_YAML = ("# axolotl.yaml", "apiVersion:", "task: ")  # of Kubernetes, of lm-eval
 YAML = [b for b in blocks() if b.language == "yaml" and not b.text.startswith(FOREIGN_YAML)]
 
 

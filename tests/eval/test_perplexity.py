@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tigon
-from tests.support.small import WORDS, write_chats, write_model
+from tests.support.small import WORDS, add_bos, write_chats, write_model
 from tigon.eval import Perplexity, find_windows, perplexity
 from tigon.eval.perplexity import _batches
 
@@ -131,6 +133,54 @@ def test_any_batching(measure: Measure, texts: list[str], batch_tokens: int) -> 
     other = measure(texts, context=40, batch_tokens=batch_tokens)
     assert (other.tokens, other.accuracy) == (one.tokens, one.accuracy)
     assert other.loss == pytest.approx(one.loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("bos", [True, False])
+def test_bits_per_byte_are_those_of_lm_eval(directory, theirs, tmp_path, bos):
+    """Which reads bos or eos before a text; without it nothing predicts the first token."""
+    if bos:
+        directory = add_bos(directory, tmp_path / "model")
+    tokenizer = tigon.Tokenizer.from_pretrained(directory)
+    texts = [*TEXTS[:4], "Grüße, 東京 🙂 and so on", "  the\n\n"]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    result = perplexity(tigon.from_pretrained(str(directory)), tokenizer, str(file))
+    nll, size = 0.0, 0
+    for text in texts:
+        ids = torch.tensor([tokenizer.encode(text)])
+        with torch.no_grad():
+            nll += theirs(ids, labels=ids).loss.double().item() * (ids.shape[1] - 1)
+        unread = b"" if bos else tokenizer.decode(ids[0, :1]).encode()
+        size += len(text.encode()) - len(unread)
+    assert result.bytes == size
+    assert result.bits_per_byte == pytest.approx(nll / size / math.log(2), rel=1e-6)
+    if bos:  # lm-eval counts all bytes, and the token before a text is that of the tokenizer
+        lm = HFLM(str(directory), dtype="float32", device="cpu", add_bos_token=False)
+        asked = [Instance("", {}, (text,), i) for i, text in enumerate(texts)]
+        total = -sum(lm.loglikelihood_rolling(asked, disable_tqdm=True))
+        lm_eval = total / sum(len(text.encode()) for text in texts) / math.log(2)
+        assert result.bits_per_byte == pytest.approx(lm_eval, rel=1e-6)
+
+
+def test_bytes_of_chats_are_what_the_assistant_says(measure, tmp_path):
+    file = write_chats(tmp_path / "chats.jsonl", 5)
+    said = [
+        message["content"]
+        for line in file.read_text().splitlines()
+        for message in json.loads(line)["messages"]
+        if message["role"] == "assistant"
+    ]
+    assert measure(str(file)).bytes == sum(len(f"{text}\n".encode()) for text in said)
+
+
+def test_domains(measure, texts, tmp_path):
+    """Of each what it is by itself, and of all what they are as one."""
+    names = {"prose": texts[0], "rows": texts[1:]}
+    result = measure(names, context=40)
+    assert result.domains == {name: measure(files, context=40) for name, files in names.items()}
+    whole = measure(texts, context=40)
+    for name in ("perplexity", "loss", "accuracy", "tokens", "bytes", "bits_per_byte"):
+        assert getattr(result, name) == pytest.approx(getattr(whole, name), rel=1e-6)
 
 
 def test_padding_is_not_seen(model, tokenizer, texts):

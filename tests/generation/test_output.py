@@ -253,7 +253,10 @@ def test_turns_are_transformers(pair: tuple[tigon.CausalLM, Any]) -> None:
         ids = torch.cat((outs[1].sequences, new), 1)
 
 
-def test_growing_caches_of_several_rows_hold_padding(pair: tuple[tigon.CausalLM, Any]) -> None:
+@pytest.mark.parametrize("masked", [True, False])
+def test_growing_caches_of_several_rows_hold_padding(
+    pair: tuple[tigon.CausalLM, Any], masked: bool
+) -> None:
     """As in transformers: columns stay where they were, and the mask says which are real."""
     ours, theirs = pair
     call = prompts()
@@ -270,10 +273,9 @@ def test_growing_caches_of_several_rows_hold_padding(pair: tuple[tigon.CausalLM,
         ids = outs[1].sequences
         assert ids.tolist() == outs[0].sequences.tolist()
         new = torch.full((3, 2), 8)
-        mask = torch.cat(
-            (call["attention_mask"], (ids[:, call["input_ids"].shape[1] :] != 0), new), 1
-        )
-        call |= {"input_ids": torch.cat((ids, new), 1), "attention_mask": mask.bool().long()}
+        real = (ids[:, call["input_ids"].shape[1] :] != 0) | (not masked)
+        mask = torch.cat((call["attention_mask"], real.long(), torch.ones_like(new)), 1)
+        call |= {"input_ids": torch.cat((ids, new), 1), "attention_mask": mask}
 
 
 def test_several_answers_to_one_conversation(model: tigon.Llama) -> None:

@@ -16,6 +16,9 @@ from transformers import (
 
 import tigon
 from tigon.generation import Sampling
+from tigon.generation.row_sampling import RowSampling, Work
+from tigon.generation.settings import DEFAULTS, GenerationSettings
+from tigon.kernels.loss.argmax import NOT_FINITE
 
 V = 211
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -112,6 +115,83 @@ def test_a_seed_decides_alone(pair: tuple[tigon.CausalLM, Any]) -> None:
     assert sample(seed=4) == first
     assert sample(seed=5) != first
     assert sample() != sample()
+
+
+ROW_SETTINGS = [
+    {},
+    {"do_sample": True, "top_k": 0},
+    {"do_sample": True, "top_k": 7, "temperature": 0.6},
+    {"do_sample": True, "top_k": 0, "top_p": 0.6, "repetition_penalty": 1.4},
+    {"do_sample": True, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "temperature": 1.8},
+    {"repetition_penalty": 3.0, "temperature": 0.1},
+    {"min_new_tokens": 3},
+]
+
+
+def sampled_rows(order: list[int], logits: Tensor, most: int, seed: int) -> list[list[int]]:
+    """Tokens of the settings, which sit in rows of this order, from the same logits each time."""
+    columns, rows = logits.shape[1], RowSampling(len(order), V, most, torch.device("cpu"))
+    work = Work()
+    for row, i in enumerate(order):
+        values = DEFAULTS | {"eos_token_id": (3,), "seed": seed} | ROW_SETTINGS[i]
+        work |= rows.set(row, GenerationSettings(**values), torch.tensor([1, 2]), most)
+    tokens = [rows(logits[order], work).tolist() for _ in range(most)]
+    assert columns == V
+    by_row = list(zip(*tokens, strict=True))
+    return [list(by_row[order.index(i)]) if i in order else [] for i in range(len(ROW_SETTINGS))]
+
+
+def test_rows_sample_by_settings_of_their_own() -> None:
+    """What a row may choose is what `Sampling` leaves of its scores, as often as it says."""
+    logits, most = 2 * torch.randn(len(ROW_SETTINGS), V), 1500
+    logits[6, 3] = 20  # eos
+    tokens = sampled_rows(list(range(len(ROW_SETTINGS))), logits, most, seed=5)
+    for row, values in enumerate(ROW_SETTINGS):
+        settings = GenerationSettings(**DEFAULTS | {"eos_token_id": (3,)} | values)
+        ours = Sampling.of(settings, V, torch.device("cpu"))
+        seen = torch.zeros(1, V, dtype=torch.bool)
+        seen[0, [1, 2]] = True
+        found, counts = [], torch.zeros(V)
+        kept = torch.zeros(V)
+        for i, token in enumerate(tokens[row]):
+            penalty = seen if settings.repetition_penalty != 1 else None
+            if i == 0 or penalty is not None or settings.min_new_tokens >= i:
+                scores = ours.scores(logits[row : row + 1], penalty, torch.tensor([i]))[0]
+            if not settings.do_sample:
+                found.append(int(scores.argmax()))
+            else:
+                counts[token] += 1
+                kept += scores.softmax(-1)
+            seen[0, token] = True
+        if not settings.do_sample:
+            assert tokens[row] == found
+            continue
+        assert not (counts * (kept == 0)).any()  # none that a filter has removed
+        # By chi-square, of which one sample in a million is above mean + 6 deviations
+        often = kept > 5
+        chi = ((counts - kept)[often] ** 2 / kept[often]).sum()
+        free = float(often.sum())
+        assert chi < free + 6 * (2 * free) ** 0.5, (values, chi, free)
+
+
+def test_rows_draw_alone() -> None:
+    """Other rows, other work and another place change no row's tokens."""
+    logits = 2 * torch.randn(len(ROW_SETTINGS), V)
+    together = sampled_rows([6, 4, 2, 0, 1, 3, 5], logits, 30, seed=-7)
+    for i in range(len(ROW_SETTINGS)):
+        assert sampled_rows([i], logits, 30, seed=-7)[i] == together[i]
+    assert sampled_rows([1], logits, 30, seed=8)[1] != together[1]
+
+
+def test_rows_without_finite_scores() -> None:
+    for values in ROW_SETTINGS:
+        rows = RowSampling(3, V, 4, torch.device("cpu"))
+        settings = GenerationSettings(**DEFAULTS | values)
+        work, *_ = (rows.set(i, settings, torch.tensor([1]), 4) for i in range(3))
+        logits = torch.randn(3, V)
+        logits[0, 5], logits[1] = float("nan"), float("-inf")
+        tokens = rows(logits, work).tolist()
+        assert tokens[:2] == [NOT_FINITE] * 2 and 0 <= tokens[2] < V
 
 
 def test_length(pair: tuple[tigon.CausalLM, Any]) -> None:

@@ -40,6 +40,7 @@ RMS: dict[str, dict[str, Any]] = {
     "fp32 gate, after": AFTER | {"gate": FP32},
     "gate, no weight": {"gate": BF16, "weight": None},
     "narrow, gate, after": AFTER | {"C": 128, "gate": BF16},
+    "narrow, gate of heads": {"C": 128, "gate": BF16, "heads": 4},
     "narrow, odd": {"C": 100, "residual": True},
     "odd": {"C": 1000},
     "wide": {"C": 8192, "residual": True},
@@ -61,16 +62,22 @@ def _rms_norm(
     residual: bool = False,
     gate: torch.dtype | None = None,
     strided: bool = False,
+    heads: int = 0,  # of a token, whose gates are beside what else a projection has
     wanted: tuple[str, ...] = ("x", "weight", "gate"),
     **options: Any,
 ) -> None:
     x = zeros(N, C + 64 * strided, dtype=dtype)[:, :C].requires_grad_("x" in wanted)
+    gates = None if gate is None else zeros(N, C, dtype=gate, grad="gate" in wanted)
+    if heads:
+        x = x.unflatten(0, (-1, heads))
+        packed = zeros(N // heads, heads * C + 64, dtype=gate, grad=True)
+        gates = packed[:, : heads * C].unflatten(-1, (heads, C))
     outputs: Any = rms_norm(
         x,
         None if weight is None else zeros(C, dtype=weight, grad="weight" in wanted),
         1e-6,
         residual=zeros(N, C, dtype=dtype) if residual else None,
-        gate=None if gate is None else zeros(N, C, dtype=gate, grad="gate" in wanted),
+        gate=gates,
         **options,
     )
     if wanted:

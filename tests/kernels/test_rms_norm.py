@@ -42,6 +42,25 @@ def test_a_tensor_is_its_own_residual() -> None:
     assert_gradients((normed * up + total).sum(), expected, [x])
 
 
+@pytest.mark.parametrize("first", [0, 6])
+def test_gates_inside_a_projection_are_not_copied(
+    kernels_only: None, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """As the heads of a token, beside what else the projection has."""
+    x, weight = torch.randn(2, 5, 3, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    packed, up = torch.randn(2, 5, 6 + 24, requires_grad=True), torch.randn(2, 5, 3, 8)
+    gate = packed[..., first : first + 24].unflatten(-1, (3, 8))
+    seen = []
+    gates_of = MODULE._gates_of
+    monkeypatch.setattr(MODULE, "_gates_of", lambda *args: seen.append(gates_of(*args)) or seen[-1])
+    inputs = [x, weight, packed]
+    found = torch.autograd.grad(rms_norm(x, weight, EPS, gate=gate), inputs, up)
+    assert [(z.data_ptr(), step, run) for z, step, run in seen] == [(gate.data_ptr(), 30, 3)] * 2
+    expected = MODULE.rms_norm_ref(x, weight, EPS, gate=gate)
+    for a, b in zip(found, torch.autograd.grad(expected, inputs, up), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 @ORDERS
 def test_it_does_not_matter_who_makes_the_sum(kernels_only: None, offset: float, cast: str) -> None:
     x, residual, up, side = torch.randn(4, 33, 80).half()

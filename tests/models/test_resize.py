@@ -13,6 +13,7 @@ from tests.models.test_adapters_peft import near, randomise, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
+from tigon.utils import memory
 
 KINDS = [
     (kind, case) for kind, case in FIRST if kind in ("llama", "gemma2", "gemma4_text", "granite")
@@ -90,7 +91,7 @@ def test_adapters_of_a_resized_base(saved: list[str], tied: bool, tmp_path: Path
     near(ours(ids).logits, theirs(ids).logits)
 
 
-def test_refusals(model: Any) -> None:
+def test_refusals(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = model.model.embed_tokens.weight
     for wrong in (0, -1, 2.5, True, "8"):
         with pytest.raises(ValueError, match=r"new_num_tokens=.* is not a positive integer"):
@@ -99,6 +100,11 @@ def test_refusals(model: Any) -> None:
         model.resize_token_embeddings(8, 0)
     with pytest.raises(ValueError, match=r"pad_token_id=.* outside the vocabulary"):
         model.resize_token_embeddings(1)
+    with pytest.raises(ValueError, match="vocab_size=10000000000 must be at most 2147483647"):
+        model.resize_token_embeddings(10**10)
+    monkeypatch.setattr(memory, "total_memory", lambda device: 96 * 4 * 2 * 10**6)
+    with pytest.raises(ValueError, match=r"of 1000001 rows take 0.7 GiB, and cpu has 0.7 GiB"):
+        model.resize_token_embeddings(10**6 + 1)
     model.add_adapter()
     with pytest.raises(ValueError, match="resize its embeddings before"):
         model.resize_token_embeddings(300)

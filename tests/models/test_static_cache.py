@@ -114,6 +114,55 @@ def test_long_prompts_in_parts(model_type: str, case: str, tmp_path: Path) -> No
     reader.step(16, slice(1, 2))  # decoded before
 
 
+KINDS_OF_STATES = ("mistral", "gemma3n_text", "llama4_text", "deepseek_v3", "qwen3_5_text", "lfm2")
+
+
+@pytest.mark.parametrize("model_type", KINDS_OF_STATES)
+def test_rows_come_and_go(model_type: str, tmp_path: Path) -> None:
+    """A prompt comes in parts while steps run over all rows, into a row that was used before."""
+    model, ids = load_case(model_type, next(iter(CASES[model_type])), tmp_path), text(3)
+    cache, ends = model.static_cache(3, TOTAL, chunk=CHUNK), [0, 0, 0]
+    cache.active = torch.zeros(3, dtype=torch.int32)
+    expected = [model(row[None]).logits[0] for row in ids]
+
+    def check(row: int, logits: Tensor) -> None:
+        start, ends[row] = ends[row], ends[row] + len(logits)
+        error = (logits - expected[row][start : ends[row]]).abs().max()
+        assert error <= 1e-5 * expected[row].abs().max()
+
+    def step() -> None:
+        logits = model(ids[range(3), ends][:, None], past_key_values=cache).logits
+        for row, active in enumerate(cache.active.tolist()):
+            check(row, logits[row]) if active else None
+        assert cache.lengths.tolist() == ends
+
+    for row, parts in ((1, (9, 4)), (0, (7, 1, 12)), (1, (3, 14)), (2, (1, 2))):
+        cache.active[row] = ends[row] = 0
+        cache.reset(row, row + 1)
+        view = cache.borrow(row, row + 1)
+        for part in parts:
+            tokens = ids[row : row + 1, ends[row] : ends[row] + part]
+            check(row, model(tokens, past_key_values=view).logits[0])
+            step()
+        cache.give_back(view, row)
+        cache.active[row] = 1
+        step()
+        step()
+    assert ends == [30, 23, 5]
+
+
+@pytest.mark.parametrize("model_type", KINDS_OF_STATES)
+def test_steps_begin_a_row_anew(model_type: str, tmp_path: Path) -> None:
+    """A row that was emptied takes its first tokens in steps beside the others."""
+    model = load_case(model_type, next(iter(CASES[model_type])), tmp_path)
+    reader = Reader(model, text(3), model.static_cache(3, TOTAL, chunk=CHUNK))
+    reader.prompts([9, 3, 14])
+    reader.cache.reset(1, 2)
+    for n in (1, 3, 4):
+        reader.step(n)
+    assert reader.cache.lengths.tolist() == [17, 8, 22]
+
+
 @pytest.mark.parametrize(("model_type", "case"), ONE_OF_EACH)
 def test_crop_is_as_if_never_read(model_type: str, case: str, tmp_path: Path) -> None:
     model = load_case(model_type, case, tmp_path)

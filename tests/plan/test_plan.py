@@ -127,6 +127,64 @@ def test_work_of_a_block_by_hand(job: Callable[..., Job]) -> None:
     assert again.moved["norms"] > work.moved["norms"]
 
 
+def family(job: Callable[..., Job], model_type: str, **sizes: Any) -> Job:
+    dropped = dict.fromkeys(("num_key_value_heads", "head_dim"))
+    return job(1, **dropped | {"model_type": model_type, "pad_token_id": None} | sizes)
+
+
+def test_work_of_gated_delta_net_by_hand(job: Callable[..., Job]) -> None:
+    """Of two heads of keys and four of values, behind a convolution of all of them."""
+    delta = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    delta |= {"linear_key_head_dim": 128, "linear_value_head_dim": 64, "head_dim": 64}
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    shapes = family(job, "qwen3_5_text", layer_types=kinds, num_key_value_heads=4, **delta).shapes
+    plain = family(job, "qwen3", head_dim=64, num_key_value_heads=4, num_hidden_layers=1).shapes
+    t, channels, values = 2048, 2 * 2 * 128 + 4 * 64, 4 * 64
+    work, recomputed = shapes.work(2, 1024), shapes.work(2, 1024, recomputed=1.0)
+    forward = 4 * 64 * (128 + 64) + 6 * 128 * 64
+    backward = 15 * 64 * (128 + 64) + 4 * 64**2 + 16 * 128 * 64
+    assert work.recurrence == 3 * 4 * t * (forward + backward)
+    assert recomputed.recurrence - work.recurrence == 3 * 4 * t * forward
+    assert work.moved["convolution"] == 3 * 2 * (2 + 3) * t * channels
+    # Two norms a layer, and the gated one
+    norms = 4 * plain.work(2, 1024).moved["norms"] + 3 * 2 * (3 + 5) * t * values
+    assert work.moved["norms"] == norms
+    assert work.attention == {64: 12 * 8 * 64 * 2 * (1024 * 1025 // 2)}
+    one = job(1)
+    assert compute_seconds(work, one.constants)["delta rule"] == pytest.approx(
+        work.recurrence / one.constants.recurrence
+    )
+    half = shapes.work(2, 1024, tensor=2)
+    assert half.recurrence == work.recurrence / 2
+
+
+def test_work_of_latents_by_hand(job: Callable[..., Job]) -> None:
+    """Values are padded to the dims of keys, of which a part is rotated."""
+    sizes = {"q_lora_rank": None, "kv_lora_rank": 96, "qk_nope_head_dim": 48, "v_head_dim": 40}
+    sizes |= {"qk_rope_head_dim": 16, "first_k_dense_replace": 9}
+    work = family(job, "deepseek_v3", num_key_value_heads=8, **sizes).shapes.work(1, 1024)
+    assert work.attention == {64: 4 * 12 * 8 * 64 * (1024 * 1025 // 2)}
+    assert work.moved["RoPE"] == 4 * 2 * (2 + 2) * 1024 * 9 * 16
+    assert work.moved["latents"] == 4 * 2 * (2 + 2) * 1024 * 8 * 3 * 64
+
+
+def test_work_before_the_blocks_by_hand(job: Callable[..., Job]) -> None:
+    """Gemma 4's second embedding, and the projection into inputs of blocks."""
+    inputs = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 4096}
+    sizes: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 64, "num_kv_shared_layers": 2}
+    kinds = ["sliding_attention", "full_attention"] * 2
+    sizes |= {"layer_types": kinds, "global_head_dim": 64, "tie_word_embeddings": True}
+    with_inputs, without = (
+        family(job, "gemma4_text", **sizes, **inputs | changes).shapes.work(1, 1024)
+        for changes in ({}, {"hidden_size_per_layer_input": 0})
+    )
+    assert with_inputs.products[1024, 4 * 32, 640] == 3
+    table = 4 * 1024 * 4 * 32 + 4096 * 4 * 32
+    assert with_inputs.moved["embedding"] - without.moved["embedding"] == 2 * table
+    q, kv, wide = 8 * 64, 2 * 4 * 64, 3.0
+    assert without.products[1024, q + kv, 640] == without.products[1024, q, 640] == 2 * wide
+
+
 def test_ranks_divide_the_work(job: Callable[..., Job]) -> None:
     one = job(4, rows=4)
     whole = compute_seconds(one.shapes.work(1, 1024), one.constants)

@@ -21,7 +21,7 @@ from tigon.cli.load import (
     refuse_base,
 )
 from tigon.data import clean_cache
-from tigon.eval import find_windows, parity, report, score
+from tigon.eval import Perplexity, find_windows, parity, report, score
 from tigon.generation.settings import file_prefix
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.pretrained.convert import convert_pretrained
@@ -78,7 +78,7 @@ def generate(args: Namespace, world: World | None) -> int:
     model.generate(
         torch.tensor([ids]),
         max_new_tokens=min(args.max_new_tokens, context - len(ids)),
-        eos_token_id=_end_tokens(model, tokenizer),
+        eos_token_id=end_tokens(model, tokenizer),
         tokenizer=tokenizer,
         streamer=show,
         assistant_model=assistant,
@@ -98,7 +98,7 @@ def chat(args: Namespace, world: World | None) -> int:
         model, tokenizer = load_model_and_tokenizer(args, world)
         check_sequences(model)
         try:
-            settings = _sampling_settings(args) | {"eos_token_id": _end_tokens(model, tokenizer)}
+            settings = _sampling_settings(args) | {"eos_token_id": end_tokens(model, tokenizer)}
             sizes = {"system": args.system, "max_new_tokens": args.max_new_tokens}
             conversation = Chat(model, tokenizer, **sizes, settings=settings)
         except ValueError as error:
@@ -170,7 +170,7 @@ def check_sequences(model: CausalLM) -> None:
         )
 
 
-def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
+def end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
     ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
     ends = [ends] if isinstance(ends, int) else list(ends or ())
@@ -180,7 +180,8 @@ def _end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
 
 @on_ranks
 def eval_perplexity(args: Namespace, world: World | None) -> int:
-    """Runs `tigon eval perplexity`: prints perplexity, loss, accuracy and the number of tokens."""
+    """Runs `tigon eval perplexity`: prints perplexity, loss, accuracy, the number of tokens and
+    bits per byte, of all files and then of each."""
     with raise_on_all_ranks(world):
         model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:
@@ -190,15 +191,46 @@ def eval_perplexity(args: Namespace, world: World | None) -> int:
                 "accuracy on its eval_data)"
             )
         sizes = {"context": args.context, "stride": args.stride}
-        windows = find_windows(model, tokenizer, args.files, **sizes)
+        windows = {file: find_windows(model, tokenizer, file, **sizes) for file in args.files}
     if world is not None:
         world.progress.step = 1
-    result = score(model, windows)
+    result = Perplexity.join({file: score(model, found) for file, found in windows.items()})
     if world is None or world.main:
-        print(
-            f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  "
-            f"accuracy {result.accuracy:.4f}  tokens {result.tokens}"
-        )
+        print(_format_perplexity(result))
+        for file, part in result.domains.items() if len(windows) > 1 else ():
+            print(one_line(f"  {file}: {_format_perplexity(part)}"))
+    return 0
+
+
+def _format_perplexity(result: Perplexity) -> str:
+    """Returns the line of `tigon eval perplexity` on some texts."""
+    return (
+        f"perplexity {result.perplexity:.4f}  loss {result.loss:.6f}  accuracy "
+        f"{result.accuracy:.4f}  tokens {result.tokens}  bits/byte {result.bits_per_byte:.4f}"
+    )
+
+
+@on_ranks
+def eval_tasks(args: Namespace, world: World | None) -> int:
+    """Runs `tigon eval tasks`: prints lm-eval's tables, and with --out writes its results."""
+    with raise_on_all_ranks(world):
+        out = None if args.out is None else Path(args.out)
+        if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
+            raise ValueError(f"--out {args.out}: give a file, in a folder that there is")
+        from tigon.integrations import tasks  # needs an extra
+
+        options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
+        tasks.check_options(**options)
+        found = tasks.load_tasks([args.tasks], args.include_path)
+        lm = tasks.TigonLM(*load_model_and_tokenizer(args, world))
+    if world is not None:
+        world.progress.step = 1
+    options["apply_chat_template"] = args.apply_chat_template
+    results = tasks.evaluate_tasks(lm, found, **options)
+    if world is None or world.main:
+        print(tasks.format_tables(results))
+        if out is not None:
+            tasks.write_results(out, results, {"pretrained": args.model} | options)
     return 0
 
 
@@ -213,7 +245,8 @@ def eval_parity(args: Namespace) -> int:
     else:
         refuse_base(args)
     with place as model:
-        result = parity(model, revision=revision, new_tokens=args.new_tokens, device=device)
+        options = {"new_tokens": args.new_tokens, "layers": args.layers}
+        result = parity(model, revision=revision, device=device, **options)
     print(report(result))
     return 1 if result.failures else 0
 

@@ -170,6 +170,18 @@ GENERATE = {
         "help": "default: static on a GPU, dynamic elsewhere; quantized is static in int8",
     },
 }
+SERVE = {
+    **TEMPLATE,
+    "--host": _text(
+        "ADDRESS",
+        "default: 127.0.0.1, this machine alone; others need a key in TIGON_API_KEY",
+        default="127.0.0.1",
+    ),
+    "--port": _number("default: 8000; 0 takes a free one", default=8000),
+    "--name": _text("NAME", "of the model in requests (default: the last part of its path)"),
+    "--max-rows": _number("texts written at once (default: 64 on a GPU, 8 elsewhere)"),
+    "--max-queue": _number("texts that may wait for that (default: 256)", default=256),
+}
 PLAN = {
     "model": _text("MODEL", "a directory, a hub repository or a config.json; no weights are read"),
     "--gpus": _number("GPUs of the run, over all hosts", required=True),
@@ -209,7 +221,21 @@ PERPLEXITY = {
     "--context": _number("tokens in a window (default: 1024, or the model's context if less)"),
     "--stride": _number("tokens between windows (default: half a window)"),
 }
-PARITY = {"--new-tokens": _number("greedy text to compare", default=64)}
+PARITY = {
+    "--new-tokens": _number("greedy text to compare", default=64),
+    "--layers": _flag("name the first layer that departs from transformers', and by how much"),
+}
+TASKS = {
+    "--tasks": _text(
+        "NAME,NAME", "tasks, groups or tags of lm-eval, or YAML files: arc_easy,mmlu", required=True
+    ),
+    "--include-path": _text("DIR", "a folder with tasks of your own; code that they name runs"),
+    "--num-fewshot": _number("answered examples before a question (default: the task's)"),
+    "--apply-chat-template": _flag("ask in the model's chat format, each example a turn"),
+    **TEMPLATE,
+    "--limit": _number("documents of each task; below 1: a share (default: all)", float),
+    "--out": _text("FILE.json", "write the results there too, as lm-eval does"),
+}
 EXPORT = {
     "directory": {
         "metavar": "DST",
@@ -248,11 +274,13 @@ INFO = {
         "files always"
     ),
 }
+OWN_MODULES = ("info", "serve")  # the others are in commands.py
 # The help of each command with its arguments, or the name of what follows it. `data show` is
 # `data_show` of commands.py
 COMMANDS: dict[str, tuple[str, dict[str, Any] | str]] = {
     "generate": ("answer a prompt, or continue a text", MODEL | DEVICE | DTYPE | GENERATE | RANKS),
     "chat": ("talk with a model, or with that of a run", MODEL | DEVICE | DTYPE | CHAT | RANKS),
+    "serve": ("answer requests of OpenAI's protocol", MODEL | DEVICE | DTYPE | SERVE),
     "train": ("train: tigon train config.yaml key=value ...", {}),
     "plan": ("which layout a run on many GPUs should have, on paper", PLAN),
     "report": ("a page of a run, or of several side by side", REPORT),
@@ -260,10 +288,14 @@ COMMANDS: dict[str, tuple[str, dict[str, Any] | str]] = {
     "data show": ("print the first rows as text, with the learned tokens marked", DATA | DATA_ROWS),
     "data pack": ("tokenise, and report examples, tokens, rows and padding", DATA),
     "data clean": ("remove what was tokenized", DAYS),
-    "eval": ("perplexity, or parity with transformers", "MEASURE"),
+    "eval": ("perplexity, lm-eval's tasks, or parity with transformers", "MEASURE"),
     "eval perplexity": (
         "of texts, or of the answers in chats",
         MODEL | DEVICE | DTYPE | PERPLEXITY | RANKS,
+    ),
+    "eval tasks": (
+        "benchmarks, by lm-eval (pip install 'tigon[eval]')",
+        MODEL | DEVICE | DTYPE | TASKS | RANKS,
     ),
     "eval parity": ("logits, loss and greedy text beside transformers'", MODEL | DEVICE | PARITY),
     "export": ("write a model or a run for transformers, or for llama.cpp", MODEL | EXPORT),
@@ -292,6 +324,6 @@ def _parser() -> argparse.ArgumentParser:
             sampling = command.add_argument_group("sampling", description)
             for flag, options in SAMPLING.items():
                 sampling.add_argument(flag, **options)
-        module = "tigon.cli.info" if name == "info" else "tigon.cli.commands"
+        module = f"tigon.cli.{name if name in OWN_MODULES else 'commands'}"
         command.set_defaults(module=module, run=names.replace(" ", "_"))
     return parser

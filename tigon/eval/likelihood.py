@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from tigon.generation.steps import is_sharded
 from tigon.models import CausalLM
 
 IGNORE = -100
@@ -86,7 +87,8 @@ def log_likelihoods(
             packed += members
 
     results: dict[int, Likelihood] = {}
-    with torch.inference_mode():
+    # FSDP reuses its buffers in training, which inference mode would not allow
+    with torch.no_grad() if gathers_weights(model) else torch.inference_mode():
         totals = [sum(map(len, request)) - 1 for request in checked]
         packed.sort(key=lambda i: totals[i], reverse=True)
         sizes = [(totals[i], is_past_turn(totals[i])) for i in packed]
@@ -97,6 +99,11 @@ def log_likelihoods(
         for batch in _batches(sizes, tokens_per_batch, MAX_CONTEXTS):
             results |= _score_shared(model, checked, shared[batch], tokens_per_batch)
     return [results[i] for i in range(len(checked))]
+
+
+def gathers_weights(model: CausalLM) -> bool:
+    """Returns whether passes of the model gather weights that ranks share: FSDP, or ZeRO-2."""
+    return is_sharded(model) or model.zero2 is not None
 
 
 def _check_request(

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.eval.layers import LayerError, compare_layers, report_layers
 from tigon.eval.perplexity import perplexity_from_loss
 from tigon.models import CausalLM, from_pretrained
 from tigon.tokenizer import Tokenizer
@@ -33,6 +34,7 @@ class Parity:
     greedy_tokens: int
     bf16_error: float  # ours to transformers' sdpa
     bf16_spread: float  # transformers' own eager to sdpa
+    layers: tuple[LayerError, ...] = ()  # if they were asked for, in order
 
     @property
     def checks(self) -> dict[str, tuple[str, float, float]]:
@@ -47,12 +49,13 @@ class Parity:
 
     @property
     def failures(self) -> list[str]:
-        """Returns the names of the checks that fail; none means parity."""
-        return [
+        """Returns the names of the checks that fail, and of layers; none means parity."""
+        failed = [
             name
             for name, (measure, value, allowed) in self.checks.items()
             if not (value == allowed if measure == "equal" else value <= allowed)
         ]
+        return [*failed, *(layer.name for layer in self.layers if layer.departs)]
 
 
 @torch.no_grad()
@@ -62,10 +65,11 @@ def parity(
     revision: str | None = None,
     text: str = TEXT,
     new_tokens: int = 64,
+    layers: bool = False,
     device: str = "cpu",
 ) -> Parity:
     """Compares logits, loss and greedy text with transformers in fp32, and logits in bf16; both
-    load the checkpoint."""
+    load the checkpoint. With `layers` each layer too, as `compare_layers` does."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
         from transformers.utils import logging
@@ -95,6 +99,7 @@ def parity(
     loss = reference(ids, labels=ids).loss.item()
     loss_error = abs(ours(ids, labels=ids).loss.item() - loss)
     equal = _count_equal_tokens(ours, reference, ids, new_tokens)
+    layer_errors = compare_layers(ours, reference, ids) if layers else []
     del ours, reference
     sdpa = load_transformers(torch.bfloat16, "sdpa")(ids).logits.float()
     eager = load_transformers(torch.bfloat16, "eager")(ids).logits.float()
@@ -109,6 +114,7 @@ def parity(
         greedy_tokens=new_tokens,
         bf16_error=(half - sdpa).abs().max().item(),
         bf16_spread=(eager - sdpa).abs().max().item(),
+        layers=tuple(layer_errors),
     )
 
 
@@ -134,5 +140,7 @@ def report(result: Parity) -> str:
     for name, (measure, value, allowed) in result.checks.items():
         label = f"{name} equal" if measure == "equal" else f"{name}, {measure}"
         lines.append(f"{label:<24}{value:>12.3g}{allowed:>12.3g}")
+    if result.layers:
+        lines.append(report_layers(result.layers))
     verdict = f"differs in {', '.join(result.failures)}" if result.failures else "holds"
     return "\n".join([*lines, f"parity with transformers: {verdict}"])

@@ -1,11 +1,11 @@
 """Perplexity of a model on text, or on the assistant's turns in conversations."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from tigon.data import ChatEncoder, Source, find_sources, read, read_texts
 from tigon.data.formats import CHAT_FORMATS
+from tigon.eval.likelihood import gathers_weights
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 
@@ -29,16 +30,35 @@ class Windows(NamedTuple):
 
     documents: list[Document]
     bounds: list[Window]  # shortest first
+    bytes: int = 0  # UTF-8, of the text of the scored tokens
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """The perplexity of texts, with loss, accuracy and the number of scored tokens."""
+    """The perplexity of texts, with loss, accuracy and the number of scored tokens and bytes."""
 
     perplexity: float
     loss: float  # nats per token
     accuracy: float  # share of the tokens that the model ranks first
     tokens: int  # scored ones
+    bytes: int = 0  # UTF-8, of their text without special tokens
+    domains: dict[str, "Perplexity"] = field(default_factory=dict)  # of named texts, each by itself
+
+    @property
+    def bits_per_byte(self) -> float:
+        """The loss in bits per byte of text, which tokenizers do not change; NaN without text."""
+        return self.loss * self.tokens / (self.bytes * math.log(2)) if self.bytes else math.nan
+
+    @classmethod
+    def join(cls, domains: Mapping[str, "Perplexity"]) -> Self:
+        """Returns the perplexity of all domains together, with that of each in `domains`."""
+        parts = domains.values()
+        tokens = sum(part.tokens for part in parts)
+        loss = sum(part.loss * part.tokens for part in parts) / tokens
+        right = sum(part.accuracy * part.tokens for part in parts)
+        size = sum(part.bytes for part in parts)
+        total = perplexity_from_loss(loss)
+        return cls(total, loss, right / tokens, tokens, size, dict(domains))
 
 
 def perplexity_from_loss(loss: float) -> float:
@@ -52,7 +72,7 @@ def perplexity_from_loss(loss: float) -> float:
 def perplexity(
     model: CausalLM,
     tokenizer: Tokenizer,
-    patterns: str | Sequence[str],
+    patterns: str | Sequence[str] | Mapping[str, str | Sequence[str]],
     *,
     context: int | None = None,
     stride: int | None = None,
@@ -65,7 +85,14 @@ def perplexity(
     but a document's first. What is longer than `context` tokens (1024, or all that the model takes
     if that is less) is read in windows that advance by `stride` (half the context), and each token
     is scored in the first window that predicts it.
+
+    {NAME: files, ...} are measured together, and each by itself in the result's `domains`.
     """
+    if isinstance(patterns, Mapping):
+        options: dict[str, Any] = {"context": context, "stride": stride}
+        names = {n: find_windows(model, tokenizer, p, **options) for n, p in patterns.items()}
+        parts = {n: score(model, w, batch_tokens=batch_tokens) for n, w in names.items()}
+        return Perplexity.join(parts)
     windows = find_windows(model, tokenizer, patterns, context=context, stride=stride)
     return score(model, windows, batch_tokens=batch_tokens)
 
@@ -89,11 +116,11 @@ def find_windows(
             f"stride={stride} is not in [1, {context - 1}]: the first token of a window is not "
             f"predicted in it, so windows of {context} must overlap"
         )
-    documents = read_documents(patterns, tokenizer)
+    documents, size = read_documents(patterns, tokenizer)
     windows = _windows(documents, context, stride)
     if not windows:
         raise ValueError(f"{patterns} holds no token to score: no document has two tokens")
-    return Windows(documents, windows)
+    return Windows(documents, windows, size)
 
 
 def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Perplexity:
@@ -108,7 +135,8 @@ def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Per
     silent = None if ranks is None or ranks.rank == 0 else True  # None: without a terminal
     nll, right, count = 0.0, 0, 0
     with (
-        torch.inference_mode(),
+        # FSDP reuses its buffers in training, which inference mode would not allow
+        torch.no_grad() if gathers_weights(model) else torch.inference_mode(),
         tqdm(total=len(windows.bounds), unit="window", disable=silent) as bar,
     ):
         for ids, labels in _batches(windows, batch_tokens):
@@ -129,19 +157,39 @@ def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Per
             right += int((scored & (predicted == targets)).sum())
             count += int(scored.sum())
             bar.update(len(ids))
-    return Perplexity(perplexity_from_loss(nll / count), nll / count, right / count, count)
+    total = perplexity_from_loss(nll / count)
+    return Perplexity(total, nll / count, right / count, count, windows.bytes)
 
 
-def read_documents(patterns: str | Sequence[str], tokenizer: Tokenizer) -> list[Document]:
-    """Reads conversations if the first row of the first file is one, else texts."""
+def read_documents(
+    patterns: str | Sequence[str], tokenizer: Tokenizer
+) -> tuple[list[Document], int]:
+    """Reads conversations if the first row of the first file is one, else texts; returns them, and
+    the bytes of the text of all tokens that are scored."""
     sources = find_sources(patterns)
     if _is_chat(sources[0]):
         chats = read(sources, ChatEncoder(tokenizer, must_end=False))
         spans = [slice(*span) for span in pairwise(chats.offsets)]
-        return [(chats.tokens[span], chats.supervised[span]) for span in spans]
+        documents = [(chats.tokens[span], chats.supervised[span]) for span in spans]
+        said = (run for ids, scored in documents for run in _runs(ids, scored))
+        return documents, sum(_count_bytes(tokenizer, run) for run in said)
     texts = [text for source in sources for text in read_texts(source)]
     encoded = [np.array(ids, dtype=np.int32) for ids in tokenizer.encode_batch(texts)]
-    return [(ids, np.ones(len(ids), dtype=bool)) for ids in encoded]
+    size = sum(len(text.encode()) for text in texts)
+    first = sum(_count_bytes(tokenizer, ids[:1]) for ids in encoded)  # which nothing predicts
+    return [(ids, np.ones(len(ids), dtype=bool)) for ids in encoded], size - first
+
+
+def _count_bytes(tokenizer: Tokenizer, ids: np.ndarray) -> int:
+    """Returns the bytes of the text of tokens, without special ones."""
+    return len(tokenizer.decode(ids.tolist(), skip_special_tokens=True).encode())
+
+
+def _runs(ids: np.ndarray, scored: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields each run of tokens that are scored; nothing predicts a document's first one."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], scored[1:], [False]])))
+    for start, stop in edges.reshape(-1, 2) + 1:
+        yield ids[start:stop]
 
 
 def _is_chat(source: Source) -> bool:

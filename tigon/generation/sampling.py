@@ -13,28 +13,36 @@ from tigon.generation.settings import GenerationSettings
 from tigon.kernels.loss.argmax import NOT_FINITE, argmax
 
 
-def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:
     """Returns scores [b, V], those of `seen` tokens penalized: positive / penalty, negative *
-    penalty."""
+    penalty, which may be [b, 1]."""
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
-def keep_top_k(scores: Tensor, k: int) -> Tensor:
-    """Returns scores [b, V] with -inf below the k-th largest of a row; equal ones all stay."""
-    kth = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
+def keep_top_k(scores: Tensor, k: int | Tensor) -> Tensor:
+    """Returns scores [b, V] with -inf below the k-th largest of a row; equal ones all stay.
+
+    k may be [b, 1], of at most V.
+    """
+    if isinstance(k, Tensor):
+        kth = scores.sort(descending=True).values.gather(1, k - 1)
+    else:
+        kth = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < kth, float("-inf"))
 
 
-def keep_top_p(scores: Tensor, p: float) -> Tensor:
-    """Returns scores [b, V] with -inf outside a row's smallest set whose probability reaches p."""
+def keep_top_p(scores: Tensor, p: float | Tensor) -> Tensor:
+    """Returns scores [b, V] with -inf outside a row's smallest set whose probability reaches p,
+    which may be [b, 1]."""
     ascending, order = scores.sort()
     remove = ascending.softmax(-1).cumsum(-1) <= 1 - p
     remove[:, -1] = False
     return scores.masked_fill(remove.scatter(1, order, remove), float("-inf"))
 
 
-def keep_min_p(scores: Tensor, p: float) -> Tensor:
-    """Returns scores [b, V] with -inf where probability is below p times a row's largest."""
+def keep_min_p(scores: Tensor, p: float | Tensor) -> Tensor:
+    """Returns scores [b, V] with -inf where probability is below p times a row's largest; p may be
+    [b, 1]."""
     probabilities = scores.softmax(-1)
     floor = p * probabilities.amax(-1, keepdim=True)
     return scores.masked_fill(probabilities < floor, float("-inf"))

@@ -206,11 +206,12 @@ class GraphedStep:
 
     The step changes tensors in place and returns one; its launches must not depend on their values.
     No step is computed twice. Without Triton, and on the CPU, all steps are eager, since plain
-    torch may sync with the device.
+    torch may sync with the device. Graphs that never run at once and whose results are made
+    outside of them may share a memory `pool`.
     """
 
-    def __init__(self, weight: Tensor, generator: torch.Generator | None):
-        self._device, self._generator = weight.device, generator
+    def __init__(self, weight: Tensor, generator: torch.Generator | None, pool: Any = None):
+        self._device, self._generator, self._pool = weight.device, generator, pool
         self._possible = self._device.type == "cuda" and runs_triton(weight)
         self._warm = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -251,7 +252,7 @@ class GraphedStep:
                 graph.register_generator_state(self._generator)
             stream = side_stream(self._device)
             # Other threads may allocate and sync meanwhile
-            capture = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+            capture = torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local")
             with capture, torch.inference_mode(inference):
                 self._result = step()
         self._graph = graph

@@ -1,12 +1,13 @@
 """Gated DeltaNet: linear attention with a recurrent state, in place of softmax attention.
 
 # B batch, T tokens, N tokens of all rows, K key heads, H value heads, Dk and Dv their dims,
-# M = 2 K Dk + H Dv channels of the convolution, W its taps, R rows of the cache
+# M = 2 K Dk + H Dv channels of the convolution, W its kernel size, R rows of the
+# cache, S sequences
 
 Source: Yang et al. 2024 (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 """
 
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.delta.causal_conv import causal_conv_qkv
 from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS, gated_delta_rule, gated_delta_step
 from tigon.kernels.norm.rms_norm import rms_norm
-from tigon.layers.context import BlockInputs, CacheAppend
+from tigon.layers.context import BlockInputs, CacheAppend, TokenSlots
 from tigon.layers.float32 import Float32Module
 from tigon.layers.kv_cache import Quantize
 from tigon.layers.linear import FusedLinear, Linear, RowOrder
@@ -59,12 +60,29 @@ class Decay(Float32Module):
         return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
 
 
+class DeltaTokens(NamedTuple):
+    """What a layer computes of its tokens from their projections."""
+
+    mixed: Tensor  # [B, T, M], the convolution's input
+    g: Tensor  # fp32 [B, T, H], the logarithm of each head's decay
+    beta: Tensor  # [B, T, H], how much each head corrects
+
+    def flatten(self) -> Self:
+        """Returns the tokens of all rows [N, ...]."""
+        return type(self)(*(x.flatten(0, 1) for x in self))
+
+    def masked(self, tokens: Tensor) -> Self:
+        """Returns them with those in a mask [B, T, 1] leaving the recurrent state as it is."""
+        return self._replace(g=self.g.masked_fill(tokens, 0), beta=self.beta.masked_fill(tokens, 0))
+
+
 class GatedDeltaNet(nn.Module):
     """The gated delta rule between projections: x [B, T, C] -> [B, T, C].
 
-    Queries, keys and values pass a causal convolution of `taps`; value head h reads key head
-    `h // (H // K)`. `packed`: checkpoints have one projection of q, k, v and the gate z, and one of
-    b and a, with the rows of each key head together; else those of q, k, v and of z, b and a each.
+    Queries, keys and values pass a causal convolution over `kernel_size` tokens; value head h reads
+    key head `h // (H // K)`. `packed`: checkpoints have one projection of q, k, v and the gate z,
+    and one of b and a, with the rows of each key head together; else those of q, k, v and of z, b
+    and a each.
     """
 
     def __init__(
@@ -75,7 +93,7 @@ class GatedDeltaNet(nn.Module):
         key_dim: int,
         value_dim: int,
         *,
-        taps: int,
+        kernel_size: int,
         eps: float,
         packed: bool = False,
     ):
@@ -98,7 +116,7 @@ class GatedDeltaNet(nn.Module):
             self.in_proj = FusedLinear(dim, (channels + values, 2 * value_heads), orders=orders)
         else:
             self.in_proj = FusedLinear(dim, (channels, values, value_heads, value_heads))
-        self.conv1d = nn.Conv1d(channels, channels, taps, groups=channels, bias=False)
+        self.conv1d = nn.Conv1d(channels, channels, kernel_size, groups=channels, bias=False)
         self.decay = Decay(value_heads)
         self.norm = GatedRMSNorm(value_dim, eps)
         self.out_proj = Linear(values, dim, bias=False)
@@ -135,109 +153,115 @@ class GatedDeltaNet(nn.Module):
         """
         sizes = self.channels, self.value_heads * self.value_dim, self.value_heads, self.value_heads
         mixed, z, b, a = self.in_proj(x, *ctx.dropout_args).split(sizes, -1)
-        beta, g = b.sigmoid(), self.decay(a)
+        tokens = DeltaTokens(mixed, self.decay(a), b.sigmoid())
         if ctx.real is not None:
-            padding = ~ctx.real[..., None]
-            mixed, beta, g = (t.masked_fill(padding, 0) for t in (mixed, beta, g))
-        append = ctx.append
-        if state is not None and append is not None:
-            grows = append.lengths is None and append.slots is None
-            learned = torch.is_grad_enabled() and any(
-                t.requires_grad for t in (mixed, g, beta, self.conv1d.weight)
-            )
-            state.check_gradients(learned, first=grows and not append.cached_tokens)
-        if state is not None and append is not None and append.lengths is not None:
-            o = self._step(mixed, g, beta, state, append.lengths)
+            tokens = DeltaTokens(*(y.masked_fill(~ctx.real[..., None], 0) for y in tokens))
+        if state is None or ctx.append is None:
+            o, _ = self._scan(tokens, ctx)
         else:
-            o = self._scan(mixed, g, beta, state, ctx)
+            self._check_gradients(tokens, state, ctx.append)
+            if ctx.append.lengths is not None:
+                o = self._step(tokens, state, ctx.append.lengths)
+            elif ctx.append.slots is not None:
+                o = self._prefill(tokens, state, ctx, ctx.append.cached_tokens, ctx.append.slots)
+            else:
+                o = self._grow(tokens, state, ctx, ctx.append.cached_tokens)
         y = self.norm(o, z.unflatten(-1, (-1, self.value_dim)))
         return self.out_proj(y.flatten(2), *ctx.dropout_args)
 
-    def _convolved(self, mixed: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def _check_gradients(self, tokens: DeltaTokens, state: DeltaState, append: CacheAppend) -> None:
+        """Raises ValueError if this pass has gradients that would end at the state."""
+        grows = append.lengths is None and append.slots is None
+        inputs = *tokens, self.conv1d.weight
+        learned = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+        state.check_gradients(learned, first=grows and not append.cached_tokens)
+
+    def _convolve(self, mixed: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q and k [B, T, K, Dk], and v [B, T, H, Dv]."""
         options |= {"key_heads": self.key_heads, "key_dim": self.key_dim}
         q, k, v = causal_conv_qkv(mixed, self.conv1d.weight[:, 0], **options)
         return q, k, v.unflatten(-1, (-1, self.value_dim))
 
-    def _step(
-        self, mixed: Tensor, g: Tensor, beta: Tensor, state: DeltaState, lengths: Tensor
+    def _scan(
+        self,
+        tokens: DeltaTokens,
+        ctx: BlockInputs,
+        inputs: Tensor | None = None,  # [R, W - 1, M], of the convolution before the first token
+        recurrent_state: Tensor | None = None,  # [R, H, Dk, Dv], before it; None: zeros
+    ) -> tuple[Tensor, Tensor]:
+        """Returns [B, T, H, Dv] for the tokens of whole sequences, or for those that follow a
+        state, and the recurrent state behind each sequence [S, H, Dk, Dv]."""
+        (mixed, g, beta), starts, cu = tokens, ctx.starts, None
+        if starts is not None:
+            cu = sequence_bounds(ctx.mask)
+            mixed, g, beta, starts = (y.flatten(0, 1)[None] for y in (mixed, g, beta, starts))
+        q, k, v = self._convolve(mixed, starts=starts, state=inputs)
+        o, final = gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu, state=recurrent_state)
+        return o.view(*tokens.g.shape, self.value_dim), final
+
+    def _grow(
+        self, tokens: DeltaTokens, state: DeltaState, ctx: BlockInputs, cached: int
     ) -> Tensor:
-        """Returns [B, T, H, Dv] for T new tokens of every row, which hold `lengths` [R]."""
-        inputs, memory = state.read(lengths)
-        if state.history is None:
-            q, k, v = self._convolved(mixed, state=inputs, update_state=True)
-            if mixed.shape[1] <= MAX_STEP_TOKENS:
-                return gated_delta_step(q, k, v, g, beta, memory)
-            o, final = gated_delta_rule(q, k, v, g, beta, state=memory)
-            memory.copy_(final)
+        """Returns [B, T, H, Dv] for T more tokens of every row of a cache without a capacity."""
+        before = state.read(cached) if cached else (None, None)
+        o, final = self._scan(tokens, ctx, *before)
+        if ctx.starts is None:  # packed sequences have no single end to go on from
+            b, t = tokens.g.shape[:2]
+            first = torch.arange(b, device=final.device) * t
+            ends = first + (t if ctx.real is None else real_ends(ctx.real))
+            inputs = last_inputs(tokens.mixed.flatten(0, 1), before[0], first, ends, state.window)
+            state.replace(inputs.detach(), final.detach())
+        return o
+
+    def _prefill(
+        self,
+        tokens: DeltaTokens,
+        state: DeltaState,
+        ctx: BlockInputs,
+        cached: int,
+        slots: TokenSlots,
+    ) -> Tensor:
+        """Returns [B, T, H, Dv] for prompts or parts of them, whose last tokens, as many as can be
+        taken back, are steps."""
+        before = state.read(cached) if cached else (None, None)
+        starts, ends, flat = slots.bounds[:-1], slots.bounds[1:], tokens.flatten()
+        steps = min(state.history or 0, len(flat.g))
+        at = torch.maximum(starts, ends - steps)  # the first token that can be taken back
+        token = torch.arange(len(flat.g), device=at.device)
+        recent = (token >= at[slots.rows]).view(*tokens.g.shape[:2], 1)
+        o, final = self._scan(tokens.masked(recent) if steps else tokens, ctx, *before)
+        lengths = cached + at - starts
+        state.write(lengths, last_inputs(flat.mixed, before[0], starts, at, state.window), final)
+        if not steps:
             return o
-        q, k, v = self._convolved(mixed, state=inputs)
+        # A row of fewer tokens than steps takes more behind its end, which change nothing
+        index = at[:, None] + torch.arange(steps, device=at.device)
+        late = DeltaTokens(*(y[index.clamp(max=len(y) - 1)] for y in flat))
+        of_late = self._step(late.masked((index >= ends[:, None])[..., None]), state, lengths)
+        of_late = of_late[slots.rows, (token - at[slots.rows]).clamp(0, steps - 1)]
+        return torch.where(recent[..., None], of_late.view(o.shape), o)
+
+    def _step(self, tokens: DeltaTokens, state: DeltaState, lengths: Tensor) -> Tensor:
+        """Returns [R, T, H, Dv] for T new tokens of every row, which hold `lengths` [R]."""
+        inputs, recurrent_state = state.read(lengths)
+        mixed, g, beta = tokens
+        if state.history is None:
+            q, k, v = self._convolve(mixed, state=inputs, update_state=True)
+            if mixed.shape[1] <= MAX_STEP_TOKENS:
+                return gated_delta_step(q, k, v, g, beta, recurrent_state)
+            o, final = gated_delta_rule(q, k, v, g, beta, state=recurrent_state)
+            recurrent_state.copy_(final)
+            return o
+        q, k, v = self._convolve(mixed, state=inputs)
         inputs = torch.cat((inputs, mixed.to(inputs.dtype)), 1)
         outputs = []
         for t in range(mixed.shape[1]):
             one = slice(t, t + 1)
             token = q[:, one], k[:, one], v[:, one], g[:, one], beta[:, one]
-            outputs.append(gated_delta_step(*token, memory))
-            state.write(lengths + t + 1, inputs[:, t + 1 : t + 1 + state.window], memory)
+            outputs.append(gated_delta_step(*token, recurrent_state))
+            last = inputs[:, t + 1 : t + 1 + state.window]
+            state.write(lengths + t + 1, last, recurrent_state)
         return torch.cat(outputs, 1)
-
-    def _scan(
-        self, mixed: Tensor, g: Tensor, beta: Tensor, state: DeltaState | None, ctx: BlockInputs
-    ) -> Tensor:
-        """Returns [B, T, H, Dv] for whole sequences, or for what follows equally many tokens in
-        all rows of the cache."""
-        (b, t), starts, cu = mixed.shape[:2], ctx.starts, None
-        cached = 0 if ctx.append is None else ctx.append.cached_tokens
-        before, memory = (None, None) if state is None or not cached else state.read(cached)
-        if starts is not None:
-            cu = sequence_bounds(ctx.mask)
-            mixed, g, beta, starts = (y.flatten(0, 1)[None] for y in (mixed, g, beta, starts))
-        q, k, v = self._convolved(mixed, starts=starts, state=before)
-        o, final = gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu, state=memory)
-        if state is None or ctx.append is None:
-            return o.view(b, t, *o.shape[2:])
-        if ctx.append.slots is not None:
-            bounds = ctx.append.slots.bounds
-            rows = mixed.flatten(0, 1), before, bounds[:-1]
-            if state.history is None:
-                inputs = last_inputs(*rows, bounds[1:], state.window)
-                state.write(cached, inputs, final)
-            else:
-                self._write_history(state, ctx.append, rows, (q, k, v, g, beta), cu, memory)
-        elif starts is None:  # packed sequences have no single end to go on from
-            first = torch.arange(b, device=mixed.device) * t
-            ends = first + (t if ctx.real is None else real_ends(ctx.real))
-            inputs = last_inputs(mixed.flatten(0, 1), before, first, ends, state.window)
-            state.replace(inputs.detach(), final.detach())
-        return o.view(b, t, *o.shape[2:])
-
-    def _write_history(
-        self,
-        state: DeltaState,
-        append: CacheAppend,
-        rows: tuple[Tensor, Tensor | None, Tensor],  # of `last_inputs`
-        tokens: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],  # q, k, v, g and beta
-        cu: Tensor | None,
-        memory: Tensor | None,  # before the first token
-    ) -> None:
-        """Stores the states after all of the last tokens that can be taken back."""
-        slots, n = append.slots, state.history
-        assert slots is not None and n is not None
-        (q, k, v, g, beta), starts, ends = tokens, slots.bounds[:-1], slots.bounds[1:]
-        last = (slots.positions >= slots.ends - n).view(*g.shape[:2], 1)
-        early, kept = g.masked_fill(last, 0), beta.masked_fill(last, 0)
-        _, memory = gated_delta_rule(q, k, v, early, kept, cu_seqlens=cu, state=memory)
-        at = torch.maximum(starts, ends - n)
-        for i in range(n + 1):
-            inputs = last_inputs(*rows, at, state.window)
-            state.write(append.cached_tokens + at - starts, inputs, memory)
-            if i < n:
-                new = at < ends  # rows of fewer tokens are at their end
-                index = at.clamp(max=g.shape[0] * g.shape[1] - 1)
-                q_t, k_t, v_t, *gates = (y.flatten(0, 1)[index][:, None] for y in tokens)
-                g_t, beta_t = (y.masked_fill(~new[:, None, None], 0) for y in gates)
-                gated_delta_step(q_t, k_t, v_t, g_t, beta_t, memory)
-                at = at + new
 
 
 def sequence_bounds(mask: AttentionMask) -> Tensor:

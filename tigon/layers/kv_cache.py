@@ -387,6 +387,14 @@ class KVCache(Cache):
         self._length = self.rows = 0
         self.packed = False  # a batch of packed sequences has no single end to continue from
 
+    @classmethod
+    def holding(cls, states: Sequence[LayerState], rows: int, length: int) -> Self:
+        """Returns a cache with states that hold `length` tokens of each row."""
+        cache = cls()
+        cache._set_states(states)
+        cache.rows, cache._length = rows, length
+        return cache
+
     @property
     def length(self) -> int:
         """The tokens of every row."""
@@ -455,6 +463,10 @@ class StaticCache(Cache):
     `rollback`: how many of a row's last tokens `crop` can drop where a layer keeps one state for
     all tokens of a row, which it then keeps so many times more.
 
+    `active` [rows] int32, if it is set: 1 for rows that a step of up to `chunk` tokens continues.
+    It writes the others' tokens behind their end, where the next ones go, and does not count them;
+    a state for all tokens of a row changes all the same. With it, only the device counts.
+
     `lengths` [rows] int32 is what a forward pass reads and changes in place without waiting, so
     that passes of up to `chunk` tokens can be captured in a CUDA graph. The host counts, too, to
     raise early: call `refresh` after replays, which it does not see. No gradients.
@@ -498,6 +510,7 @@ class StaticCache(Cache):
             )
             self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
             self._host_lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
+        self.active: Tensor | None = None  # rows that a step continues; None: all
         # Of `lengths` and of `_host_lengths` in this pass
         self._growth: tuple[Tensor | int, Tensor | int | None] = 0, 0
 
@@ -522,7 +535,35 @@ class StaticCache(Cache):
         view = copy.copy(self)
         view.states = [state.map(lambda x: x[start:stop]) for state in self.states]
         view.lengths, view._host_lengths = self.lengths[start:stop], self._host_lengths[start:stop]
+        view.active = None if self.active is None else self.active[start:stop]
         return view
+
+    def reset(self, start: int, stop: int) -> None:
+        """Empties the rows [start, stop) in place; new prompts can go into `rows(start, stop)`."""
+        view = self.rows(start, stop)
+        view.lengths.zero_()
+        view._host_lengths.zero_()
+        for state in view.states:
+            if state.history is None:  # no length tells what of it counts
+                for x in state._tensors():
+                    x.zero_()
+
+    def borrow(self, start: int, stop: int) -> Self:
+        """Returns a view of the rows for prompts that come in parts, with steps over all rows of
+        this cache in between. `give_back` takes over what the view does not share with the cache:
+        states for all tokens of a row, which steps would change."""
+        view = self.rows(start, stop)
+        view.states = [s.map(torch.clone) if s.history is None else s for s in view.states]
+        view._host_lengths, view.active = view._host_lengths.clone(), None
+        return view
+
+    def give_back(self, view: Self, start: int) -> None:
+        """Takes over what `borrow` copied from the rows that begin at `start`."""
+        mine = self.rows(start, start + len(view.lengths))
+        for state, other in zip(mine.states, view.states, strict=True):
+            if state.history is None:
+                for x, y in zip(state._tensors(), other._tensors(), strict=True):
+                    x.copy_(y)
 
     def select(self, index: Tensor) -> None:
         """Keeps the rows `index` [n], in that order, in new memory; the host waits."""
@@ -532,6 +573,8 @@ class StaticCache(Cache):
         with torch.inference_mode(False):
             super().select(index)
             self.lengths = self.lengths.index_select(0, index)
+            if self.active is not None:
+                self.active = self.active.index_select(0, index)
             self._host_lengths = self.lengths.to("cpu", torch.int64)
 
     def expand(self, n: int) -> None:
@@ -585,7 +628,7 @@ class StaticCache(Cache):
         if mask is not None:
             self._check_mask(mask, batch, tokens)
         cached = self.length
-        if cached != 0:
+        if cached != 0 or self.active is not None:
             if cu_seq_lens is not None:
                 raise ValueError(
                     f"cu_seq_lens with a cache that already holds {self._length_text()} tokens: "
@@ -597,6 +640,8 @@ class StaticCache(Cache):
                 lengths = self.lengths if unknown else self._host_lengths
                 self._check_room(lengths + tokens)
                 self.append, self._growth = CacheAppend(lengths=self.lengths), (tokens, tokens)
+                if self.active is not None:
+                    self._growth = tokens * self.active, None
                 return self.lengths
             if cached is None:
                 raise ValueError(

@@ -1,7 +1,7 @@
 """What mixers that read the tokens one after the other keep of earlier ones.
 
-# R rows of the cache, N tokens that can be taken back, W taps of the convolution, M its channels,
-# H value heads, Dk and Dv head dims of keys and values, T tokens of a row
+# R rows of the cache, N tokens that can be taken back, W kernel size of the convolution, M its
+# channels, H value heads, Dk and Dv head dims of keys and values, T tokens of a row
 """
 
 import torch
@@ -72,9 +72,9 @@ class DeltaState(RecurrentState):
     def __init__(
         self,
         inputs: Tensor,  # [R, N + 1, W - 1, M]
-        memory: Tensor,  # fp32 [R, N + 1, H, Dk, Dv]
+        recurrent_state: Tensor,  # fp32 [R, N + 1, H, Dk, Dv]
     ):
-        super().__init__(inputs, memory)
+        super().__init__(inputs, recurrent_state)
 
     @property
     def layout(self) -> str:

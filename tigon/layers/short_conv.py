@@ -1,6 +1,6 @@
 """Short convolution: a causal convolution between two gates, in place of attention.
 
-# B batch, T tokens, C model dim, W taps, R rows of the cache
+# B batch, T tokens, C model dim, W kernel size, R rows of the cache
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ from tigon.layers.recurrent_state import ConvState, last_inputs, real_ends
 
 
 class ShortConv(nn.Module):
-    """A causal convolution of each channel over `taps` tokens, between gates, [B, T, C] in and out.
+    """A causal convolution over `kernel_size` tokens, between gates, [B, T, C] in and out.
 
     The projection's thirds are the gate of the convolution's input, that of its output, and the
     input itself. `bias`: that of all three layers. Source: LFM2 (arXiv 2511.23404).
     """
 
-    def __init__(self, dim: int, taps: int, *, bias: bool = False):
+    def __init__(self, dim: int, kernel_size: int, *, bias: bool = False):
         super().__init__()
         self.in_proj = FusedLinear(dim, (dim, dim, dim), bias=bias)
-        self.conv = nn.Conv1d(dim, dim, taps, groups=dim, bias=bias)
+        self.conv = nn.Conv1d(dim, dim, kernel_size, groups=dim, bias=bias)
         self.out_proj = Linear(dim, dim, bias=bias)
 
     def make_state(
@@ -40,8 +40,8 @@ class ShortConv(nn.Module):
     ) -> ConvState:
         """Returns an empty state, which has the same size for any `capacity`, and is not
         quantized."""
-        channels, _, taps = self.conv.weight.shape
-        return ConvState(torch.zeros(rows, 1, taps - 1, channels, dtype=dtype, device=device))
+        channels, _, size = self.conv.weight.shape
+        return ConvState(torch.zeros(rows, 1, size - 1, channels, dtype=dtype, device=device))
 
     def forward(
         self, x: Tensor, rotation: Any, state: ConvState | None, ctx: BlockInputs

@@ -52,6 +52,7 @@ class LanguageModel(CheckedCasts):
         self.fsdp_ranks: Ranks | None = None  # gather weights for the same calls
         self.tensor_parallel: Any = None  # tigon.parallel.TensorParallel, to sum gradients
         self.zero2: Any = None  # tigon.parallel.zero2.Zero2, with sharding=gradients
+        self.compute_dtype: torch.dtype | None = None  # to which FSDP or ZeRO-2 casts the weights
         # Drop padding before the blocks and fill it with zeros after them. True: wherever no number
         # changes; False: never; None: where it is faster (16 bits on a GPU, varlen attention)
         self.drop_padding: bool | None = None
@@ -134,12 +135,12 @@ class LanguageModel(CheckedCasts):
     ) -> StaticCache:
         """An empty cache for `past_key_values`, with room for `capacity` tokens in each row.
 
-        Inside `torch.autocast` it has autocast's dtype. `rollback`: how many tokens `crop` can drop
-        where layers keep one state for all tokens. Raises ValueError for a cache larger than
-        the device's memory.
+        Inside `torch.autocast` it has autocast's dtype, in mixed precision `compute_dtype`.
+        `rollback`: how many tokens `crop` can drop where layers keep one state for all tokens.
+        Raises ValueError for a cache larger than the device's memory.
         """
         device = self.device
-        dtype = autocast_dtype(device) or self.dtype
+        dtype = autocast_dtype(device) or self.compute_dtype or self.dtype
         options: dict[str, Any] = {"dtype": dtype, "chunk": chunk, "quantize": quantize}
         options["rollback"] = rollback
         cache = partial(StaticCache, self.model.make_states, rows, capacity, **options)

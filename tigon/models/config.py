@@ -76,6 +76,8 @@ class ModelConfig:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    # transformers' sequence classifier; "": named like `architecture`; None: there is none
+    classifier_name: ClassVar[str | None] = ""
     # model_type of the multimodal config that exports have, where transformers has no text class
     wrapper_type: ClassVar[str] = ""
     default_theta: ClassVar[float] = 10000.0
@@ -138,6 +140,8 @@ class ModelConfig:
     @classmethod
     def classifier(cls) -> str | None:
         """The name of transformers' sequence classifier of this family; None if there is none."""
+        if cls.classifier_name != "":
+            return cls.classifier_name
         return cls.architecture.replace("ForCausalLM", "ForSequenceClassification")
 
     @classmethod

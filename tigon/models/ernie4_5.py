@@ -18,11 +18,8 @@ class Ernie4_5Config(ModelConfig):
 
     model_type = "ernie4_5"
     architecture = "Ernie4_5ForCausalLM"
+    classifier_name = None
     default_theta = 5e5
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of ERNIE 4.5."""
 
     vocab_size: int = 103424
     hidden_size: int = 1024

@@ -43,12 +43,7 @@ class Gemma3Config(GemmaConfig, LocalThetaConfig):
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
-
-    @classmethod
-    def classifier(cls) -> str:
-        """The name of transformers' sequence classifier, which has Text in it."""
-        return "Gemma3TextForSequenceClassification"
-
+    classifier_name = "Gemma3TextForSequenceClassification"
     # Read with the RoPEs; and a copy of sliding_window_pattern
     ignored = frozenset({"rope_local_base_freq", "_sliding_window_pattern"})
 

@@ -35,6 +35,7 @@ class Gemma3nConfig(SharedKVConfig, LocalThetaConfig):
 
     model_type = "gemma3n_text"
     architecture = "Gemma3nForCausalLM"
+    classifier_name = None
     ignored = frozenset({"rope_local_base_freq"})  # read with the RoPEs
 
     vocab_size: int = 262400
@@ -63,10 +64,6 @@ class Gemma3nConfig(SharedKVConfig, LocalThetaConfig):
     num_kv_shared_layers: int = 15
     laurel_rank: int = 64
     activation_sparsity_pattern: list[float] | None = None
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier."""
 
     def __post_init__(self) -> None:
         layers = self.num_hidden_layers
@@ -270,8 +267,8 @@ def _rescale(x: Tensor, like: Tensor) -> Tensor:
 def bound_coefficients(model: nn.Module, _: Any) -> None:
     """Bounds AltUp's prediction coefficients in place before a pass in training, as transformers
     does."""
-    for module in model.modules() if model.training else ():
-        if isinstance(module, AltUp) and module.clip is not None:
+    for module in model.modules():
+        if isinstance(module, AltUp) and module.training and module.clip is not None:
             weight = module.prediction_coefs.weight  # None if it is quantized
             if weight is not None and not weight.is_meta:
                 # `data`, as another pass may have saved the weight

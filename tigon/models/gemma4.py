@@ -75,6 +75,7 @@ class Gemma4UnifiedConfig(SharedKVConfig):
 
     model_type = "gemma4_unified_text"
     architecture = "Gemma4UnifiedForCausalLM"
+    classifier_name = None
     ignored = frozenset({"is_causal"})  # follows from use_bidirectional_attention
 
     vocab_size: int = 262144
@@ -100,10 +101,6 @@ class Gemma4UnifiedConfig(SharedKVConfig):
     use_bidirectional_attention: str | None = "vision"  # which changes nothing for text
     attention_k_eq_v: bool = False
     use_double_wide_mlp: bool = False
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier."""
 
     def __post_init__(self) -> None:
         last = self.num_hidden_layers - 1

@@ -21,6 +21,7 @@ class Glm4MoeConfig(GroupMoEConfig):
 
     model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"
+    classifier_name = None
     partial_rotary = True
     ignored = GroupMoEConfig.ignored | {"partial_rotary_factor"}  # read with the RoPE
 
@@ -46,11 +47,6 @@ class Glm4MoeConfig(GroupMoEConfig):
             width = self.hidden_size // max(1, self.num_attention_heads)
             object.__setattr__(self, "head_dim", width)
         super().__post_init__()
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of this family."""
-        return None
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ class Glm4MoeLiteConfig(LatentConfig):
 
     model_type = "glm4_moe_lite"
     architecture = "Glm4MoeLiteForCausalLM"
+    classifier_name = None
 
     vocab_size: int = 154880
     hidden_size: int = 2048
@@ -57,11 +58,6 @@ class Glm4MoeLiteConfig(LatentConfig):
         types = self.mlp_layer_types or []
         first = types.index(SPARSE) if SPARSE in types else len(types)
         return super().to_dict() | {"first_k_dense_replace": first}
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of this family."""
-        return None
 
     def sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""

@@ -20,10 +20,7 @@ class GraniteConfig(LlamaConfig):
 
     model_type = "granite"
     architecture = "GraniteForCausalLM"
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of Granite."""
+    classifier_name = None
 
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0

@@ -27,11 +27,12 @@ KEYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Lfm2Config(ModelConfig):
-    """The config of LFM2: `ModelConfig` with the layers that have attention, the convolution's taps
-    and biases, and how the MLP's size follows from intermediate_size."""
+    """The config of LFM2: `ModelConfig` with the layers that have attention, the convolution's
+    size and biases, and how the MLP's size follows from intermediate_size."""
 
     model_type = "lfm2"
     architecture = "Lfm2ForCausalLM"
+    classifier_name = None
     default_theta = 1e6
     # Copies of other keys, how weights were initialized, and keys with another name here
     ignored = frozenset(
@@ -61,10 +62,6 @@ class Lfm2Config(ModelConfig):
     block_auto_adjust_ff_dim: bool = True
     full_attn_idxs: list[int] | None = None
     layer_types: list[str] | None = None
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of LFM2."""
 
     @classmethod
     def from_dict(cls, source: Mapping[str, Any]) -> Self:

@@ -25,13 +25,10 @@ class Llama4Config(ExpertsConfig):
 
     model_type = "llama4_text"
     architecture = "Llama4ForCausalLM"
+    classifier_name = None
     experts_keys = ("num_local_experts",)
     default_theta = 5e5
     ignored = frozenset({"output_router_logits", "router_aux_loss_coef"})  # the loss has no balance
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of Llama 4."""
 
     vocab_size: int = 202048
     hidden_size: int = 5120

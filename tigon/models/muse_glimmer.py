@@ -22,11 +22,8 @@ class MuseGlimmerConfig(WindowedConfig):
 
     model_type = "muse_glimmer_text"
     architecture = "MuseGlimmerForConditionalGeneration"
+    classifier_name = None
     wrapper_type = "muse_glimmer"
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of Muse."""
 
     vocab_size: int = 202048
     hidden_size: int = 6656

@@ -18,11 +18,8 @@ class OlmoeConfig(MoEConfig):
 
     model_type = "olmoe"
     architecture = "OlmoeForCausalLM"
+    classifier_name = None
     experts_keys = ("num_experts", "num_local_experts")
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of OLMoE."""
 
     vocab_size: int = 50304
     hidden_size: int = 2048

@@ -80,7 +80,7 @@ class GatedDeltaBlock(PreNormBlock):
         self.mixer_name = "linear_attn"
         heads = c.linear_num_key_heads, c.linear_num_value_heads
         dims = c.linear_key_head_dim, c.linear_value_head_dim
-        options: dict[str, Any] = {"taps": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps}
+        options: dict[str, Any] = {"kernel_size": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps}
         return GatedDeltaNet(c.hidden_size, *heads, *dims, packed=self.packed, **options)
 
 
@@ -90,6 +90,7 @@ class Qwen3_5Config(GatedDeltaConfig):
 
     model_type = "qwen3_5_text"
     architecture = "Qwen3_5ForCausalLM"
+    classifier_name: ClassVar[str | None] = "Qwen3_5TextForSequenceClassification"
     rope_extras: ClassVar[Mapping[str, Any]] = {
         "mrope_section": list[int],  # of text the three positions are one
         "mrope_interleaved": bool,
@@ -98,11 +99,6 @@ class Qwen3_5Config(GatedDeltaConfig):
         *("mlp_only_layers", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
         *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
     }
-
-    @classmethod
-    def classifier(cls) -> str | None:
-        """The name of transformers' sequence classifier, which has Text in it."""
-        return "Qwen3_5TextForSequenceClassification"
 
     vocab_size: int = 248320
     hidden_size: int = 4096

@@ -20,15 +20,12 @@ class Qwen3_5MoeConfig(Qwen3_5Config, MoEConfig):
 
     model_type = "qwen3_5_moe_text"
     architecture = "Qwen3_5MoeForCausalLM"
+    classifier_name = None
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **Qwen3_5Config.neutral,
         "norm_topk_prob": (None, True),
         "decoder_sparse_step": (None, 1),
     }
-
-    @classmethod
-    def classifier(cls) -> None:
-        """None: transformers has no sequence classifier of these mixtures."""
 
     hidden_size: int = 2048
     intermediate_size: int = 512  # no layer has an MLP

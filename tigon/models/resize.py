@@ -1,5 +1,6 @@
 """Changes the number of tokens that a model's embedding and head have rows for."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -7,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tigon.layers import Embedding
+from tigon.layers import Embedding, LMHead
 from tigon.models.base import LanguageModel
 from tigon.models.config import vocabulary_keys
+from tigon.utils import memory
 from tigon.utils.json import quote
+from tigon.utils.memory import format_gib
 
 
 @torch.no_grad()
@@ -30,7 +33,8 @@ def resize_token_embeddings(
     they are drawn as in a new model.
 
     Call it before adapters are added, the model is sharded or an optimizer is made, since these
-    refer to the old parameters. Raises ValueError if the model has adapters or is sharded.
+    refer to the old parameters. Raises ValueError if the model has adapters or is sharded, and for
+    more rows than the device's memory has room for.
     """
     size = model.config.vocab_size if new_num_tokens is None else new_num_tokens
     multiple = 1 if pad_to_multiple_of is None else pad_to_multiple_of
@@ -47,18 +51,32 @@ def resize_token_embeddings(
         raise ValueError("the model is sharded: resize its embeddings before sharding it")
     sizes: dict[str, Any] = dict.fromkeys(vocabulary_keys(model.config), size)
     config = replace(model.config, **sizes)  # raises before anything changes
+    tables = model.model.embeddings[: len(sizes)]
+    heads = [] if model.ties_head or config.labels else [head]
+    _check_memory(model, [*tables, *heads], size)
     std = None if mean_resizing else config.initializer_range
-    for table in model.model.embeddings[: len(sizes)]:
+    for table in tables:
         table.weight = _resize_rows(table.weight, size, std)
         table.num_embeddings = size
     if model.ties_head:
         head.weight = cast(nn.Parameter, embedding.weight)
-    elif not config.labels:
-        head.weight = _resize_rows(head.weight, size, std)
+    for layer in heads:
+        layer.weight = _resize_rows(layer.weight, size, std)
     if head.bias is not None and not config.labels:
         head.bias = _resize_rows(head.bias, size, None if mean_resizing else 0.0)
     model.config = config
     return embedding
+
+
+def _check_memory(model: LanguageModel, modules: Sequence[Embedding | LMHead], size: int) -> None:
+    """Raises ValueError if `size` rows of these modules' weights exceed the device's memory."""
+    weights = [module.weight for module in modules if not module.weight.is_meta]
+    needed = sum(size * weight[:1].nbytes for weight in weights)
+    if needed > (available := memory.total_memory(model.device)):
+        raise ValueError(
+            f"embedding and head of {size} rows take {format_gib(needed)}, and {model.device} has "
+            f"{format_gib(available)}"
+        )
 
 
 def _resize_rows(old: Tensor, size: int, std: float | None) -> nn.Parameter:

@@ -42,6 +42,7 @@ def shard_blocks(
     mixed precision. `one_backward`: whether a step has a single backward pass.
     """
     disable_pdl(model)
+    model.compute_dtype = compute
     # Imported now: it takes a second and 25 MB, and models of one process need none of it
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

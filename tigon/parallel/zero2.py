@@ -340,6 +340,7 @@ def shard_gradients(
     dtype of the rows.
     """
     model.zero2 = zero = Zero2(model, mesh, compute, sums)
+    model.compute_dtype = compute
     return zero
 
 

@@ -25,11 +25,15 @@ import torch
 from torch import nn
 
 from tigon.distributed.context_attention import heads_sent_per_token
+from tigon.kernels.delta.gated_delta_forward import CHUNK
 from tigon.layers import (
     Attention,
     Experts,
+    GatedDeltaNet,
     GroupRouter,
+    LatentAttention,
     RMSNorm,
+    ShortConv,
     SoftmaxAttention,
     SparseMoE,
     TopKRouter,
@@ -37,6 +41,7 @@ from tigon.layers import (
 from tigon.layers.linear import GatedLinear
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, keep_rank_zero, reduction_dtype
+from tigon.parallel.tensor_modules import ReplicatedLinear
 from tigon.plan.gpu import GPU, Constants
 from tigon.plan.layout import Layout
 from tigon.train.config import Config
@@ -58,6 +63,9 @@ STREAMED = {
     "gated_act": (3, 5),  # gate and up in, y out; gate, up and dy in, dgate and dup out
     "rope": (2, 2),
     "qk_norm_rope": (2, 3),
+    "causal_conv": (2, 3),  # x in, y out; x and dy in, dx out
+    "gated_norm": (3, 5),  # x and gate in, y out; both and dy in, their gradients out
+    "join": (2, 2),  # a part of a tensor that is put together from several
 }
 GEMM = tuple[int, int, int]  # m, n, k of x [m, k] @ w [n, k].T
 
@@ -70,6 +78,7 @@ class Work:
     grouped: float = 0.0  # operations of experts
     attention: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by head_dim
     recomputed: float = 0.0  # share of attention's forwards
+    recurrence: float = 0.0  # operations of the delta rule
     moved: dict[str, float] = field(default_factory=dict)  # bytes of memory-bound kernels, by kind
 
 
@@ -173,12 +182,17 @@ def micro_batch_work(
     recomputes; `learned` the share of tokens with a target.
     """
     work, local = Work(recomputed=recomputed), rows * -(-tokens // context)
+    stream = -(-local // tensor)  # a rank's own tokens, between blocks
+    for end in (*model.model.first_modules, *model.model.last_modules):
+        for module in end.modules():
+            if isinstance(module, nn.Linear):
+                work.products[stream, *module.weight.shape] += 3
     for block in model.model.layers:
         # Nothing after the last product is saved, so it is not recomputed
         last = None if has_post_norms(block) else getattr(block.mlp, "down_proj", None)
         routed = expert_tokens(block, local, tensor)
         for module in block.modules():
-            m = routed.get(module, local)
+            m = stream if isinstance(module, ReplicatedLinear) else routed.get(module, local)
             if isinstance(module, nn.Linear | TopKRouter | GroupRouter):
                 n, k = module.weight.shape
                 work.products[m, n, k] += 3 + (0.0 if module is last else recomputed)
@@ -191,9 +205,20 @@ def micro_batch_work(
                 seen = int(positions_seen(np.array([tokens]), module.window).sum())
                 operations = 12 * module.heads * module.head_dim * rows * seen / context
                 work.attention[module.head_dim] += operations
+            elif isinstance(module, GatedDeltaNet):
+                forward, backward = delta_operations(module.key_dim, module.value_dim)
+                each = (1 + recomputed) * forward + backward
+                work.recurrence += each * module.value_heads * local
     work.products[round(learned * local), *model.lm_head.weight.shape] += 3
     work.moved = kernel_bytes(model, local, tensor, recomputed, learned)
     return work
+
+
+def delta_operations(key_dim: int, value_dim: int) -> tuple[int, int]:
+    """Returns the operations of the gated delta rule for a token of a head, forward and backward,
+    which computes what it needs of forward again."""
+    dims, state = CHUNK * (key_dim + value_dim), key_dim * value_dim
+    return 4 * dims + 6 * state, 15 * dims + 4 * CHUNK**2 + 16 * state
 
 
 def expert_tokens(block: nn.Module, local: int, tensor: int) -> dict[nn.Module, int]:
@@ -209,7 +234,7 @@ def kernel_bytes(
     """Returns the bytes that memory-bound kernels move for a rank's `local` tokens, by kind; each
     kernel reads its inputs once and writes its outputs once."""
     c, moved = model.config.hidden_size, defaultdict[str, float](float)
-    vocab, stream = model.lm_head.weight.shape[0], -(-local // tensor)
+    stream = -(-local // tensor)
 
     def add(kind: str, operator: str, elements: float, extra: float = 0) -> None:
         forward, backward = STREAMED[operator]
@@ -228,6 +253,18 @@ def kernel_bytes(
                 operator = "qk_norm_rope" if with_norm else "rope"
                 extra = 2 * kv * module.head_dim if with_norm else 0
                 add("RoPE", operator, local * heads * module.head_dim, extra)
+            elif isinstance(module, LatentAttention):
+                heads, rotated = module.heads, module.sizes.qk_rope_head_dim
+                add("RoPE", "rope", local * (heads + 1) * rotated)
+                padded = module.head_dim if module.value_dim < module.head_dim else 0
+                add("latents", "join", local * heads * (2 * module.head_dim + padded))
+            elif isinstance(module, GatedDeltaNet):
+                add("convolution", "causal_conv", local * module.channels)
+                add("norms", "gated_norm", local * module.value_heads * module.value_dim)
+            elif isinstance(module, ShortConv):
+                channels = len(module.conv.weight)
+                add("convolution", "causal_conv", local * channels)
+                add("activation", "gated_act", 2 * local * channels)  # both gates
             elif isinstance(module, GatedLinear):
                 add("activation", "gated_act", m * len(module.weight) / 2)
             elif isinstance(module, SparseMoE):
@@ -241,11 +278,13 @@ def kernel_bytes(
                     moves = (4 + 2 * recomputed) * (received + m)
                 moves += (2 + recomputed) * (copies + received)
                 moved["experts' rows"] += BF16 * moves * c
-    tied = model.config.tie_word_embeddings
-    # Rows in and out, their gradients in; and a gradient of zeros to add them to
-    moved["embedding"] += BF16 * (4 * stream * c + (0 if tied else vocab * c))
+    for table in model.model.embeddings:
+        tied = table.weight is model.lm_head.weight
+        # Rows in and out, their gradients in; and a gradient of zeros to add them to
+        size = 4 * stream * table.weight.shape[1] + (0 if tied else table.weight.numel())
+        moved["embedding"] += BF16 * size
     # Each logit in once, its gradient out once
-    moved["head"] += BF16 * 2 * learned * local * vocab
+    moved["head"] += BF16 * 2 * learned * local * model.lm_head.weight.shape[0]
     return moved
 
 
@@ -382,6 +421,7 @@ def compute_seconds(work: Work, k: Constants) -> dict[str, float]:
     return {
         "GEMMs": products + work.grouped / k.grouped,
         "attention": attention * (1 + work.recomputed * k.attention_forward),
+        "delta rule": work.recurrence / k.recurrence,
         "memory-bound kernels": sum(work.moved.values()) / k.passes,
     }
 

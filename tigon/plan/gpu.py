@@ -39,6 +39,7 @@ class Constants:
     grouped: float  # operations per second of the experts' grouped GEMMs
     attention: dict[str, float]  # operations per second, forward and backward, by head_dim
     attention_forward: float  # share of the forward in that time
+    recurrence: float  # operations per second of the gated delta rule, forward and backward
     passes: float  # bytes per second of memory-bound kernels
     optimizer: float  # bytes per second
     rest: float  # share of a step that no other kind explains
@@ -70,7 +71,9 @@ class Constants:
         compute = gpu.flops / measured.flops
         memory = gpu.bandwidth / measured.bandwidth
         link = gpu.nvlink / measured.nvlink
-        changes: dict[str, Any] = {n: getattr(self, n) * compute for n in ("products", "grouped")}
+        changes: dict[str, Any] = {
+            n: getattr(self, n) * compute for n in ("products", "grouped", "recurrence")
+        }
         changes |= {n: getattr(self, n) * memory for n in ("product_bytes", "passes", "optimizer")}
         changes |= {n: getattr(self, n) * link for n in ("nvlink", "nvlink_many")}
         changes["attention"] = {d: rate * compute for d, rate in self.attention.items()}

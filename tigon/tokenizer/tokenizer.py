@@ -186,6 +186,12 @@ class Tokenizer:
         self._special_ids = _special_ids(self.backend)
         return len(self) - before
 
+    def special_id(self, text: str) -> int | None:
+        """Returns the id of a special token, whose text `skip_special_tokens` leaves out; None for
+        any other text."""
+        token = self._token_id(text)
+        return token if token in self._special_ids else None
+
     def keep_files(self) -> None:
         """Reads the files into memory, so that `save_pretrained` works after they are deleted."""
         self._files.read_all()

@@ -3,7 +3,7 @@
 import math
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,6 +20,7 @@ from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.background_export import Exporter
+from tigon.train.benchmarks import load_benchmarks
 from tigon.train.config import Config
 from tigon.train.cuda_graphs import Graphs, check_run
 from tigon.train.data import build_loader, set_share_prompts
@@ -82,6 +83,7 @@ class TrainingRun:
     saver: checkpoint.Saver
     ema: Ema | None
     prompts: list[SamplePrompt] = field(default_factory=list)  # of samples
+    benchmarks: Callable[[], dict[str, float]] | None = None  # measures lm-eval's tasks
     base: str = ""  # digest of an adapter's base
     in_backward: InBackward | None = None  # updates the weights during backward
 
@@ -228,6 +230,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
             checkpointing.apply(model)
         inputs.check_model(model)
         prompts = read_prompts(config, inputs.tokenizer, model)
+        benchmarks = load_benchmarks(config, model, inputs.tokenizer, world)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
     world.check_same({"sample_prompts": [prompt.ids for prompt in prompts]}, OTHER_FILES)
@@ -260,7 +263,9 @@ def prepare(config: Config, world: World) -> TrainingRun:
     ]:
         world.log_rank0(f"note: {notice}")
     base = digest if has_adapter else ""
-    return build_run(config, world, inputs, model, optimizer, ema, prompts, base)
+    run = build_run(config, world, inputs, model, optimizer, ema, prompts, base)
+    run.benchmarks = benchmarks
+    return run
 
 
 def build_run(
@@ -339,9 +344,13 @@ def find_unused_settings(config: Config, steps: int, device: torch.device) -> li
             f"lr does not fall: decay_steps={config.decay_steps} of {steps} steps is {decay}, and "
             "the first of them still has lr"
         )
+    if config.eval is not None and not config.eval.tasks:
+        notes.append("eval names no tasks, and measures nothing")
     if not config.held_out:
         default = Config.__dataclass_fields__
         names = [n for n in default if n.startswith("eval_")]
+        if config.eval is not None:
+            names.remove("eval_every")
         unused = [n for n in names if getattr(config, n) not in (default[n].default, ())]
         if unused:
             notes.append(f"without eval_data, nothing comes of {', '.join(unused)}")

@@ -120,6 +120,18 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class TaskEvaluation:
+    """Tasks of lm-eval, on which each evaluation measures the model."""
+
+    tasks: tuple[str, ...] = setting((), "tasks, groups or tags of lm-eval, or YAML files")
+    include_path: str = setting("", "a folder with tasks of your own; code that they name runs")
+    num_fewshot: int | None = setting(None, "answered examples; null: as the task says", ge=0)
+    limit: float | None = setting(
+        None, "documents of each task; below 1: a share; null: all", gt=0, finite=True
+    )
+
+
+@dataclass(frozen=True)
 class ModelSettings:
     """The model."""
 
@@ -237,6 +249,9 @@ class LossSettings:
     )
     label_smoothing: float = setting(0.0, "share of a target spread over all tokens", ge=0)
     z_loss: float = setting(0.0, "factor of the squared log-normaliser, as in PaLM", ge=0)
+    eval: TaskEvaluation | None = setting(
+        None, "{tasks: [arc_easy], limit: 100}: benchmarks at evaluations: docs/evaluation.md"
+    )
     eval_metrics: tuple[str, ...] | None = setting(None, "null: as metrics")
     eval_return_logits: bool | None = setting(None, "in evaluation; null: the same")
     eval_logits_to_keep: int | None = setting(None, "in evaluation; null: the same", ge=0)
@@ -445,6 +460,7 @@ REQUIRES = (
     ("decay_type", "schedule=wsd", ""),
     ("nesterov=true & optimizer=sgd", "momentum>0", "such as momentum=0.9"),
     ("adamw_lr>0", "lr>0", "it follows the schedule of lr; freeze the others instead"),
+    ("eval.include_path", "eval.tasks", "it has tasks to name"),
     ("fp8", "dtype=auto|bfloat16", ""),
     ("fp8_except", "fp8=true", ""),
     ("memory_budget", "activation_checkpointing=auto", ""),
@@ -526,6 +542,11 @@ class Config(
     def held_out(self) -> tuple[str | Entry, ...]:
         """Returns the data to evaluate on; with eval_fraction, a part of the rows of `data`."""
         return self.data if self.eval_fraction else self.eval_data
+
+    @property
+    def evaluates(self) -> bool:
+        """Returns whether there is anything that an evaluation measures."""
+        return bool(self.held_out) or (self.eval is not None and bool(self.eval.tasks))
 
     def __post_init__(self) -> None:
         """Raises ValueError for settings out of range, at fault or in conflict; replaces a ~ at the

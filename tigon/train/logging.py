@@ -147,6 +147,11 @@ def check_sinks(names: Sequence[str]) -> None:
             raise ImportError(f"log_to={name} needs a package: pip install 'tigon[{name}]'")
 
 
+def is_evaluation(row: Row) -> bool:
+    """Returns whether a row of metrics.jsonl is that of an evaluation, not of a step."""
+    return any(key.startswith(("eval_", "eval/")) for key in row)
+
+
 def scalar_tags(row: Row) -> dict[str, float]:
     """Returns the finite numbers of a row, named train/..., speed/... or eval/..."""
     tags = {}
@@ -155,8 +160,8 @@ def scalar_tags(row: Row) -> dict[str, float]:
         if key == "step" or not is_number or not math.isfinite(value):
             continue
         group = "speed" if key in SPEED else "train"
-        if "eval_loss" in row:
-            group, key = "eval", key.removeprefix("eval_")
+        if is_evaluation(row):
+            group, key = "eval", key.removeprefix("eval_").removeprefix("eval/")
         tags[f"{group}/{key}"] = float(value)
     return tags
 
@@ -175,7 +180,7 @@ class Console:
 
     def __init__(self, config: Config, steps: int, say: Callable[[str], None]):
         self.steps, self.say, self.log_every = steps, say, config.log_every
-        self.eval_every = config.eval_every if config.held_out else None
+        self.eval_every = config.eval_every if config.evaluates else None
         self.times: deque[float] = deque(maxlen=MEAN_OF)  # of steps, after the warm-up
         self.evaluation_seconds = 0.0
         self.count = 0  # steps of this process
@@ -199,11 +204,13 @@ class Console:
             self.since, self.last = [], now
 
     def evaluation(self, row: Row) -> None:
-        """Prints an evaluation from its row: all held-out data, and each named data set."""
+        """Prints an evaluation from its row: all held-out data, each named data set, each task."""
         self.evaluation_seconds = row["seconds"]
         whole, sets = split_by_set(row)
-        took = f"{row['eval_tokens']:,} tokens in {row['seconds']:.1f} s"
-        lines = [f"{self._step(row['step'])}  eval {format_measures(whole)}  {took}"]
+        tokens = f"{row['eval_tokens']:,} tokens " if "eval_tokens" in row else ""
+        took = f"{tokens}in {row['seconds']:.1f} s"
+        measures = f"{format_measures(whole)}  " if whole else ""
+        lines = [f"{self._step(row['step'])}  eval {measures}{took}"]
         lines += [f"  {name}: {format_measures(values)}" for name, values in sets.items()]
         self.say("\n".join(lines))
 
@@ -282,6 +289,9 @@ def split_by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]
                 sets.setdefault(which, {})[name] = value
             else:  # a metric may have such a name too, as rewards/chosen
                 whole[key.removeprefix("eval_")] = value
+        elif key.startswith("eval/"):  # eval/task/metric
+            task, _, metric = key.removeprefix("eval/").rpartition("/")
+            sets.setdefault(task, {})[metric] = value
     return whole, sets
 
 
@@ -353,7 +363,7 @@ class RunLog:
             _write(path, "".join(map(_line, kept + new)))
         self._append(row)
         self.sinks.log(row)
-        if "eval_loss" in row:
+        if is_evaluation(row):
             self.console.evaluation(row)
             self.console.samples(samples)
         else:
@@ -403,16 +413,17 @@ class RunLog:
 def is_unfinished(config: Config, step: int) -> bool:
     """Returns whether a run that ends with `step` lacks its last evaluation or its export."""
     path = Path(config.run_dir)
-    evaluated = not config.held_out or read_eval_loss(path / "metrics.jsonl", step) is not None
+    evaluated = not config.evaluates or read_eval_loss(path / "metrics.jsonl", step) is not None
     return not evaluated or (config.export and read_exported_step(config) != step)
 
 
 def read_eval_loss(metrics: Path, step: int) -> float | None:
-    """Returns the loss of the evaluation at this step, inf if not finite; None without one."""
-    rows = [row for row in read_metrics(metrics) if row["step"] == step and "eval_loss" in row]
+    """Returns the loss of the evaluation at this step, inf if it is not finite or was of tasks
+    alone; None without one."""
+    rows = [row for row in read_metrics(metrics) if row["step"] == step and is_evaluation(row)]
     if not rows:
         return None
-    loss = rows[0]["eval_loss"]
+    loss = rows[0].get("eval_loss")
     return math.inf if loss is None else loss
 
 

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from tigon import report
+from tigon.data import Loader
 from tigon.data.examples import format_count
 from tigon.train import checkpoint, guard, publish, resume
+from tigon.train.benchmarks import Interrupted
 from tigon.train.build import TrainingRun
 from tigon.train.callbacks import Callback, CallbackHandler, NamedSets, PredictionsWriter
 from tigon.train.distributed import InputError, World, reshard, sync_gradients
@@ -34,10 +36,6 @@ from tigon.train.samples import generate
 from tigon.train.tasks import MicroBatchLoss, StepInputs
 
 SAVE_FAILED = 1000  # more than the number of any signal
-
-
-class Interrupted(Exception):
-    """Says that a signal ended the evaluation, which is made when the run resumes."""
 
 
 def train(run: TrainingRun) -> int:
@@ -272,19 +270,28 @@ def should_stop(run: TrainingRun) -> bool:
 # Evaluation: all held-out data counts as one step.
 
 
-@torch.no_grad()
 def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
-    """Returns the evaluation's row of metrics.jsonl, which callbacks have seen, or None without
-    held-out data.
+    """Returns the evaluation's row of metrics.jsonl, which callbacks have seen: measures of the
+    held-out data and of lm-eval's tasks; None with neither.
 
-    Every rank runs as many forward passes as the others. Raises Interrupted on all ranks once one
-    of them has received a signal.
+    Raises Interrupted on all ranks once one of them has received a signal.
     """
-    if run.eval_data is None:
-        return None
-    config, world, model, task = run.config, run.world, run.model, run.task
-    data = run.eval_data
     start_time = time.perf_counter()
+    values = {} if run.eval_data is None else measure_held_out(run, run.eval_data, step)
+    if run.benchmarks is not None:
+        values |= run.benchmarks()
+    if not values:
+        return None
+    row = {"step": step, **values, "seconds": time.perf_counter() - start_time}
+    callback_handler(run, run.task.callbacks, step, training=False).on_evaluate(row)
+    return row
+
+
+@torch.no_grad()
+def measure_held_out(run: TrainingRun, data: Loader, step: int) -> dict[str, float]:
+    """Returns loss and metrics of the held-out data, as "eval_loss", whose passes callbacks have
+    seen, and its targets; every rank runs as many passes as the others."""
+    config, world, model, task = run.config, run.world, run.model, run.task
 
     def all_inputs() -> Iterator[StepInputs]:
         for i in range(data.steps_per_epoch or 0):
@@ -312,10 +319,7 @@ def evaluate(run: TrainingRun, step: int) -> dict[str, Any] | None:
     metrics = reduce_losses(run, results) | ({} if sets is None else sets.metrics_to_log(world))
     del metrics["own_loss"]
     values = {f"eval_{name}": value for name, value in to_host(metrics).items()}
-    tokens, seconds = data.targets, time.perf_counter() - start_time
-    row = {"step": step, **values, "eval_tokens": tokens, "seconds": seconds}
-    callbacks.on_evaluate(row)
-    return row
+    return values | {"eval_tokens": data.targets}
 
 
 def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
@@ -340,7 +344,8 @@ def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
             tokens = run.config.sample_tokens
             texts = generate(run.model, run.prompts, run.tokenizer, tokens, run.world)
         # Whether the run ends here must not depend on a fault of one rank
-        loss = run.world.same_loss(torch.tensor(row["eval_loss"], dtype=torch.double))
+        loss = torch.tensor(row.get("eval_loss", math.inf), dtype=torch.double)
+        loss = run.world.same_loss(loss)
         run.state.note_evaluation(step, float(loss))
         export_best(run, step)
         log.log(row, texts)  # last: a run that is killed in the export evaluates again

@@ -1,6 +1,9 @@
 """transformers' Trainer with Tigon's models: every number is that of transformers' own model."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +56,18 @@ def test_curves(model_type: str, variant: str, tmp_path: Path) -> None:
     assert len(losses(actual)) == 12 and losses(actual)[0] > losses(actual)[-1] + 0.5
     np.testing.assert_allclose(losses(actual), losses(expected), rtol=0, atol=1e-5)
     assert_same(exported(ours, tmp_path / "o"), exported(theirs, tmp_path / "t"), 2e-3)
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("ddp_run.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    environment = os.environ | {"PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    command += [str(script), str(checkpoint("qwen3_moe")), str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
+    theirs, ours = json.loads((tmp_path / "losses.json").read_text())
+    assert len(theirs) == 6
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 # Evaluation

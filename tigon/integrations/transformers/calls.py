@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tigon.layers.router import Router
-from tigon.models.arguments import BATCH, PASS, TARGETS, check_keywords, select_keys
+from tigon.layers.router import Router, Routing
+from tigon.models.arguments import BATCH, PASS, check_keywords, select_keys
 from tigon.models.base import LanguageModel
 from tigon.models.inputs import BOUNDS, Batch
 from tigon.utils.config import suggest
@@ -59,7 +59,9 @@ def make_batch(native: LanguageModel, arguments: Mapping[str, Any]) -> Batch:
     sequence, gives bounds unless there are others; TypeError for an unknown keyword."""
     check_keywords("forward", arguments, KNOWN)
     refuse_liger(native.model.norm.__dict__.get("forward"))
-    chosen = select_keys(BATCH, arguments)
+    chosen = select_keys(BATCH - {"past_key_values", "use_cache"}, arguments)
+    if (cache := arguments.get("cache")) is not None:
+        chosen["past_key_values"] = cache.native
     seq_idx = arguments.get("seq_idx")
     if seq_idx is not None and not any(chosen.get(name) is not None for name in BOUNDS):
         chosen["cu_seq_lens"] = find_bounds(seq_idx)
@@ -82,15 +84,6 @@ def find_bounds(seq_idx: Tensor) -> Tensor:
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     first = starts.flatten().nonzero().flatten()
     return torch.cat([first, first.new_tensor([seq_idx.numel()])]).int()
-
-
-def select_targets(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Selects the arguments of `Targets.of`; num_items_in_batch counts for nothing without
-    labels, which Trainer keeps to itself if it smooths them."""
-    chosen = select_keys(TARGETS, arguments)
-    if "labels" not in chosen and "shift_labels" not in chosen:
-        chosen.pop("num_items_in_batch", None)
-    return chosen
 
 
 class Captured:
@@ -120,8 +113,8 @@ def capture(
         x, residual = args[:2]
         captured.streams.append(x if residual is None else residual + x)
 
-    def keep_logits(router: nn.Module, args: Any, logits: Tensor) -> None:
-        captured.router_logits.append(logits)
+    def keep_logits(router: nn.Module, args: Any, routing: Routing) -> None:
+        captured.router_logits.append(routing.logits)
 
     if hidden_states or router_logits:
         batch.keep_padding()

@@ -21,15 +21,15 @@ from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputW
 from transformers.modeling_utils import EmbeddingAccessMixin, ModuleUtilsMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from tigon.integrations.transformers.calls import (
-    capture,
-    check_options,
-    make_batch,
-    refuse_liger,
-    select_targets,
-)
+from tigon.integrations.transformers.cache import open_cache
+from tigon.integrations.transformers.calls import capture, check_options, make_batch, refuse_liger
 from tigon.integrations.transformers.generation import TigonGeneration
-from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
+from tigon.integrations.transformers.native import (
+    assemble_parameters,
+    check_config,
+    load_native,
+    take_apart,
+)
 from tigon.integrations.transformers.outputs import BaseOutput, to_transformers
 from tigon.integrations.transformers.projections import split_projections
 from tigon.layers import Embedding
@@ -65,14 +65,16 @@ class TigonModel(ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
         are asked for; called with the inputs of the blocks, what the native decoder returns."""
         if blocks:
             return super().forward(input_ids, attention_mask, position_ids, *blocks, **kwargs)
-        arguments = {"input_ids": input_ids, "attention_mask": attention_mask}
+        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         arguments |= {"position_ids": position_ids, **kwargs}
+        arguments["cache"] = cache = open_cache(self.native, self.config, arguments)
         flags = read_flags(self.config, arguments)
         batch = make_batch(self.native, arguments)
         with capture(self.native, batch, *flags) as captured:
             last, _ = self.native._run_blocks(batch, False)
         output = BaseOutput(
             last_hidden_state=last,
+            cache=cache,
             hidden_states=captured.hidden_states(last),
             router_logits=captured.logits_of_routers(),
         )
@@ -160,15 +162,14 @@ class TigonPreTrainedModel(PreTrainedModel):
         super().__init__(config)
         if native is None:
             native = self.family.from_config(config.to_dict(), dtype=torch.get_default_dtype())
-        # Past nn.Module's own __setattr__, which would give all parameters two names
-        self.__dict__["native"] = native
-        self.__dict__["_modules"] = native._modules
         self.tigon_options = options
         self.projections = projections
         if projections not in PROJECTIONS:
             raise ValueError(f"projections={projections!r} is not one of {PROJECTIONS}")
         if projections == "split":
             split_projections(native, make_reference(type(self).__name__, config))
+        # Past nn.Module's own __setattr__, which would give all parameters two names
+        self.__dict__ |= {"native": native, "_modules": native._modules}
         call_with_ids(native, config)
         self._set_statics()
         self.register_load_state_dict_pre_hook(assemble_parameters)
@@ -253,6 +254,18 @@ class TigonPreTrainedModel(PreTrainedModel):
         if (config.output_router_logits, config.router_aux_loss_coef) != (router_logits, coef):
             changes: dict[str, Any] = {"router_aux_loss_coef": coef}
             self.native.config = replace(config, output_router_logits=router_logits, **changes)
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """Writes files as transformers' own model would, into a directory that may hold others."""
+        if self.projections == "fused":
+            state_dict = take_apart(self.native, state_dict or self.state_dict())
+        super().save_pretrained(save_directory, is_main_process, state_dict, **options)
 
     def resize_token_embeddings(
         self,
@@ -339,15 +352,18 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             "logits_to_keep": logits_to_keep,
             "loss_weights": loss_weights,
             "seq_idx": seq_idx,
+            "cache": cache,
+            "use_cache": use_cache,
             **kwargs,
         }
+        arguments["cache"] = cache = open_cache(self.native, self.config, arguments)
         hidden_states, router_logits = read_flags(self.config, arguments)
         self._follow_config(router_logits)
         has_labels = labels is not None or kwargs.get("shift_labels") is not None
         if has_labels:
             arguments = {**self._default_options(skip_logits), **arguments}
         batch = make_batch(self.native, arguments)
-        targets = Targets.of(batch, **select_targets(arguments))
+        targets = Targets.of(batch, **select_keys(TARGETS, arguments))
         options = select_keys(OPTIONS, arguments)
         with capture(self.native, batch, hidden_states, router_logits) as captured:
             wanted = options.pop("return_hidden", False)
@@ -361,6 +377,7 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
         output = to_transformers(
             out,
             isinstance(self.native.config, MoEConfig),
+            cache=cache,
             hidden_states=captured.hidden_states(out.hidden),
             hidden=out.hidden if wanted else None,
             router_logits=captured.logits_of_routers(),
@@ -396,8 +413,12 @@ class TigonForSequenceClassification(TigonPreTrainedModel):
             "attention_mask": attention_mask,
             "position_ids": position_ids,
             "inputs_embeds": inputs_embeds,
+            "labels": labels,
+            "cache": cache,
+            "use_cache": use_cache,
             **kwargs,
         }
+        arguments["cache"] = cache = open_cache(self.native, self.config, arguments)
         flags = read_flags(self.config, arguments)
         batch = make_batch(self.native, arguments)
         last = self._last_tokens(input_ids, batch)
@@ -408,7 +429,7 @@ class TigonForSequenceClassification(TigonPreTrainedModel):
             values = {"logits": scores, "pooled_logits": scores, "labels": labels}
             loss = self.loss_function(**values, config=self.config)
         output = SequenceClassifierOutputWithPast(
-            loss=loss, logits=scores, hidden_states=captured.hidden_states(out.hidden)
+            loss=loss, logits=scores, cache=cache, hidden_states=captured.hidden_states(out.hidden)
         )
         return finish(output, self.config, kwargs.get("return_dict"))
 
@@ -434,7 +455,7 @@ def _class_names() -> dict[str, tuple[type[CausalLM], type[TigonPreTrainedModel]
     names: dict[str, tuple[type[CausalLM], type[TigonPreTrainedModel]]] = {}
     for family in MODELS.values():
         config = family.config_class
-        if config.model_type in CONFIG_MAPPING:
+        if not config.wrapper_type:
             names[config.architecture] = family, TigonForCausalLM
             if (classifier := config.classifier()) is not None:
                 names[classifier] = family, TigonForSequenceClassification

@@ -68,8 +68,8 @@ def find_device(device_map: Any) -> torch.device:
     is "auto" with several accelerators."""
     named = device_map
     if isinstance(device_map, Mapping):
-        devices = {torch.device(device) for device in device_map.values()}
-        named = devices.pop() if len(devices) == 1 else None
+        devices = {str(device): device for device in device_map.values()}
+        named = next(iter(devices.values())) if len(devices) == 1 else None
     elif device_map is None:
         named = "cpu"
     elif device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
@@ -115,3 +115,18 @@ def assemble_parameters(
             for source, target, count in part.rows:
                 rows[target : target + count] = tensor[source : source + count]
         state[prefix + name] = whole
+
+
+def take_apart(native: CausalLM, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a state dict with the checkpoint's tensors in place of fused projections."""
+    layout, apart = native.layout(stacked_experts=True), dict[str, Tensor]()
+    for name, whole in state.items():
+        if name not in layout:
+            apart[name] = whole
+            continue
+        for part in layout[name]:
+            rows = whole.reshape(-1, *part.shape[1:])
+            apart[part.name] = tensor = rows.new_empty(part.shape)
+            for source, target, count in part.rows:
+                tensor[source : source + count] = rows[target : target + count]
+    return apart

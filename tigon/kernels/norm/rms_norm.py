@@ -182,6 +182,13 @@ def _load_rows(x, rows, columns, mask):
 
 
 @triton.jit
+def _load_gates(x, rows, columns, mask, C: tl.constexpr):
+    """Loads a tile of `x`, a result of `_gates_of`, as fp32."""
+    at = rows // x[2] * x[1] + rows % x[2] * C
+    return tl.load(x[0] + at + columns, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def _norm_gradient(d, n, rstd, C):
     """Returns the gradient of the input of a norm from the gradient d of its output n."""
     return rstd * (d - n * (tl.sum(d * n, 1, keep_dims=True) * (1.0 / C)))
@@ -210,8 +217,10 @@ def _scaled(n, weight, scale, dtype, BEFORE, GATED):
 
 @triton.jit
 def _forward_kernel(
-    x,  # these three: pointer and step from row to row
-    residual, gate, weight,
+    x,  # these two: pointer and step from row to row
+    residual,
+    gate,  # a result of `_gates_of`
+    weight,
     post_weight,  # of a norm of x before the residual is added
     y, total,
     rstd,  # [N] of what is normed last, then [N] of x if that is normed, too
@@ -244,7 +253,7 @@ def _forward_kernel(
         tl.store(total + rows * C + columns, h, mask=mask)
         h = h.to(tl.float32)
     if gate is not None:
-        z = _load_rows(gate, rows, columns, mask).to(tl.float32)
+        z = _load_gates(gate, rows, columns, mask, C)
     if REUSE_RSTD:
         r = tl.load(rstd + rows, mask=inside, other=0.0)
     else:
@@ -261,9 +270,10 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    x,  # what is normed last; these five: pointer and step from row to row
-    gate, dy, dtotal,
+    x,  # what is normed last; these four: pointer and step from row to row
+    dy, dtotal,
     branch,  # what a sandwich norms first
+    gate,  # a result of `_gates_of`
     weight, post_weight, rstd, dx, dgate, dbranch, partials, N,
     C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
@@ -288,7 +298,7 @@ def _backward_kernel(
         n = n.to(tl.float32) * r
         d = d.to(tl.float32)
         if gate is not None:
-            z = _load_rows(gate, rows, columns, mask).to(tl.float32)
+            z = _load_gates(gate, rows, columns, mask, C)
             s = tl.sigmoid(z)
             if dgate is not None:
                 m = n
@@ -363,6 +373,20 @@ def _rows_of(x: Tensor | None, C: int) -> tuple[Tensor, int] | None:
     return x, x.stride(0)
 
 
+def _gates_of(x: Tensor | None, C: int) -> tuple[Tensor, int, int] | None:
+    """Returns `x` as runs of adjacent rows, such as the heads of a token in a projection of more,
+    the step from run to run, and the rows of a run; None for None."""
+    if x is None:
+        return None
+    if x.is_contiguous():
+        return x, C, 1
+    run = 1
+    if x.dim() > 2 and x.stride(-1) == 1 and x.stride(-2) == C:
+        run, x = x.shape[-2], x.flatten(-2)
+    x = as_rows(x)
+    return x, x.stride(0), run
+
+
 def _outputs(
     x: Tensor,
     residual: Tensor | None,
@@ -413,7 +437,8 @@ def _launch(x: Tensor, *args: Any, reuse_rstd: bool = False) -> None:
     C = x.shape[-1]
     N, launch = x.numel() // C, _launch_forward(C, post_weight is not None)
     _forward_kernel[(launch.programs(x, N),)](
-        *(_rows_of(t, C) for t in (x, residual, gate)),
+        *(_rows_of(t, C) for t in (x, residual)),
+        _gates_of(gate, C),
         *(None if t is None else t.contiguous() for t in (weight, post_weight)),
         *(
             y,
@@ -481,8 +506,8 @@ def _backward(
     made = iter(gradients)
     dx, dgate, dbranch, dweight, dpost = (next(made) if needed else None for needed in needs)
     C = x.shape[-1]
-    N, inputs = x.numel() // C, (x, gate, dy, dtotal, branch)
-    width = sum(t.element_size() for t in inputs if t is not None)
+    N, inputs = x.numel() // C, (x, dy, dtotal, branch)
+    width = sum(t.element_size() for t in (*inputs, gate) if t is not None)
     launch = _launch_backward(C, width, branch is not None)
     grid = launch.programs(x, N)
     partials = None
@@ -491,6 +516,7 @@ def _backward(
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
     _backward_kernel[(grid,)](
         *(_rows_of(t, C) for t in inputs),
+        _gates_of(gate, C),
         *(None if t is None else t.contiguous() for t in (weight, post_weight)),
         *(rstd, dx, dgate, dbranch, partials, N, C, offset, before),
         *(launch.block, launch.rows, launch.stages, launch.late),

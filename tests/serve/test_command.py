@@ -1,0 +1,90 @@
+"""`tigon serve` as a process: how it begins and how it ends."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve import loop
+from tests.serve.server import TEXT, chunks
+from tigon.cli import main
+from tigon.serve.run import listen
+
+
+@contextmanager
+def started(
+    directory: Path, *options: str, **variables: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A server's address and process, once it is ready."""
+    command = [sys.executable, "-m", "tigon", "serve", str(directory), "--port", "0", *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **variables},
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith(f"{directory.name} at http://127.0.0.1:"), line
+        assert line.endswith(": 8 rows of 256 tokens\n")
+        yield line.split()[2].rstrip(":"), process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_signal_lets_running_requests_end(directory: Path) -> None:
+    with started(directory, TIGON_API_KEY="sesame") as (url, process):
+        assert httpx.get(url + "/v1/models").status_code == 401
+        headers = {"authorization": "Bearer sesame"}
+        body = {"prompt": [5], "max_tokens": 250, "stream": True, "temperature": 1.0, "top_k": 0}
+        body |= {"seed": 1}
+        with httpx.stream("POST", url + TEXT, json=body, headers=headers) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            found = list(chunks(lines))
+        assert found[-1]["choices"][0]["finish_reason"]
+        assert process.wait(10) == 0
+        assert process.stderr is not None and process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_an_interrupt(directory: Path) -> None:
+    with started(directory, "--name", directory.name) as (_, process):
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+
+
+def test_a_taken_port(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", str(directory), "--port", port]) == 1
+    assert capfd.readouterr().err == (
+        f"tigon serve: --host 127.0.0.1 --port {port}: Address already in use; give another "
+        "address or port\n"
+    )
+
+
+def test_sockets_send_at_once() -> None:
+    """Without this a reply would wait for the acknowledgement of its head, for 40 ms."""
+    with listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP
+    with listen("::1", 0) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+@pytest.mark.slow
+def test_clients_of_every_kind_for_a_while(capfd: pytest.CaptureFixture[str]) -> None:
+    """A longer run, which also bounds memory, is `python -m tests.serve.loop --seconds 3600`."""
+    assert loop.main(["--seconds", "6"]) == 0
+    counts = json.loads(capfd.readouterr().out.partition("\n{\n")[2].join(["{", ""]))["requests"]
+    kinds = {"read 200", "stream 200", "stream left", "refuse 400", "refuse 413", "crowd 429"}
+    assert kinds <= counts.keys()

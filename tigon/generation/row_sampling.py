@@ -1,0 +1,111 @@
+"""Samples tokens for rows that have settings of their own, and that come and go.
+
+# R rows, b rows of a step, V vocab, T prompt tokens
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from tigon.generation.sampling import keep_min_p, keep_top_k, keep_top_p, penalize_repetition
+from tigon.generation.settings import GenerationSettings
+from tigon.kernels.loss.argmax import NOT_FINITE, argmax
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the settings of some rows make a step compute."""
+
+    scores: bool = False  # some row samples or changes its logits; else all take the argmax
+    filters: bool = False  # some row has a top_k or top_p, which sort a vocabulary
+
+    def __or__(self, other: Self) -> Self:
+        return type(self)(self.scores or other.scores, self.filters or other.filters)
+
+
+class RowSampling:
+    """Chooses tokens for R rows, each by settings of its own, as `Sampling` does by those of all.
+
+    What a CUDA graph reads are tensors, which `set` changes in place. A row draws from a generator
+    of its own, so that its tokens do not depend on other rows: one number for each token, which
+    picks it from the row's cumulative probabilities.
+    """
+
+    def __init__(self, rows: int, vocab: int, most_tokens: int, device: torch.device):
+        def full(value: float, dtype: torch.dtype = torch.float32, columns: int = 1) -> Tensor:
+            return torch.full((rows, columns), value, dtype=dtype, device=device)
+
+        self._vocab = vocab
+        self._temperature, self._penalty = full(1), full(1)
+        self._top_k, self._top_p, self._min_p = full(vocab, torch.int64), full(1), full(0)
+        self._greedy, self._least = full(True, torch.bool), full(0, torch.int64)
+        self._seen = full(False, torch.bool, vocab)
+        self._ends = torch.zeros(vocab, dtype=torch.bool, device=device)
+        self._draws = full(0, columns=most_tokens)
+        self._generated = full(0, torch.int64)  # tokens after the prompt
+
+    def set(self, row: int, settings: GenerationSettings, prompt: Tensor, tokens: int) -> Work:
+        """Makes a row begin after its prompt [T], for up to `tokens` more, by these settings.
+
+        `settings.eos_token_id` must be the same for all rows. Returns what the row needs.
+        """
+        s, sampled = settings, settings.do_sample
+        top_k = min(s.top_k or self._vocab, self._vocab)
+        for tensor, value in (
+            (self._temperature, s.temperature if sampled else 1),
+            (self._top_k, top_k if sampled else self._vocab),
+            (self._top_p, s.top_p if sampled else 1),
+            (self._min_p, s.min_p if sampled else 0),
+            (self._penalty, s.repetition_penalty),
+            (self._greedy, not sampled),
+            (self._least, s.min_new_tokens),
+            (self._generated, 0),
+            (self._seen, False),
+        ):
+            tensor[row].fill_(value)
+        penalized = s.repetition_penalty != 1
+        if penalized:
+            self._seen[row, prompt] = True
+        ends = [token for token in s.eos_token_id if token < self._vocab]
+        if s.min_new_tokens and ends:
+            self._ends[ends] = True
+        if sampled:
+            generator = torch.Generator()
+            generator.seed() if s.seed is None else generator.manual_seed(s.seed)
+            draws = torch.rand(tokens, generator=generator)
+            self._draws[row, :tokens] = draws.to(self._draws.device)
+        filters = sampled and (top_k < self._vocab or s.top_p < 1)
+        return Work(sampled or penalized or s.min_new_tokens > 0, filters)
+
+    def __call__(self, logits: Tensor, work: Work, start: int = 0) -> Tensor:
+        """The next tokens [b] of the rows from `start` on, from their logits [b, V]; NOT_FINITE
+        where a row's scores allow none.
+
+        `work` is at least what these rows need; more gives the same tokens.
+        """
+        rows = slice(start, start + len(logits))
+        if not work.scores:
+            token = argmax(logits)
+        else:
+            scores = penalize_repetition(logits.float(), self._seen[rows], self._penalty[rows])
+            early = self._generated[rows] < self._least[rows]
+            scores = scores.masked_fill(early & self._ends, float("-inf"))
+            token = torch.where(
+                self._greedy[rows, 0], argmax(scores), self._sample(scores, work, rows)
+            )
+            self._seen[rows].scatter_(1, token.clamp(min=0)[:, None], True)
+        self._generated[rows] += 1
+        return token
+
+    def _sample(self, scores: Tensor, work: Work, rows: slice) -> Tensor:
+        """Samples a token of each row from its scores [b, V]: [b], or NOT_FINITE."""
+        scores = scores / self._temperature[rows]
+        if work.filters:
+            scores = keep_top_p(keep_top_k(scores, self._top_k[rows]), self._top_p[rows])
+        sums = keep_min_p(scores, self._min_p[rows]).softmax(-1).cumsum(-1, dtype=torch.float64)
+        at = self._generated[rows].clamp(max=self._draws.shape[1] - 1)
+        draw = self._draws[rows].gather(1, at) * sums[:, -1:]
+        token = torch.searchsorted(sums, draw, right=True)[:, 0]
+        return token.where(sums[:, -1].isfinite(), NOT_FINITE)

@@ -1,0 +1,203 @@
+"""transformers' Cache over Tigon's caches.
+
+# B rows, K kv heads, S cached tokens, D head dim
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from tigon.layers import KVCache, StaticCache
+from tigon.layers.kv_cache import GrowingKV, KVState
+from tigon.models.base import LanguageModel
+
+
+class TigonCache(DynamicCache):
+    """A cache of transformers whose keys, values and states are in `native`.
+
+    The model alone adds to it. What `generate` of either library returns goes on in the other.
+    """
+
+    native: KVCache | StaticCache
+
+    def __init__(self, native: KVCache | StaticCache | None = None):
+        super().__init__()
+        self.native = KVCache() if native is None else native
+
+    def __len__(self) -> int:
+        return len(self.native.states)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.get_seq_length()} tokens in {len(self)} layers)"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns the tokens of every row; ValueError if rows of a static cache differ."""
+        length = self.native.length
+        if length is None:
+            raise ValueError(
+                "rows of the cache hold different numbers of tokens: go on with generate, without "
+                "beams, or with texts of one length"
+            )
+        return length
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Returns the tokens that fit into a row; -1 if the cache grows."""
+        return getattr(self.native, "capacity", -1)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """Returns the tokens that a mask is for, and the first of them."""
+        return self.get_seq_length() + query_length, 0
+
+    @property
+    def batch_size(self) -> int:
+        """The rows of the cache; 0 before the first pass."""
+        return self.native.rows if isinstance(self.native, KVCache) else len(self.native.lengths)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can drop the last tokens, which layers with one state for all cannot."""
+        return all(state.history is not None for state in self.native.states)
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: the model makes its own masks."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether it holds any tokens."""
+        return bool(self.batch_size)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """Of each layer, whether it keeps one state for all tokens."""
+        return [not isinstance(state, KVState) for state in self.native.states]
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Of each layer, False: all tokens are held."""
+        return [False] * len(self)
+
+    @property
+    def is_dummy(self) -> list[bool]:
+        """Of each layer, False: those that read another's keys and values have none here."""
+        return [False] * len(self)
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Raises NotImplementedError: only the model's own layers add to the cache."""
+        raise NotImplementedError(
+            "keys and values of a TigonCache come from the model: fill a DynamicCache, which the "
+            "model takes over"
+        )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` tokens of each row; a number above 0 is how many stay.
+
+        Raises ValueError if a layer keeps one state for all tokens.
+        """
+        stay = tokens_to_remove
+        if tokens_to_remove <= 0:
+            stay = max(self.get_seq_length() + tokens_to_remove, 0)
+        self._crop(stay)
+
+    def reset(self) -> None:
+        """Drops all tokens."""
+        self._crop(0)
+
+    def _crop(self, length: int) -> None:
+        if isinstance(self.native, KVCache):
+            self.native.crop(length)
+        elif self.native.length != length:
+            self.native.crop(torch.full_like(self.native.lengths, length, device="cpu"))
+
+    def activate_past_recording(self) -> None:
+        """Does nothing: a cache that can be cropped holds all that it needs for it."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows of the index, in its order."""
+        self.native.select(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Puts the rows into the order of the beams."""
+        self.native.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row."""
+        self.native.expand(repeats)
+
+
+def open_cache(model: Any, config: Any, arguments: Mapping[str, Any]) -> TigonCache | None:
+    """Returns the cache of a forward pass with these keywords, or None if it has none.
+
+    `model` is the native one. Without `use_cache` the config decides, for calls without labels in
+    evaluation mode. Raises TypeError or ValueError for a cache that cannot be taken over.
+    """
+    for name in ("cache", "past_key_values"):  # as in transformers, the first if both are given
+        if arguments.get(name) is not None:
+            return take_over(arguments[name], model)
+    use_cache = arguments.get("use_cache")
+    if use_cache is None:
+        labels = arguments.get("labels"), arguments.get("shift_labels")
+        scores = model.training or labels != (None, None)
+        use_cache = getattr(config, "use_cache", False) and model.causal and not scores
+    return TigonCache() if use_cache else None
+
+
+def take_over(cache: Any, model: LanguageModel) -> TigonCache:
+    """Returns the cache as one of this model.
+
+    A DynamicCache becomes one in place, so that whoever holds it sees what is added; keys and
+    values of prefixes keep their gradients. Raises TypeError for another class, and ValueError for
+    layers that do not fit.
+    """
+    if isinstance(cache, TigonCache):
+        return cache
+    if isinstance(cache, KVCache | StaticCache):
+        return TigonCache(cache)
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = "an offloaded one" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
+        raise TypeError(
+            f"the cache is {kind}: Tigon's models take over a DynamicCache alone; leave it out"
+        )
+    native = _read(cache, model)
+    cache.__class__ = TigonCache
+    cache.__dict__ = TigonCache(native).__dict__
+    return cast(TigonCache, cache)
+
+
+def _read(cache: Cache, model: LanguageModel) -> KVCache:
+    """Returns a native cache with transformers' keys and values."""
+    layers: list[Any] = cache.layers
+    length = cache.get_seq_length() if layers else 0
+    if not length:
+        return KVCache()
+    rows = next(len(layer.keys) for layer in layers if hasattr(layer, "keys"))
+    options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+    states = model.model.make_states(rows, None, chunk=1, **options)
+    owners = [i for i, block in enumerate(model.model.layers) if block.kv_source is None]
+    for i, state in zip(owners, states, strict=True):
+        layer: Any = layers[i] if i < len(layers) else None
+        if type(state) is not GrowingKV or not _fits(layer, state, length):
+            raise ValueError(
+                f"layer {i} of the cache does not hold {length} tokens of {state.layout}, which "
+                "this model needs: give a cache that it has filled"
+            )
+        # Tokens out of the window are missing, and never read
+        pad = 0, 0, length - layer.keys.shape[2], 0
+        state.keys, state.values = (
+            functional.pad(x.to(model.device, model.dtype), pad) for x in (layer.keys, layer.values)
+        )
+    return KVCache.holding(states, rows, length)
+
+
+def _fits(layer: Any, state: GrowingKV, length: int) -> bool:
+    """Whether transformers' layer has keys and values [B, K, S, D] of so many tokens."""
+    if not getattr(layer, "is_initialized", False) or not isinstance(layer, DynamicLayer):
+        return False
+    shapes = {(x.shape[1], x.shape[3]) for x in (layer.keys, layer.values) if x is not None}
+    return shapes == {(state.kv_heads, state.head_dim)} and layer.get_seq_length() == length

@@ -1,0 +1,269 @@
+"""Continuous batching: one thread owns the model and writes the answers of all requests.
+
+# R rows of the cache
+"""
+
+import contextlib
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tigon.generation.loop import HostCopies
+from tigon.generation.settings import GenerationSettings
+from tigon.models import CausalLM
+from tigon.serve.answer import Answer
+from tigon.serve.batch import PREFILL, Batch, Reading, fit_capacity
+from tigon.utils.json import escape
+
+GPU_LAG = 1  # steps that the host may be behind the device: a new prompt waits for them
+Written = Sequence[tuple[int, Answer]]  # rows of a step, with their answers
+
+
+class QueueFullError(Exception):
+    """Says that as many requests wait as may."""
+
+
+@dataclass
+class Counts:
+    """What an engine has done since it began."""
+
+    first_tokens: int = 0
+    first_token_seconds: float = 0.0  # from their requests
+
+    answers: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    failures: int = 0
+
+
+class Engine:
+    """Writes answers in the R rows of a cache, each from its prompt on to its end.
+
+    A free row takes the next prompt between two steps, at most PREFILL tokens at a time, and a step
+    writes one token in every row. `submit` and `close` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        max_rows: int,
+        max_queue: int,
+        default: GenerationSettings | None = None,  # of most requests, which come without a wait
+    ):
+        """Raises ValueError if the cache has no room for `max_rows` rows."""
+        self.model, self.max_rows, self.max_queue = model, max_rows, max_queue
+        self.capacity = fit_capacity(model, max_rows)  # tokens of a prompt and its answer
+        self.counts, self._default = Counts(), default
+        self._batch = Batch(model, max_rows, self.capacity)
+        self._rows: list[Answer | None] = [None] * max_rows
+        self._reading: tuple[Reading, list[Answer]] | None = None
+        self._waiting: deque[Answer] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._ready = threading.Event()
+        self._error: Exception | None = None
+        self._reset_copies()
+        self._thread = threading.Thread(target=self._run, name="tigon-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread; waits until it is ready, and raises the error that it has met."""
+        self._thread.start()
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Ends the thread after its step; unfinished answers end by an error."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+        self._fail("the server is shutting down")
+
+    def submit(self, answers: Sequence[Answer]) -> None:
+        """Queues the answers of a request; raises QueueFullError, and takes none, if there is no
+        room for all."""
+        with self._changed:
+            waiting = sum(not answer.cancelled for answer in self._waiting)
+            if waiting + len(answers) > self.max_queue + self._rows.count(None):
+                raise QueueFullError(
+                    f"{waiting} answers are waiting, and max_queue={self.max_queue}: try later"
+                )
+            if self._closing:
+                raise QueueFullError("the server is shutting down")
+            self._waiting += answers
+            self._changed.notify()
+
+    @property
+    def running(self) -> int:
+        """The number of answers that have a row."""
+        return self.max_rows - self._rows.count(None)
+
+    @property
+    def waiting(self) -> int:
+        """The number of answers that wait for a row."""
+        return sum(not answer.cancelled for answer in self._waiting.copy())
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    # On the engine's thread
+
+    def _run(self) -> None:
+        """Writes answers until `close`."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode())
+            if self.model.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(self.model.device))
+            try:
+                self._warm_up()
+            except Exception as error:
+                self._error = error
+                return
+            finally:
+                self._ready.set()
+            while True:
+                with self._changed:
+                    while not (self._closing or self._waiting or self._busy):
+                        self._changed.wait()
+                    if self._closing:
+                        return
+                try:
+                    self._turn()
+                except Exception as error:
+                    traceback.print_exc()
+                    self._fail(f"the model failed: {type(error).__name__}: {escape(error, 300)}")
+
+    def _warm_up(self) -> None:
+        """On a GPU compiles kernels and captures graphs, before the first request."""
+        if self.model.device.type == "cuda":
+            self._batch.warm_up(self._default)
+
+    @property
+    def _busy(self) -> bool:
+        """Whether there is a row to write in, or a token on its way to the host."""
+        return bool(self._sent) or any(self._rows)
+
+    def _turn(self) -> None:
+        """Reads a part of a prompt, if there is one, and writes a token in each row."""
+        self._drop_cancelled()
+        self._read()
+        if not self._step():
+            self._receive(everything=True)
+
+    def _drop_cancelled(self) -> None:
+        """Frees the rows of answers that nobody reads."""
+        if self._reading is not None and all(answer.cancelled for answer in self._reading[1]):
+            self._reading = None
+        reading = self._reading[1] if self._reading is not None else []
+        for row, answer in enumerate(self._rows):
+            if answer is not None and answer.cancelled and answer not in reading:
+                self._free(row)
+
+    def _read(self) -> None:
+        """Gives waiting prompts free rows, and reads the next part of what is not read yet."""
+        if self._reading is None:
+            self._reading = self._begin()
+        if self._reading is None:
+            return
+        reading, answers = self._reading
+        settings = [(answer.settings, answer.max_tokens) for answer in answers]
+        output = self._batch.read(reading, settings, any(a.logprobs for a in answers))
+        if output is not None:
+            self._reading = None
+            self.counts.prompt_tokens += sum(len(answer.prompt) for answer in answers)
+            self._send(output, list(enumerate(answers, reading.start)))
+
+    def _begin(self) -> tuple[Reading, list[Answer]] | None:
+        """Takes prompts for neighboring free rows: of at most PREFILL tokens in all, or a longer
+        one."""
+        with self._changed:
+            while self._waiting and self._waiting[0].cancelled:
+                self._waiting.popleft()
+            if not self._waiting or None not in self._rows:
+                return None
+            start, answers, tokens = self._rows.index(None), list[Answer](), 0
+            for row in range(start, self.max_rows):
+                if self._rows[row] is not None or not self._waiting:
+                    break
+                tokens += len(self._waiting[0].prompt)
+                if answers and tokens > PREFILL:
+                    break
+                self._rows[row] = answer = self._waiting.popleft()
+                answers.append(answer)
+        return self._batch.begin(start, [answer.prompt for answer in answers]), answers
+
+    def _step(self) -> bool:
+        """Writes the next token of every row whose prompt is read; returns whether there is one."""
+        reading = self._reading[1] if self._reading is not None else []
+        written = [
+            (row, answer)
+            for row, answer in enumerate(self._rows)
+            if answer is not None and answer not in reading
+        ]
+        if not written:
+            return False
+        output = self._batch.step(written[-1][0] + 1, any(a.logprobs for _, a in written))
+        self.counts.steps += 1
+        self._send(output, written)
+        return True
+
+    def _send(self, output: Tensor, written: Written) -> None:
+        """Sends a step's tokens to the host; an answer that has all it may have leaves its row."""
+        self._copies.send(output)
+        self._sent.append(written)
+        for row, answer in written:
+            answer.started += 1
+            if answer.started == answer.max_tokens:
+                self._free(row)
+        self._receive()
+
+    def _receive(self, everything: bool = False) -> None:
+        """Hands tokens that have reached the host to their answers."""
+        for output in self._copies.receive(everything):
+            for row, answer in self._sent.popleft():
+                if answer.ended or answer.cancelled:
+                    continue
+                self.counts.generated_tokens += 1
+                if not answer.tokens:
+                    self.counts.first_tokens += 1
+                    self.counts.first_token_seconds += time.monotonic() - answer.created
+                answer.append(output[row])
+                self.counts.answers += answer.ended
+                if answer.ended and self._rows[row] is answer:
+                    self._free(row)
+
+    def _free(self, row: int) -> None:
+        """Takes an answer out of its row."""
+        self._rows[row] = None
+        self._batch.free(row)
+
+    def _fail(self, error: str) -> None:
+        """Ends all answers that have a row, and at the end those that wait, by an error."""
+        failed = [answer for answer in self._rows if answer is not None]
+        failed += [answer for written in self._sent for _, answer in written]
+        if self._closing:
+            failed += self._waiting
+            self._waiting.clear()
+        for answer in failed:
+            self.counts.failures += not answer.ended
+            answer.fail(error)
+        self._reading = None
+        self._reset_copies()
+        for row in range(self.max_rows):
+            if self._rows[row] is not None:
+                self._free(row)
+
+    def _reset_copies(self) -> None:
+        """Forgets the tokens on their way to the host."""
+        self._copies = HostCopies(GPU_LAG if self.model.device.type == "cuda" else 0)
+        self._sent: deque[Written] = deque()

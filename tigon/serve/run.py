@@ -1,0 +1,72 @@
+"""Runs the server on a socket until a signal ends it."""
+
+import signal
+import socket
+import sys
+
+from tigon.serve.app import Service, make_app
+
+try:
+    import uvicorn
+except ImportError as error:
+    message = "the server needs Starlette and uvicorn: pip install 'tigon[serve]'"
+    raise ImportError(message) from error
+
+FINISHING_SECONDS = 10  # after SIGTERM, for requests that are being answered
+# Seconds after which a thread lets another one run. By Python's 5 ms the engine, which has to start
+# a step every few, would often wait for the one that writes to clients
+SWITCH_SECONDS = 5e-4
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens; raises OSError that says what to do for one that cannot."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Only for sockets that name TCP asyncio turns off Nagle's algorithm, which would hold each
+    # reply back by 40 ms
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OverflowError:
+        listener.close()
+        raise ValueError(f"--port {port} must be between 0 and 65535") from None
+    except OSError as error:
+        listener.close()
+        reason = f"--host {host} --port {port}: {error.strerror or error}"
+        raise OSError(f"{reason}; give another address or port") from None
+    return listener
+
+
+def make_server(service: Service, key: str | None = None, local: bool = True) -> uvicorn.Server:
+    """Returns the server of a service, whose `run` takes a list of sockets; `key` and `local` as of
+    `make_app`."""
+    config = uvicorn.Config(
+        make_app(service, key, local),
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=FINISHING_SECONDS,
+    )
+    return uvicorn.Server(config)
+
+
+def run(service: Service, listener: socket.socket, key: str | None, local: bool) -> None:
+    """Answers requests until SIGTERM, after which running ones have FINISHING_SECONDS.
+
+    Raises KeyboardInterrupt after SIGINT.
+    """
+    server = make_server(service, key, local)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
+    # uvicorn raises the signal that has ended it once more
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        server.run([listener])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        sys.setswitchinterval(interval)

@@ -60,10 +60,7 @@ def test_normed_input_is_computed_again() -> None:
     results = []
     for above, recomputed in ((float("inf"), False), (0, False), (0, True)):
         kept.clear()
-        with (
-            recompute_above(above),
-            torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
-        ):
+        with recompute_above(above), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             y = checkpoint(block, x, use_reentrant=False) if recomputed else block(x)
             inputs = {at for at, *shape in kept if shape == [4, 6, 9]}
             leaves = [x, scale, *weights, *(b for b in biases if b is not None)]

@@ -134,7 +134,7 @@ class Behind(HostCopies):
     """Copies that the host reads some steps later, as from a GPU."""
 
     def __init__(self, lag: int):
-        super().__init__(lag=3)
+        super().__init__(lag=3, in_step=True)
 
     def send(self, tokens: torch.Tensor) -> None:
         super().send(tokens.clone())

@@ -168,12 +168,12 @@ class GatedLinear(FusedLinear):
 
 
 # Before anybody puts others into their place
-_FORWARD = {kind: kind.forward for kind in (Linear, FusedLinear, GatedLinear)}
-_PRODUCT = Linear.product
+_FORWARD = {kind: kind.forward for kind in (nn.Linear, Linear, FusedLinear, GatedLinear)}
+_PRODUCT = {kind: getattr(kind, "product", None) for kind in _FORWARD}
 _PLAIN = (Tensor, nn.Parameter, NoneType)  # weights and biases without products of their own
 
 
-def is_unpatched(module: nn.Module, kind: type[Linear]) -> bool:
+def is_unpatched(module: nn.Module, kind: type[nn.Linear]) -> bool:
     """Whether a call of the module runs `kind.forward` alone.
 
     False with hooks, replaced methods, also of the class, and weights that compute products. A
@@ -182,10 +182,9 @@ def is_unpatched(module: nn.Module, kind: type[Linear]) -> bool:
     namespace = type(module)
     if (computed_unseen := getattr(namespace, "computed_unseen", None)) is not None:
         return bool(computed_unseen(module))
-    if (
-        namespace.forward is not _FORWARD[kind]
-        or getattr(namespace, "product", None) is not _PRODUCT
-    ):
+    if namespace.forward is not _FORWARD[kind]:
+        return False
+    if getattr(namespace, "product", None) is not _PRODUCT[kind]:
         return False
     weights = module._parameters
     if "weight" not in weights or any(type(w) not in _PLAIN for w in weights.values()):

@@ -173,7 +173,8 @@ class SparseMoE(nn.Module):
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
         rows = x.flatten(0, -2)
-        probs, chosen, weights = self.gate.route(rows)
+        keys = [t.flatten() for t in dropout_args]
+        probs, chosen, weights, _ = self.gate(rows, *keys)
         inputs = rows if self.norm is None else self.norm(rows)
         experts, scales = chosen, weights
         if self.scales_input:  # a copy of a token for each of its experts
@@ -181,7 +182,7 @@ class SparseMoE(nn.Module):
             experts, scales = chosen.view(-1, 1), torch.ones_like(weights.view(-1, 1))
         # Nothing to prepare by what others put into its place
         route = self.experts.route(experts) if isinstance(self.experts, Experts) else None
-        shared, keys = None, [t.flatten() for t in dropout_args]
+        shared = None
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             share = F.sigmoid(self.shared_expert_gate(rows, *keys))
             shared = share * self.shared_expert(rows, *keys)

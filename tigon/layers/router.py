@@ -25,13 +25,14 @@ class Routing(NamedTuple):
     probs: Tensor  # [N, E] fp32, sum to 1
     experts: Tensor  # [N, k] int64
     weights: Tensor  # [N, k]
+    logits: Tensor  # [N, E]
 
 
 class Router(nn.Module):
-    """A projection of tokens to experts, with a `route` that chooses some of them.
+    """A projection of tokens x [N, C] to experts, some of which it chooses: x -> Routing.
 
     As in transformers it is no nn.Linear: what changes all linear layers leaves routers as they
-    are.
+    are. `dropout_args`: keys [N] of an adapter's dropout, if there is one.
     """
 
     zero_init = ()  # a router's bias is drawn, too
@@ -41,11 +42,11 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(experts, dim))
         self.bias = nn.Parameter(torch.empty(experts)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def logits(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         """Returns logits [N, E] of x [N, C]."""
         return linear(x, self.weight, self.bias)
 
-    def route(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
         """Returns the routing of x [N, C]."""
         raise NotImplementedError
 
@@ -72,16 +73,17 @@ class TopKRouter(Router):
         self.per_token, self.normalize, self.sigmoid = per_token, normalize, sigmoid
         self.exact_weights = exact_weights
 
-    def route(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
         """Returns the routing of x [N, C]."""
-        logits = self(x)
+        logits = self.logits(x)
         probs = logits.softmax(-1, dtype=torch.float32)
         weights, experts = (logits if self.sigmoid else probs).topk(self.per_token)
         if self.sigmoid:
             weights = weights.float().sigmoid()
         elif self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(probs, experts, weights if self.exact_weights else weights.to(logits.dtype))
+        weights = weights if self.exact_weights else weights.to(logits.dtype)
+        return Routing(probs, experts, weights, logits)
 
 
 class ScaledRouter(Router):
@@ -99,13 +101,18 @@ class ScaledRouter(Router):
         self.scale = nn.Parameter(torch.empty(dim))
         self.per_expert_scale = nn.Parameter(torch.empty(experts))
 
-    def route(self, x: Tensor) -> Routing:
-        """Returns the routing of x [N, C], with weights in fp32."""
+    def logits(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
+        """Returns logits [N, E] of x [N, C], which is normed and scaled."""
         normed = rms_norm(x, None, self.eps, cast="after_weight")
-        probs = self.proj(normed * self.scale * x.shape[-1] ** -0.5).softmax(-1, torch.float32)
+        return self.proj(normed * self.scale * x.shape[-1] ** -0.5, *dropout_args)
+
+    def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
+        """Returns the routing of x [N, C], with weights in fp32."""
+        logits = self.logits(x, *dropout_args)
+        probs = logits.softmax(-1, torch.float32)
         weights, experts = probs.topk(self.per_token)
         weights = weights / weights.sum(-1, keepdim=True)
-        return Routing(probs, experts, weights * self.per_expert_scale[experts])
+        return Routing(probs, experts, weights * self.per_expert_scale[experts], logits)
 
 
 class GroupRouter(Router):
@@ -145,14 +152,21 @@ class GroupRouter(Router):
             bias = torch.zeros(experts, dtype=torch.float32)
             self.register_buffer("e_score_correction_bias", bias)
 
-    def route(self, x: Tensor) -> Routing:
+    def logits(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
+        """Returns logits [N, E] of x [N, C], in fp32 with `sigmoid`."""
+        if not self.sigmoid:
+            return super().logits(x)
+        with without_autocast(x.device):
+            return F.linear(x.float(), self.weight.float())
+
+    def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
         """Returns the routing of x [N, C]."""
+        logits = self.logits(x)
         if self.sigmoid:
-            with without_autocast(x.device):
-                scores = F.linear(x.float(), self.weight.float()).sigmoid()
+            scores = logits.sigmoid()
             ranked = scores.detach() + self.e_score_correction_bias
         else:
-            scores = self(x).softmax(-1)
+            scores = logits.softmax(-1)
             ranked = scores.detach()
         if self.top_groups < self.groups:
             ranked = self._mask_groups(ranked)
@@ -163,7 +177,7 @@ class GroupRouter(Router):
         probs = scores.float()
         if self.sigmoid:
             probs = probs / probs.sum(-1, keepdim=True)
-        return Routing(probs, experts, weights * self.scale)
+        return Routing(probs, experts, weights * self.scale, logits)
 
     def _mask_groups(self, ranked: Tensor) -> Tensor:
         """Returns `ranked` [N, E] with -inf, or 0 for probabilities, outside of the best groups."""

@@ -1,6 +1,5 @@
-"""PEFT's methods on Tigon's models, by task_type: every number and file is that of transformers'."""
+"""PEFT's methods on Tigon's models, by task_type: numbers and files are those of transformers'."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ IDS = torch.arange(3, 21).view(2, 9) * 7 % 200
 LORA = partial(peft.LoraConfig, task_type="CAUSAL_LM", r=4, lora_alpha=7)
 LN = ["input_layernorm", "q_norm", "post_attention_layernorm", "pre_feedforward_layernorm", "norm"]
 # Family, and case of it -> the config of each method
-METHODS: dict[str, tuple[str, str, Callable[[], peft.PeftConfig]]] = {
+METHODS: dict[str, tuple[str, str, partial[peft.PeftConfig]]] = {
     "default": ("llama", "mlp_bias", LORA),
     "every name": ("qwen3", "tied", partial(LORA, target_modules="all-linear")),
     "regex": (
@@ -97,8 +96,8 @@ METHODS: dict[str, tuple[str, str, Callable[[], peft.PeftConfig]]] = {
         partial(peft.PromptTuningConfig, task_type="CAUSAL_LM", num_virtual_tokens=4),
     ),
 }
-# What the native `load_adapter` reads
-NATIVE = {name for name, (*_, config) in METHODS.items() if config.func is peft.LoraConfig}
+# What the native `load_adapter` does not read: other methods, and routers as parts of "all-linear"
+NOT_NATIVE = {"ia3", "loha", "norms", "tokens", "prompt", "latent attention", "delta"}
 
 
 def adapt(model: Any, config: peft.PeftConfig) -> Any:
@@ -148,7 +147,7 @@ def test_method(method: str, tmp_path: Path) -> None:
             assert_near(logits(ours), without := logits(theirs))
             assert expected.shape != without.shape or (expected - without).abs().max() > 1e-3
     check_files(ours, theirs, tmp_path, family, case)
-    if method in NATIVE:
+    if method not in NOT_NATIVE:
         native = tigon.from_pretrained(checkpoint(family, case))
         native.load_adapter(tmp_path / "ours")
         with torch.no_grad():
@@ -174,13 +173,14 @@ def check_files(ours: Any, theirs: Any, directory: Path, family: str, case: str)
     assert_near(logits(PeftModel.from_pretrained(their_base, directory / "ours")), after)
 
 
-def test_unload_and_several_adapters(tmp_path: Path) -> None:
+def test_unload_and_several_adapters() -> None:
     """Adapters are added, chosen, combined and removed as on transformers' model; what is left is
     the model before."""
     theirs, ours = pair("llama", "mlp_bias")
     before = logits(ours)
     adapted = [adapt(model, LORA()) for model in (theirs, ours)]
     for model in adapted:
+        torch.manual_seed(1)
         model.add_adapter("second", LORA(target_modules=["down_proj", "gate_proj"]))
         torch.manual_seed(1)
         for name, p in sorted(model.named_parameters()):
@@ -193,25 +193,6 @@ def test_unload_and_several_adapters(tmp_path: Path) -> None:
     assert_near(logits(adapted[1]), logits(adapted[0]))
     unloaded = adapted[1].unload()
     assert unloaded is ours and torch.equal(logits(ours), before)
-
-
-def test_adapters_of_the_model_itself(tmp_path: Path) -> None:
-    """transformers' own add_adapter and load_adapter, which wrap modules in place."""
-    theirs, ours = pair("qwen3", "tied")
-    for model in (theirs, ours):
-        model.add_adapter(LORA(target_modules=["q_proj", "down_proj"]))
-        torch.manual_seed(0)
-        for name, p in sorted(model.named_parameters()):
-            if "lora_" in name:
-                p.data.add_(torch.randn(p.shape) * 0.1)
-    assert_near(logits(ours), expected := logits(theirs))
-    ours.save_pretrained(tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} >= {"adapter_model.safetensors"}
-    _, again = pair("qwen3", "tied")
-    again.load_adapter(str(tmp_path))
-    assert_near(logits(again), expected)
-    ours.disable_adapters()
-    assert (logits(ours) - expected).abs().max() > 1e-3
 
 
 def test_gradient_checkpointing_with_frozen_weights() -> None:

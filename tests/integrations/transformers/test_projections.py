@@ -146,6 +146,15 @@ def test_hooks_see_outputs_that_nobody_overwrites(name: str, tmp_path: Path) -> 
     assert len(seen) == 1
 
 
+def test_one_projection_alone_is_not_overwritten(tmp_path: Path) -> None:
+    """Queries that read another layer's keys come out of one module, whose output is not ours."""
+    _, split, _ = make_split("gemma4_text", tmp_path)
+    attention = next(m for m in split.modules() if getattr(m, "values_from", "") == "layer")
+    assert isinstance(attention, Attention) and attention._is_unobserved()
+    attention.q_proj.register_forward_hook(lambda module, args, y: None)  # type: ignore[union-attr, operator]
+    assert not attention._is_unobserved()
+
+
 def test_head_may_be_wrapped_or_replaced(tmp_path: Path) -> None:
     """The criteria are of the logits that a head of others computes."""
     _, split, _ = make_split("gemma2", tmp_path)  # whose logits have a softcap

@@ -14,6 +14,7 @@ from tests.integrations.transformers.words import (
     chat_rows,
     make_tokenizer,
     preference_rows,
+    prompt_rows,
     text_rows,
 )
 
@@ -119,4 +120,25 @@ def test_reward(model_type: str, tmp_path: Path) -> None:
         logs.append(logged("Reward", model, tmp_path / str(i), preference_rows()))
     theirs, ours = logs
     assert any(abs(row.get("margin", 0)) > 0.05 for row in ours)
+    assert_same_logs(ours, theirs)
+
+
+def reward(completions: list[str], **others: Any) -> list[float]:
+    """Short answers with many different words are good."""
+    return [len(set(text.split())) - 0.1 * len(text.split()) for text in completions]
+
+
+@pytest.mark.parametrize("settings", [{}, {"beta": 0.1, "num_iterations": 2}], ids=str)
+def test_grpo(settings: dict[str, Any], tmp_path: Path) -> None:
+    logs = []
+    for i in range(2):
+        given = {"num_generations": 4, "max_completion_length": 8, "reward_funcs": reward}
+        given |= {"per_device_train_batch_size": 4, "max_steps": 4, "temperature": 1.0}
+        if "beta" in settings:
+            given["model_init_kwargs"] = None
+        logs.append(
+            logged("GRPO", pair("llama")[i], tmp_path / str(i), prompt_rows(), **given, **settings)
+        )
+    theirs, ours = logs
+    assert any(row.get("reward_std", 0) > 0.1 for row in ours)
     assert_same_logs(ours, theirs)

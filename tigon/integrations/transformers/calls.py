@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tigon.layers.router import Router
+from tigon.layers.router import Router, Routing
 from tigon.models.arguments import BATCH, PASS, check_keywords, select_keys
 from tigon.models.base import LanguageModel
 from tigon.models.inputs import BOUNDS, Batch
@@ -113,8 +113,8 @@ def capture(
         x, residual = args[:2]
         captured.streams.append(x if residual is None else residual + x)
 
-    def keep_logits(router: nn.Module, args: Any, logits: Tensor) -> None:
-        captured.router_logits.append(logits)
+    def keep_logits(router: nn.Module, args: Any, routing: Routing) -> None:
+        captured.router_logits.append(routing.logits)
 
     if hidden_states or router_logits:
         batch.keep_padding()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tigon.kernels.linear.packed import packed_linear
 from tigon.kernels.mlp.gated_act import Activation, gated_act
-from tigon.layers import Experts, FusedLinear, GatedLinear, GatedMLP, Linear, LMHead, RowOrder
+from tigon.layers import Experts, FusedLinear, GatedLinear, GatedMLP, LMHead, RowOrder
 from tigon.layers.linear import is_unpatched
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import CheckpointNames, layout, module_buffers
@@ -109,18 +109,16 @@ class SplitLinear(FusedLinear):
     def computed_unseen(self) -> bool:
         """Whether nobody else sees the tensor that this returns."""
         modules = self.modules_of_parts
-        return len(modules) > 1 or any(self.orders) or is_unpatched(modules[0], Linear)
+        return len(modules) > 1 or any(self.orders) or is_unpatched(modules[0], nn.Linear)
 
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         """Returns all parts [..., out_features] of x [..., in_features], in the native order."""
         modules = self.modules_of_parts
-        if not any(self.orders) and all(_is_plain(module) for module in modules):
-            layers = cast(list[Linear], modules)
+        if not any(self.orders) and all(is_unpatched(module, nn.Linear) for module in modules):
+            layers = cast(list[nn.Linear], modules)
             return packed_linear(x, [m.weight for m in layers], [m.bias for m in layers])
-        keys = () if dropout_keys is None else (dropout_keys,)
-        parts = [module(x, *keys) for module in modules]
-        ordered = zip(parts, self.orders, strict=True)
-        sections = [s for y, order in ordered for s in _sections(y, order)]
+        parts = zip((module(x) for module in modules), self.orders, strict=True)
+        sections = [section for y, order in parts for section in _sections(y, order)]
         return sections[0] if len(sections) == 1 else torch.cat(sections, -1)
 
 
@@ -142,14 +140,6 @@ class WholeGatedMLP(GatedMLP):
         unseen = is_unpatched(self.gate_up_proj, FusedLinear)
         gate_up = self.gate_up_proj(x, *dropout_args)
         return self.down_proj(gated_act(gate_up, self.act, overwrite=unseen), *dropout_args)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a call of the module is a product with its weight, and nobody sees it."""
-    if not is_unpatched(module, Linear):
-        return False
-    layer = cast(Linear, module)
-    return not layer.has_adapter and not (layer.fp8 and layer.training)
 
 
 def _sections(y: Tensor, order: RowOrder | None) -> Iterator[Tensor]:
@@ -196,11 +186,11 @@ def _hide(parent: nn.Module, name: str) -> None:
     parent.__dict__[name] = parent._modules.pop(name)
 
 
-def _take_rows(fused: FusedLinear, first: int, size: int, order: RowOrder | None) -> Linear:
-    """Makes a layer of some rows of a fused one, in the order that checkpoints have."""
+def _take_rows(fused: FusedLinear, first: int, size: int, order: RowOrder | None) -> nn.Linear:
+    """Makes torch's own layer, which some of PEFT's methods insist on, of some rows of a fused one,
+    in the order that checkpoints have."""
     with torch.device("meta"):
-        layer = Linear(fused.in_features, size, bias=fused.bias is not None)
-    layer.fp8 = fused.fp8
+        layer = nn.Linear(fused.in_features, size, bias=fused.bias is not None)
     layer.train(fused.training)
     for kind, p in fused.named_parameters(recurse=False):
         rows = p.detach()[first : first + size]

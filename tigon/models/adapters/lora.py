@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import nn
 
 from tigon.layers import Embedding, Experts, FusedLinear, Linear, LMHead, LoRAPart, SparseMoE
 from tigon.layers.lora import MATRICES
@@ -120,7 +121,10 @@ class AdaptedModule(NamedTuple):
 
 def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
     """Lists the modules that adapters support: embedding, language-model head, linear projections
-    but routers (parts of a packed one each), and stacked matrices of experts."""
+    (parts of a packed one each), and stacked matrices of experts.
+
+    Raises ValueError for a model whose projections are torch's own layers.
+    """
     modules = dict(model.named_modules())
     moes = [module for module in modules.values() if isinstance(module, SparseMoE)]
     routers = {id(module) for moe in moes for module in moe.gate.modules()}
@@ -147,7 +151,12 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
             for matrix in MATRICES:
                 size, _ = module.matrix_shape(matrix)
                 add(path, matrix, 0, size, linear=False, experts=True)
-        if not isinstance(module, Linear) or id(module) in routers:
+        if type(module) is nn.Linear:
+            raise ValueError(
+                f"{path} is torch's own layer: add adapters by PEFT to a model of transformers, or "
+                "before as_transformers makes it one"
+            )
+        if not isinstance(module, Linear):
             continue
         if isinstance(module, FusedLinear) and name in packed:
             first = 0
@@ -157,7 +166,7 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
                 first += size
         else:
             stored_name = model.checkpoint_names.stored_name(path).rpartition(".")[2]
-            add(path, stored_name, 0, module.out_features)
+            add(path, stored_name, 0, module.out_features, linear=id(module) not in routers)
     return targets
 
 

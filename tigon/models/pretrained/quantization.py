@@ -70,7 +70,7 @@ def quantize_model(
     without a `checkpoint` it assumes blocks of the usual size in all, for estimates.
     """
     check_quantize(quantize)
-    modules = {m.path: model.get_submodule(m.path) for m in find_target_modules(model)}
+    modules = {m.path: model.get_submodule(m.path) for m in find_target_modules(model) if m.linear}
     layers = {f"{path}.weight": m for path, m in modules.items() if isinstance(m, Linear)}
     if quantize == "keep":  # blocks of rows that are in another order here have no scale
         layers = {n: m for n, m in layers.items() if not any(getattr(m, "orders", ()))}

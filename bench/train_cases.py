@@ -38,6 +38,16 @@ GPT_OSS_20B |= {"num_local_experts": 32, "num_experts_per_tok": 4, "sliding_wind
 QWEN3_5_SMALL = config("qwen3_5_text", 248320, 1024, 3584, 24, 8, 2, 256, tie_word_embeddings=True)
 QWEN3_5_SMALL |= {"linear_num_key_heads": 16, "linear_num_value_heads": 16}
 QWEN3_5_9B = config("qwen3_5_text", 248320, 4096, 12288, 32, 16, 4, 256, tie_word_embeddings=False)
+QWEN3_5_MOE = config(
+    "qwen3_5_moe_text", 248320, 2048, 512, 8, 16, 2, 256, tie_word_embeddings=False
+)
+QWEN3_5_MOE |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+QWEN3_5_MOE |= {"num_experts": 256, "num_experts_per_tok": 8}
+GEMMA4_E4B = config("gemma4_text", 262144, 2560, 10240, 42, 8, 2, 256, tie_word_embeddings=True)
+GEMMA4_E4B |= {"global_head_dim": 512, "sliding_window": 512, "num_kv_shared_layers": 18}
+GEMMA4_E4B |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
+GEMMA4_E4B |= {"final_logit_softcapping": 30.0}
+TINY_SHARED = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": TINY["vocab_size"]}
 NO_SDPA = ("gpt_oss",)  # of transformers
 MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Liger; config.json
     "Llama-3.2-1B": ("Llama", "llama", LLAMA_1B),
@@ -48,11 +58,16 @@ MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Li
     "Qwen3.5-0.8B": ("Qwen3_5", "qwen3_5", QWEN3_5_SMALL),
     "Qwen3.5-9B": ("Qwen3_5", "qwen3_5", QWEN3_5_9B),
     "gpt-oss-20b": ("GptOss", "gpt_oss", GPT_OSS_20B),
+    "Gemma4-E4B": ("Gemma4", "gemma4_text", GEMMA4_E4B),
+    "Qwen3.5-35B-A3B": ("Qwen3_5Moe", "qwen3_5_moe", QWEN3_5_MOE),
 }
 OURS, PEER, FP8 = "tigon", "transformers + Liger", "fp8"
 RAGGED_MEAN, SUPERVISED = 700, 0.4  # tokens of a chat; the share of its tokens that is learned
 STD = 0.02  # of all matrices
 RANDOM_VECTORS = ("self_attn.sinks", "router.bias", "linear_attn.A_log")  # neither zeros nor ones
+# Where scores are not scaled, normed queries of length 1 and more would see one token each, which
+# rounding chooses
+RANDOM_VECTORS += ("self_attn.q_norm.weight",)
 ADAM = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
@@ -106,6 +121,10 @@ CASES = {
     "gpt-oss-20b, 8 layers, 1 x 8192": Case(
         *("gpt-oss-20b", 1, LONG, 1.3, 0.8), settings=IN_BACKWARD
     ),
+    "Gemma4-E4B 1 x 8192": Case("Gemma4-E4B", 1, LONG, 1.3, 0.8, settings=IN_BACKWARD),
+    "Qwen3.5-35B-A3B, 8 layers, 1 x 8192": Case(
+        *("Qwen3.5-35B-A3B", 1, LONG, 1.3, 0.8), settings=IN_BACKWARD
+    ),
     "Llama-3.1-8B 2 x 4096 LoRA": Case("Llama-3.1-8B", 2, 4096, 1.55, 0.70, rank=16),
     "Llama-3.1-8B 1 x 512 LoRA": Case("Llama-3.1-8B", 1, 512, 3.5, settings=GRAPHS, rank=16),
     "Llama-3.1-8B 2 x 4096 QLoRA": Case("Llama-3.1-8B", 2, 4096, 1.5, rank=16, quantize=True),
@@ -130,8 +149,8 @@ def offered() -> dict[str, Case]:
 
 def shape_of(case: Case, tiny: bool) -> Record:
     """What config.json says."""
-    shape = MODELS[case.model][2]
-    return shape | {key: TINY[key] for key in TINY if tiny and key in shape}
+    shape, sizes = MODELS[case.model][2], TINY | TINY_SHARED
+    return shape | {key: sizes[key] for key in sizes if tiny and key in shape}
 
 
 @dataclass(frozen=True)
@@ -199,7 +218,7 @@ class Batch:
 def fill(parts: Iterable[tuple[str, Tensor]]) -> None:
     """Each matrix with numbers that its name decides, so that both sides have the same ones.
 
-    Vectors stay as both libraries initialise them: norms that change nothing.
+    Other vectors stay as both libraries initialise them: norms that change nothing.
     """
     for name, tensor in parts:
         if is_drawn(name, tensor.shape):
@@ -383,13 +402,14 @@ def patched(kind: str, chosen: Options, liger: bool) -> Iterator[None]:
         apply()
         yield
         return
-    kept = module.Qwen3MoeExperts
+    experts = next(name for name in vars(module) if name.endswith("MoeExperts"))
+    kept = getattr(module, experts)
     apply(swiglu=chosen.experts == LIGER)
     tune_briefly()
     try:
         yield
     finally:
-        module.Qwen3MoeExperts = kept
+        setattr(module, experts, kept)
 
 
 def register_varlen() -> None:

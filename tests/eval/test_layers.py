@@ -51,6 +51,20 @@ def test_a_layer_that_departs_is_named(layer: str, tmp_path: Path) -> None:
     assert 1e-5 < error < 0.02
 
 
+def test_one_large_token_hides_no_error(tmp_path: Path) -> None:
+    """Values of a single token are thousands of times those of the others, as in large models."""
+    theirs = reference("llama", CASES["llama"]["grouped"], tmp_path)
+    with torch.no_grad():
+        theirs.model.embed_tokens.weight[7] *= 1e5
+    theirs.save_pretrained(tmp_path)
+    ours = tigon.from_pretrained(str(tmp_path), dtype=torch.float32)
+    ids = torch.tensor([[7, *range(20, 40)]])
+    assert names(compare_layers(ours, theirs, ids)) == []
+    with torch.no_grad():
+        ours.model.layers[1].mlp.down_proj.weight.mul_(1.01)
+    assert names(compare_layers(ours, theirs, ids)) == ["layers.1"]
+
+
 def test_parity_with_layers(tmp_path: Path, monkeypatch: Any) -> None:
     directory = write_model(tmp_path / "model")
     result = parity(str(directory), new_tokens=2, layers=True)

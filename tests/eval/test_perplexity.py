@@ -1,22 +1,19 @@
 import json
 import math
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import tokenizers
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
-from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tigon
-from tests.support.small import WORDS, write_chats, write_model
+from tests.support.small import WORDS, add_bos, write_chats, write_model
 from tigon.eval import Perplexity, find_windows, perplexity
 from tigon.eval.perplexity import _batches
 
@@ -138,22 +135,11 @@ def test_any_batching(measure: Measure, texts: list[str], batch_tokens: int) -> 
     assert other.loss == pytest.approx(one.loss, rel=1e-6)
 
 
-def with_bos(directory: Path, root: Path) -> Path:
-    """The model with a tokenizer that puts <|endoftext|> before a text."""
-    shutil.copytree(directory, root)
-    file = tokenizers.Tokenizer.from_file(str(root / "tokenizer.json"))
-    file.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
-    )
-    file.save(str(root / "tokenizer.json"))
-    return root
-
-
 @pytest.mark.parametrize("bos", [True, False])
 def test_bits_per_byte_are_those_of_lm_eval(directory, theirs, tmp_path, bos):
     """Which reads bos or eos before a text; without it nothing predicts the first token."""
     if bos:
-        directory = with_bos(directory, tmp_path / "model")
+        directory = add_bos(directory, tmp_path / "model")
     tokenizer = tigon.Tokenizer.from_pretrained(directory)
     texts = [*TEXTS[:4], "Grüße, 東京 🙂 and so on", "  the\n\n"]
     file = tmp_path / "texts.jsonl"

@@ -19,9 +19,10 @@ from transformers import AutoTokenizer
 
 import tigon
 from tests.support.benchmarks import TASKS, write_tasks
-from tests.support.small import TEXT, write_model
+from tests.support.small import TEXT, add_bos, write_model
 from tigon.integrations.lm_eval import TigonLM
 from tigon.integrations.tasks import evaluate_tasks, flatten_metrics, load_tasks
+from tigon.integrations.transformers import as_transformers
 from tigon.models import MODELS, build
 from tigon.weights import Repository
 
@@ -106,6 +107,16 @@ CASES: dict[str, dict[str, Any]] = {
 def test_answers_are_those_of_hf(ours: TigonLM, theirs: HFLM, root: Path, case: str) -> None:
     answers = assert_same(ask(ours, root, **CASES[case]), ask(theirs, root, **CASES[case]))
     assert len({a for a in answers if isinstance(a, str)}) > 2
+
+
+@pytest.mark.parametrize("case", ["questions alone", "chat"])
+def test_tokenizers_that_add_bos(root: Path, tmp_path: Path, case: str) -> None:
+    """Once: also where the chat template has written it, or a text begins with it."""
+    directory = str(add_bos(root / "model", tmp_path / "model"))
+    one, other = TigonLM(directory, **FLOAT), HFLM(directory, batch_size=4, **FLOAT)
+    assert_same(ask(one, root, **CASES[case]), ask(other, root, **CASES[case]))
+    assert one.tok_encode("<|endoftext|>the") == one.tok_encode("the") != [0]
+    assert answer(one, "<|endoftext|>a few") == answer(one, "a few") == answer(other, "a few")
 
 
 def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
@@ -234,6 +245,25 @@ def test_sampled_answers_repeat(ours: TigonLM, root: Path) -> None:
         said.append([instance.resps for instance in task.instances])
         torch.rand(3)
     assert said[0] == said[1]
+
+
+def test_a_task_that_fixes_its_examples(ours: TigonLM, root: Path) -> None:
+    """At 0 it keeps them, as in lm-eval; without a number there are none."""
+    for own, given, expected in ((0, 2, 0), (1, None, 1), (1, 2, 2), (None, None, 0)):
+        tasks = load_tasks(["choices"], str(root / "tasks"))
+        (task,) = tasks["tasks"].values()
+        task.set_config("num_fewshot", own)
+        results = evaluate_tasks(ours, tasks, num_fewshot=given, limit=1)
+        assert results["n-shot"] == {"choices": expected}
+
+
+def test_a_wrapper_for_transformers(ours: TigonLM, root: Path) -> None:
+    wrapper = as_transformers(tigon.from_pretrained(str(root / "model"), dtype=torch.float32))
+    tokenizer = AutoTokenizer.from_pretrained(root / "model")
+    lms = TigonLM(wrapper, tokenizer), HFLM(wrapper, tokenizer=tokenizer, batch_size=4), ours
+    one, two, three = (ask(lm, root, "choices", "texts", num_fewshot=1) for lm in lms)
+    assert_same(one, two)
+    assert_same(one, three)
 
 
 def test_every_evaluation_has_the_same_examples(ours: TigonLM, root: Path) -> None:

@@ -30,14 +30,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def measure(lm: TigonLM, root: Path, **options: Any) -> dict[str, Any]:
-    """The metrics, what was answered, and the passes of this process."""
+    """The metrics, what was answered, and the passes and tokens of this process."""
     tasks = load_tasks(NAMES, str(root / "tasks"))
     passes: list[int] = []
-    hook = lm.model.register_forward_pre_hook(lambda *_: passes.append(1))
+    hook = lm.model.register_forward_pre_hook(lambda _, args: passes.append(args[0].numel()))
     results = evaluate_tasks(lm, tasks, **options)
     hook.remove()
     texts = [instance.resps for instance in tasks["tasks"]["answers"].instances]
-    return {"metrics": flatten_metrics(results), "texts": texts, "passes": len(passes)}
+    found = {"metrics": flatten_metrics(results), "texts": texts}
+    return found | {"passes": len(passes), "tokens": sum(passes)}
 
 
 def on_rank(root: Path) -> None:
@@ -55,8 +56,25 @@ def on_rank(root: Path) -> None:
         reshard(model)
         ids = torch.arange(12)[None]
         model(ids, labels=ids).loss.backward()
+        found["stopped"] = stops(lm, root)
         found["error"] = fails(lm, root, world.rank)
         (root / f"rank-{world.rank}.json").write_text(json.dumps(found))
+
+
+def stops(lm: TigonLM, root: Path) -> bool:
+    """Whether an error that a pass has on all ranks is raised on all, also by one without work."""
+
+    def stop(*_: Any) -> None:
+        raise ArithmeticError
+
+    hook = lm.model.register_forward_pre_hook(stop)
+    try:
+        evaluate_tasks(lm, load_tasks(["texts"], str(root / "tasks")), limit=1)
+    except ArithmeticError:
+        return True
+    finally:
+        hook.remove()
+    return False
 
 
 def fails(lm: TigonLM, root: Path, rank: int) -> str:
@@ -88,7 +106,8 @@ def test_ranks_answer_as_one_process(root: Path, count: int) -> None:
             assert rank[name]["texts"] == alone[limit]["texts"]
     passes = [[rank[name]["passes"] for rank in ranks] for name in ("sharded", "sharded, few")]
     assert all(len({*counts}) == 1 for counts in passes), passes
-    assert sum(rank["replicas"]["passes"] for rank in ranks) < 2 * alone[None]["passes"]
+    assert sum(rank["replicas"]["tokens"] for rank in ranks) < 1.2 * alone[None]["tokens"]
+    assert all(rank["stopped"] for rank in ranks)
     errors = [rank["error"] for rank in ranks]
     assert errors[1] == "ValueError: out of luck"
     assert {*errors[:1], *errors[2:]} == {

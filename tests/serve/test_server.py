@@ -358,6 +358,24 @@ def test_a_full_queue(model: tigon.CausalLM, tokenizer: Tokenizer) -> None:
         assert status == 400 and "3 answers, and at most 2 can wait" in error["message"]
 
 
+def test_adapters_have_names(adapted: tigon.CausalLM, tokenizer: Tokenizer) -> None:
+    with serving(adapted, tokenizer, rows=2, queue=9, adapters=("one", "two")) as server:
+        models = server.client.get("/v1/models").json()["data"]
+        assert [(each["id"], each.get("parent")) for each in models] == [
+            (NAME, None), ("one", NAME), ("two", NAME)
+        ]  # fmt: skip
+        body = {"prompt": "the model", "max_tokens": 12}
+        texts = {}
+        for name in (NAME, "one", "two"):
+            reply = server.post(TEXT, model=name, **body)
+            texts[name] = reply["choices"][0]["text"]
+            assert reply["model"] == name
+        assert len(set(texts.values())) == 3
+        assert server.post(TEXT, **body)["choices"][0]["text"] == texts[NAME]
+        status, error = server.refused(TEXT, model="three", **body)
+        assert status == 404 and "this server has 'one', 'two', 'tiny'" in error["message"]
+
+
 def test_a_failure_of_the_server(server: Server, monkeypatch: Any, capfd: Any) -> None:
     monkeypatch.setattr(server.engine._batch, "step", lambda *_: 1 / 0)
     status, error = server.refused(TEXT, prompt="the", max_tokens=4)

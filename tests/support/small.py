@@ -2,12 +2,13 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
-from tokenizers import decoders, pre_tokenizers, trainers
+from tokenizers import decoders, pre_tokenizers, processors, trainers
 from tokenizers.models import BPE
 
 import tigon
@@ -69,6 +70,21 @@ def write_model(directory: Path, **changes: Any) -> Path:
     for buffer in stored_buffers(model).values():
         buffer.add_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(directory, tokenizer=tigon.Tokenizer.from_pretrained(source))
+    return directory
+
+
+def add_bos(source: Path, directory: Path) -> Path:
+    """A copy of a model whose tokenizer puts <|endoftext|> before a text, and its template too."""
+    shutil.copytree(source, directory)
+    tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    bos = "<|endoftext|>"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, 0)]
+    )
+    tokenizer.save(str(directory / "tokenizer.json"))
+    file = directory / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"bos_token": bos}
+    file.write_text(json.dumps(config | {"chat_template": "{{ bos_token }}" + CHATML}))
     return directory
 
 

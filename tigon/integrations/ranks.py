@@ -93,21 +93,22 @@ def equal_passes(model: CausalLM, ranks: DataRanks) -> Iterator[None]:
             raise OtherRankError("another rank has failed in an evaluation")
 
     hook = model.register_forward_pre_hook(announce, prepend=True)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:
         yield
+        hook.remove()
+        while (state := ranks.largest(IDLE)) == RUNS:
+            with torch.no_grad():
+                model(token, logits_to_keep=1)
+        if state == FAILED:
+            raise OtherRankError("another rank has failed in an evaluation")
     except OtherRankError:
         raise
-    except BaseException:
+    except BaseException:  # also what another hook raises, of all ranks alike
         ranks.largest(FAILED)
         raise
     finally:
         hook.remove()
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    while (state := ranks.largest(IDLE)) == RUNS:
-        with torch.no_grad():
-            model(token, logits_to_keep=1)
-    if state == FAILED:
-        raise OtherRankError("another rank has failed in an evaluation")
 
 
 @contextmanager

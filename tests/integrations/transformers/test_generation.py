@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -321,6 +322,30 @@ def test_padding_on_the_right_and_only_new_tokens(loops: Loops) -> None:
         outs.append(model.generate(ids[1:, 5:], attention_mask=whole, cache=cache, **given))
     assert outs[0].tolist() == outs[1].tolist()
     assert loops == ["theirs", "theirs"]
+
+
+@pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_virtual_tokens_of_peft(kind: Any, beams: int) -> None:
+    """Greedy tokens are those of the whole text again and again."""
+    _, ours = pair("llama", "grouped")
+    model = get_peft_model(ours, kind(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "prompt" in name:
+                p.copy_(0.5 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2)))
+    ids, mask = padded((7, 7), 200)
+    mask[1, 2] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 5, "eos_token_id": None}
+    tokens = model.generate(**given, num_beams=beams, do_sample=False, pad_token_id=0)
+    assert tokens.shape == (2, 12)
+    if beams == 1:
+        for _ in range(5):
+            with torch.no_grad():
+                last = model(input_ids=ids, attention_mask=mask).logits[:, -1:]
+            ids = torch.cat((ids, last.argmax(-1)), 1)
+            mask = torch.cat((mask, torch.ones(2, 1)), 1)
+        assert tokens.tolist() == ids.tolist()
 
 
 @pytest.mark.slow

@@ -82,14 +82,22 @@ class TigonGeneration(GenerationMixin):
         cache: Any = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As transformers'; where a RoPE turns, the whole text is read again."""
+        """As transformers'; where a RoPE turns, the whole text is read again.
+
+        PEFT, which puts its own in place of this for virtual tokens, looks for a cache by its older
+        name, and leaves positions to the model, which begin behind them.
+        """
         restart = self.native.cache_restart
         turns = restart is not None and input_ids.shape[1] >= restart
         if cache is not None and turns and cache.get_seq_length() < restart:
             cache, next_sequence_length = TigonCache(), None
-        return super().prepare_inputs_for_generation(
+        inputs = super().prepare_inputs_for_generation(
             input_ids, next_sequence_length=next_sequence_length, cache=cache, **kwargs
         )
+        if "prepare_inputs_for_generation" in vars(self):
+            inputs["past_key_values"] = inputs.pop("cache", None)
+            del inputs["position_ids"]
+        return inputs
 
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any

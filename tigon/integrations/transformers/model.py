@@ -361,12 +361,15 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             "use_cache": use_cache,
             **kwargs,
         }
+        if labels is not None or kwargs.get("shift_labels") is not None:
+            arguments = {**self._default_options(skip_logits), **arguments}
+        return self._run(arguments)
+
+    def _run(self, arguments: dict[str, Any]) -> Any:
+        """Runs the native forward with transformers' arguments: returns transformers' output."""
         arguments["cache"] = cache = open_cache(self.native, self.config, arguments)
         hidden_states, router_logits = read_flags(self.config, arguments)
         self._follow_config(router_logits)
-        has_labels = labels is not None or kwargs.get("shift_labels") is not None
-        if has_labels:
-            arguments = {**self._default_options(skip_logits), **arguments}
         batch = make_batch(self.native, arguments)
         targets = Targets.of(batch, **select_keys(TARGETS, arguments))
         options = select_keys(OPTIONS, arguments)
@@ -387,7 +390,7 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             hidden=out.hidden if wanted else None,
             router_logits=captured.logits_of_routers(),
         )
-        return finish(output, self.config, kwargs.get("return_dict"))
+        return finish(output, self.config, arguments.get("return_dict"))
 
     def _default_options(self, skip_logits: bool | None) -> dict[str, Any]:
         """The keywords of a call with labels that it does not give itself."""

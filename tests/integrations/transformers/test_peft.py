@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tigon
-from tests.integrations.transformers.peers import checkpoint, pair
+from tests.integrations.transformers.peers import checkpoint, pair, score_pair
 
 IDS = torch.arange(3, 21).view(2, 9) * 7 % 200
 LORA = partial(peft.LoraConfig, task_type="CAUSAL_LM", r=4, lora_alpha=7)
@@ -214,3 +214,19 @@ def test_gradient_checkpointing_with_frozen_weights(invocation: list[int] | None
     assert results[0][1].keys() == results[1][1].keys()
     for name, grad in results[0][1].items():
         assert_near(results[1][1][name], grad, name)
+
+
+def test_classifier_trains_its_score() -> None:
+    """PEFT saves the head of a sequence classifier by itself, and adapts the rest."""
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear")
+    theirs, ours = (adapt(model, config) for model in score_pair("qwen3", 2))
+    labels = torch.tensor([0, 1])
+    losses = [m(input_ids=IDS, labels=labels).loss for m in (ours, theirs)]
+    assert abs(losses[0] - losses[1]) <= 1e-6
+    for loss in losses:
+        loss.backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    for name, p in ours.named_parameters():
+        if p.requires_grad:
+            assert_near(p.grad, expected.pop(name), name)
+    assert not expected

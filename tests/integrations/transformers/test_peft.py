@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tigon
-from tests.integrations.transformers.peers import checkpoint, pair
+from tests.integrations.transformers.peers import checkpoint, pair, score_pair
 
 IDS = torch.arange(3, 21).view(2, 9) * 7 % 200
 LORA = partial(peft.LoraConfig, task_type="CAUSAL_LM", r=4, lora_alpha=7)
@@ -91,13 +91,17 @@ METHODS: dict[str, tuple[str, str, partial[peft.PeftConfig]]] = {
         *("gemma3_text", "two ropes"),
         partial(peft.TrainableTokensConfig, task_type="CAUSAL_LM", token_indices=[3, 10]),
     ),
+    "prefix": (
+        *("qwen3", "tied"),
+        partial(peft.PrefixTuningConfig, task_type="CAUSAL_LM", num_virtual_tokens=4),
+    ),
     "prompt": (
         *("llama", "grouped"),
         partial(peft.PromptTuningConfig, task_type="CAUSAL_LM", num_virtual_tokens=4),
     ),
 }
 # What the native `load_adapter` does not read: other methods, and routers as parts of "all-linear"
-NOT_NATIVE = {"ia3", "loha", "norms", "tokens", "prompt", "latent attention", "delta"}
+NOT_NATIVE = {"ia3", "loha", "norms", "tokens", "prompt", "prefix", "latent attention", "delta"}
 
 
 def adapt(model: Any, config: peft.PeftConfig) -> Any:
@@ -146,6 +150,8 @@ def test_method(method: str, tmp_path: Path) -> None:
         with ours.disable_adapter(), theirs.disable_adapter():
             assert_near(logits(ours), without := logits(theirs))
             assert expected.shape != without.shape or (expected - without).abs().max() > 1e-3
+    texts = [m.generate(input_ids=IDS, max_new_tokens=4, do_sample=False) for m in (ours, theirs)]
+    assert torch.equal(*texts)
     check_files(ours, theirs, tmp_path, family, case)
     if method not in NOT_NATIVE:
         native = tigon.from_pretrained(checkpoint(family, case))
@@ -195,12 +201,32 @@ def test_unload_and_several_adapters() -> None:
     assert unloaded is ours and torch.equal(logits(ours), before)
 
 
-def test_gradient_checkpointing_with_frozen_weights() -> None:
-    """Blocks are recomputed although no parameter before the first adapter is trained."""
+@pytest.mark.parametrize("invocation", [None, [int(IDS[0, 4])]], ids=["lora", "alora"])
+def test_gradient_checkpointing_with_frozen_weights(invocation: list[int] | None) -> None:
+    """Blocks are recomputed although no parameter before the first adapter is trained, and with the
+    hooks by which aLoRA begins at a token."""
     _, plain = pair("llama", "mlp_bias")
     _, recomputed = pair("llama", "mlp_bias")
     recomputed.gradient_checkpointing_enable()
-    results = [gradients(adapt(model, LORA())) for model in (plain, recomputed)]
+    config = LORA(alora_invocation_tokens=invocation)
+    results = [gradients(adapt(model, config)) for model in (plain, recomputed)]
+    assert any(grad.any() for grad in results[0][1].values())
     assert results[0][1].keys() == results[1][1].keys()
     for name, grad in results[0][1].items():
         assert_near(results[1][1][name], grad, name)
+
+
+def test_classifier_trains_its_score() -> None:
+    """PEFT saves the head of a sequence classifier by itself, and adapts the rest."""
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear")
+    theirs, ours = (adapt(model, config) for model in score_pair("qwen3", 2))
+    labels = torch.tensor([0, 1])
+    losses = [m(input_ids=IDS, labels=labels).loss for m in (ours, theirs)]
+    assert abs(losses[0] - losses[1]) <= 1e-6
+    for loss in losses:
+        loss.backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    for name, p in ours.named_parameters():
+        if p.requires_grad:
+            assert_near(p.grad, expected.pop(name), name)
+    assert not expected

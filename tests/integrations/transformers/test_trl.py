@@ -128,17 +128,36 @@ def reward(completions: list[str], **others: Any) -> list[float]:
     return [len(set(text.split())) - 0.1 * len(text.split()) for text in completions]
 
 
-@pytest.mark.parametrize("settings", [{}, {"beta": 0.1, "num_iterations": 2}], ids=str)
-def test_grpo(settings: dict[str, Any], tmp_path: Path) -> None:
+SAMPLING: dict[str, Any] = {
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "reward_funcs": reward,
+    "per_device_train_batch_size": 4,
+}
+
+
+@pytest.mark.parametrize(
+    "kind, settings", [("GRPO", {}), ("GRPO", {"beta": 0.1, "num_iterations": 2}), ("RLOO", {})]
+)
+def test_sampled_answers(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     logs = []
     for i in range(2):
-        given = {"num_generations": 4, "max_completion_length": 8, "reward_funcs": reward}
-        given |= {"per_device_train_batch_size": 4, "max_steps": 4, "temperature": 1.0}
-        if "beta" in settings:
-            given["model_init_kwargs"] = None
-        logs.append(
-            logged("GRPO", pair("llama")[i], tmp_path / str(i), prompt_rows(), **given, **settings)
-        )
+        model, directory = pair("llama")[i], tmp_path / str(i)
+        logs.append(logged(kind, model, directory, prompt_rows(), **SAMPLING, **settings))
     theirs, ours = logs
     assert any(row.get("reward_std", 0) > 0.1 for row in ours)
+    assert_same_logs(ours, theirs)
+
+
+def test_kto(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0}
+        for i, row in enumerate(preference_rows())
+    ]
+    logs = []
+    for i in range(2):
+        model, reference = pair("llama")[i], pair("llama")[i]
+        settings = {"ref_model": reference, "per_device_train_batch_size": 4}
+        logs.append(logged("KTO", model, tmp_path / str(i), rows, **settings))
+    theirs, ours = logs
     assert_same_logs(ours, theirs)

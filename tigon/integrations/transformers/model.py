@@ -7,11 +7,11 @@ config, names of parameters and outputs.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import transformers
@@ -24,6 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tigon.integrations.transformers.cache import open_cache
 from tigon.integrations.transformers.calls import capture, check_options, make_batch, refuse_liger
 from tigon.integrations.transformers.generation import TigonGeneration
+from tigon.integrations.transformers.hooks import keep_hooks
 from tigon.integrations.transformers.native import (
     assemble_parameters,
     check_config,
@@ -79,6 +80,10 @@ class TigonModel(ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
             router_logits=captured.logits_of_routers(),
         )
         return finish(output, self.config, kwargs.get("return_dict"))
+
+    def recomputable(self, block: nn.Module) -> Callable[..., Any]:
+        """As in the native decoder; hooks that others set for this pass are there again."""
+        return keep_hooks(block, cast(Any, super()).recomputable(block))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies the module without the name of its class, which is made as needed."""
@@ -356,12 +361,15 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             "use_cache": use_cache,
             **kwargs,
         }
+        if labels is not None or kwargs.get("shift_labels") is not None:
+            arguments = {**self._default_options(skip_logits), **arguments}
+        return self._run(arguments)
+
+    def _run(self, arguments: dict[str, Any]) -> Any:
+        """Runs the native forward with transformers' arguments: returns transformers' output."""
         arguments["cache"] = cache = open_cache(self.native, self.config, arguments)
         hidden_states, router_logits = read_flags(self.config, arguments)
         self._follow_config(router_logits)
-        has_labels = labels is not None or kwargs.get("shift_labels") is not None
-        if has_labels:
-            arguments = {**self._default_options(skip_logits), **arguments}
         batch = make_batch(self.native, arguments)
         targets = Targets.of(batch, **select_keys(TARGETS, arguments))
         options = select_keys(OPTIONS, arguments)
@@ -382,7 +390,7 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             hidden=out.hidden if wanted else None,
             router_logits=captured.logits_of_routers(),
         )
-        return finish(output, self.config, kwargs.get("return_dict"))
+        return finish(output, self.config, arguments.get("return_dict"))
 
     def _default_options(self, skip_logits: bool | None) -> dict[str, Any]:
         """The keywords of a call with labels that it does not give itself."""

@@ -358,7 +358,8 @@ def test_llama_cpp_answers_as_smollm2(smollm2: Path, kind: str, tmp_path: Path) 
     theirs = llama_cpp.Llama(str(tmp_path / "m.gguf"), n_ctx=256, verbose=False)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     ids = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True)])
-    text = tokenizer.decode(model.generate(ids, max_new_tokens=24)[0], skip_special_tokens=True)
+    said = model.generate(ids, max_new_tokens=24)[0, ids.shape[1] :]
+    text = tokenizer.decode(said, skip_special_tokens=True)
     answer = theirs.create_chat_completion(chat, temperature=0, max_tokens=24)
     assert answer["choices"][0]["message"]["content"] == text
     for text in (*TEXTS, "In 2024 we've 12345\r\n\r\n x<|im_end|>"):

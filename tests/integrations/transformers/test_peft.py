@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tigon
-from tests.integrations.transformers.peers import checkpoint, pair
+from tests.integrations.transformers.peers import checkpoint, pair, score_pair
 
 IDS = torch.arange(3, 21).view(2, 9) * 7 % 200
 LORA = partial(peft.LoraConfig, task_type="CAUSAL_LM", r=4, lora_alpha=7)
@@ -103,6 +103,9 @@ METHODS: dict[str, tuple[str, str, partial[peft.PeftConfig]]] = {
 # What the native `load_adapter` does not read: other methods, and routers as parts of "all-linear"
 NOT_NATIVE = {"ia3", "loha", "norms", "tokens", "prompt", "prefix", "latent attention", "delta"}
 
+# PEFT 0.21 does not find the cache of transformers 5.24 itself; test_generation.py has their texts
+VIRTUAL = {"prompt", "prefix"}
+
 
 def adapt(model: Any, config: peft.PeftConfig) -> Any:
     """PEFT's model in training mode, with random values that depend on their names alone."""
@@ -150,8 +153,9 @@ def test_method(method: str, tmp_path: Path) -> None:
         with ours.disable_adapter(), theirs.disable_adapter():
             assert_near(logits(ours), without := logits(theirs))
             assert expected.shape != without.shape or (expected - without).abs().max() > 1e-3
-    texts = [m.generate(input_ids=IDS, max_new_tokens=4, do_sample=False) for m in (ours, theirs)]
-    assert torch.equal(*texts)
+    if method not in VIRTUAL:
+        given = {"input_ids": IDS, "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(*(model.generate(**given) for model in (ours, theirs)))
     check_files(ours, theirs, tmp_path, family, case)
     if method not in NOT_NATIVE:
         native = tigon.from_pretrained(checkpoint(family, case))
@@ -214,3 +218,19 @@ def test_gradient_checkpointing_with_frozen_weights(invocation: list[int] | None
     assert results[0][1].keys() == results[1][1].keys()
     for name, grad in results[0][1].items():
         assert_near(results[1][1][name], grad, name)
+
+
+def test_classifier_trains_its_score() -> None:
+    """PEFT saves the head of a sequence classifier by itself, and adapts the rest."""
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear")
+    theirs, ours = (adapt(model, config) for model in score_pair("qwen3", 2))
+    labels = torch.tensor([0, 1])
+    losses = [m(input_ids=IDS, labels=labels).loss for m in (ours, theirs)]
+    assert abs(losses[0] - losses[1]) <= 1e-6
+    for loss in losses:
+        loss.backward()
+    expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    for name, p in ours.named_parameters():
+        if p.requires_grad:
+            assert_near(p.grad, expected.pop(name), name)
+    assert not expected

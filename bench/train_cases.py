@@ -65,6 +65,9 @@ OURS, PEER, FP8 = "tigon", "transformers + Liger", "fp8"
 RAGGED_MEAN, SUPERVISED = 700, 0.4  # tokens of a chat; the share of its tokens that is learned
 STD = 0.02  # of all matrices
 RANDOM_VECTORS = ("self_attn.sinks", "router.bias", "linear_attn.A_log")  # neither zeros nor ones
+# Where scores are not scaled, normed queries of length 1 and more would see one token each, which
+# rounding chooses
+RANDOM_VECTORS += ("self_attn.q_norm.weight",)
 ADAM = {"lr": 1e-5, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 
 
@@ -215,7 +218,7 @@ class Batch:
 def fill(parts: Iterable[tuple[str, Tensor]]) -> None:
     """Each matrix with numbers that its name decides, so that both sides have the same ones.
 
-    Vectors stay as both libraries initialise them: norms that change nothing.
+    Other vectors stay as both libraries initialise them: norms that change nothing.
     """
     for name, tensor in parts:
         if is_drawn(name, tensor.shape):

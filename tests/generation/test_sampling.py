@@ -123,6 +123,7 @@ ROW_SETTINGS = [
     {"do_sample": True, "top_k": 7, "temperature": 0.6},
     {"do_sample": True, "top_k": 0, "top_p": 0.6, "repetition_penalty": 1.4},
     {"do_sample": True, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "temperature": 1.8},
+    {"do_sample": True, "top_k": 150, "top_p": 0.95, "temperature": 3.0},
     {"repetition_penalty": 3.0, "temperature": 0.1},
     {"min_new_tokens": 3},
 ]
@@ -144,7 +145,7 @@ def sampled_rows(order: list[int], logits: Tensor, most: int, seed: int) -> list
 def test_rows_sample_by_settings_of_their_own() -> None:
     """What a row may choose is what `Sampling` leaves of its scores, as often as it says."""
     logits, most = 2 * torch.randn(len(ROW_SETTINGS), V), 1500
-    logits[6, 3] = 20  # eos
+    logits[7, 3] = 20  # eos
     tokens = sampled_rows(list(range(len(ROW_SETTINGS))), logits, most, seed=5)
     for row, values in enumerate(ROW_SETTINGS):
         settings = GenerationSettings(**DEFAULTS | {"eos_token_id": (3,)} | values)
@@ -177,7 +178,7 @@ def test_rows_sample_by_settings_of_their_own() -> None:
 def test_rows_draw_alone() -> None:
     """Other rows, other work and another place change no row's tokens."""
     logits = 2 * torch.randn(len(ROW_SETTINGS), V)
-    together = sampled_rows([6, 4, 2, 0, 1, 3, 5], logits, 30, seed=-7)
+    together = sampled_rows([6, 4, 2, 0, 7, 1, 3, 5], logits, 30, seed=-7)
     for i in range(len(ROW_SETTINGS)):
         assert sampled_rows([i], logits, 30, seed=-7)[i] == together[i]
     assert sampled_rows([1], logits, 30, seed=8)[1] != together[1]

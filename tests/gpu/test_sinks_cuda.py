@@ -111,6 +111,21 @@ def test_decoding(window: int | None, slots: int, dtype: torch.dtype, int8: bool
         torch.set_default_device(None)
 
 
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("past", [1, 127, 3000])
+def test_single_tokens_of_a_growing_cache(past: int, window: int | None) -> None:
+    q = torch.randn(3, 1, 64, 64, device="cuda").bfloat16()
+    k, v = (torch.randn(3, past + 1, 8, 64, device="cuda").bfloat16() for _ in "kv")
+    sinks, mask = torch.linspace(-4, 8, 64, device="cuda").bfloat16(), AttentionMask(1, past=past)
+    found = attention(q, k, v, mask=mask, window=window, sinks=sinks)
+    (plan,) = mask.plans.values()
+    assert plan.choice.name == "flash"
+    given: dict[str, Any] = {"mask": mask, "window": window}
+    exact = attention_ref(q.float(), k.float(), v.float(), sinks=sinks.float(), **given)
+    spelled = eager(q, k, v, sinks, softcap=None, **given)
+    assert wrong(found, exact) <= 2 * wrong(spelled, exact) + 2**-9
+
+
 CONFIG: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 352,

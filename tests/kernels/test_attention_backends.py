@@ -32,6 +32,7 @@ from tigon.kernels.attention.mask import (
 __all__ = ["on_hopper", "played"]
 NO_FA4 = {"fa4": "flash-attn-4 is not installed: pip install tigon[fa4]"}
 TRAINED = {"longest": 4096, "grad": True}
+STEP = {"longest": 4096, "cached": True, "single": True}
 GEMMA = {**TRAINED, "head_dim": 256}
 WIDE = {**TRAINED, "head_dim": 512}
 PHI = {**TRAINED, "head_dim": 80}
@@ -56,6 +57,9 @@ def path() -> None:
         ({**TRAINED, "sinks": True}, {}, "fa4", ""),
         ({**TRAINED, "sinks": True}, NO_FA4, "flash", "not cudnn: it has no sinks"),
         ({**TRAINED, "sinks": True, "compiling": True}, {}, "flex", "does not trace its sinks"),
+        ({**STEP, "sinks": True}, {}, "flash", "the first choice on cuda"),
+        ({**STEP, "sinks": True, "layout": "no"}, {}, "reference", "it takes no dense mask"),
+        (STEP, {}, "sdpa", "the first choice on cuda"),
         (
             {"longest": 100, "sinks": True, "device": "cpu"},
             {},

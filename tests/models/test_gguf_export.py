@@ -122,7 +122,13 @@ LONG = {"short_factor": [1.0] * 10, "long_factor": [2.0] * 10, "factor": 4.0}
 LONG |= {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 12}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "family": ("olmo2", {}, "'olmo2' cannot be exported to GGUF, only language models of type"),
-    "untied": ("gemma2", {"tie_word_embeddings": False}, "no head but the embedding"),
+    "untied": (
+        "gemma2",
+        {"tie_word_embeddings": False},
+        "has a head that is the embedding: tie_word",
+    ),
+    "tied": ("qwen2_moe", SQUARE | {"tie_word_embeddings": True}, "has a head of its own: tie_wo"),
+    "output bias": ("qwen3", {"attention_bias": True}, "self_attn.o_proj.bias has no place in ll"),
     "heads": ("qwen2", {"head_dim": 20}, "wants heads of hidden_size=96 dims together"),
     "activation": ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' has no place"),
     "routing": ("qwen3_moe", EXPERTS | {"norm_topk_prob": False}, "norm_topk_prob=False has no"),
@@ -134,8 +140,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         WINDOW | {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]},
         "sliding window of layer 0 is None, where llama.cpp has 7",
     ),
-    "biases": ("gemma", {"attention_bias": True}, "attention_bias=True has no place"),
+    "biases": ("gemma", {"attention_bias": True}, "self_attn.o_proj.bias has no place in llama"),
     "longrope": ("llama", {"rope_parameters": LONG}, "rope_type 'longrope', whose parameters"),
+    "betas": (
+        "llama",
+        {"rope_parameters": YARN | {"beta_fast": 16.0, "beta_slow": 2.0}},
+        "rope_type 'yarn', whose parameters.*'beta_fast': 16.0",
+    ),
     "attention factor": (
         "llama",
         {"rope_parameters": YARN | {"attention_factor": 1.5}},

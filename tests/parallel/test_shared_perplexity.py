@@ -72,7 +72,7 @@ def test_a_run_is_measured_by_two_ranks_and_said_once(saved, tmp_path, capsys):
     alone = capsys.readouterr().out.split()
     for more in [], ["--expert-parallel"]:
         ours = Ranks(2, measure, [*command, *more]).finish().split()
-        assert ours[::2] == alone[::2] == ["perplexity", "loss", "accuracy", "tokens"]
+        assert ours[::2] == alone[::2] == ["perplexity", "loss", "accuracy", "tokens", "bits/byte"]
         values = [[float(value) for value in said[1::2]] for said in (ours, alone)]
         assert values[0] == pytest.approx(values[1], rel=1e-5, abs=1e-4)
 

@@ -76,6 +76,7 @@ def run(tmp_path: Path) -> Path:
     rows[4] |= {"loss": None, "grad_norm": None, "skipped": "nonfinite"}
     rows[8] |= {"rollbacks": 1}
     rows += [{"step": 10, "eval_loss": 2.0, "eval_accuracy": 0.75, "eval_loss/math": 1.5}]
+    rows[0]["eval/arc_easy/acc_norm"], rows[-1]["eval/arc_easy/acc_norm"] = 0.25, 0.625
     path = write_run(tmp_path / "first", rows, "steps=10", "lr=1e-3", "eval_data=b.jsonl")
     samples = [{"step": s, "prompt": "Why?", "text": f"Because {s}."} for s in (0, 10)]
     (path / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
@@ -116,6 +117,7 @@ def test_page_of_a_run(run: Path) -> None:
         "Rollbacks 1", "training: 3 at first, 0.3 at last", "evaluation: 25 % at first, 75 %",
         "training is not finite in 1 rows: step 4", "skipped: step 4 (nonfinite)",
         "rollbacks before step 8", "Loss by data set", "math: 3.5 at first, 1.5 at last", "Why?",
+        "arc easy/acc norm", "evaluation: 0.25 at first, 0.625 at last",
         "before training Because 0.", "step 10 Because 10.",
     ):  # fmt: skip
         assert expected in text, expected

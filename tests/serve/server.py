@@ -101,9 +101,10 @@ def serving(
     ends: tuple[int, ...] = (0,),
     key: str | None = None,
     local: bool = True,
+    adapters: tuple[str, ...] = (),
 ) -> Iterator[Server]:
     """A server that ends with the block."""
-    service = Service(Engine(model, rows, queue), tokenizer, NAME, ends)
+    service = Service(Engine(model, rows, queue), tokenizer, NAME, ends, adapters)
     with listen("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
         running = make_server(service, key, local)

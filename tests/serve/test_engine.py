@@ -49,9 +49,13 @@ class Writer:
         self.engine.close()
 
     def submit(
-        self, prompt: list[int], most: int, settings: GenerationSettings = GREEDY
+        self,
+        prompt: list[int],
+        most: int,
+        settings: GenerationSettings = GREEDY,
+        adapter: str | None = None,
     ) -> Recorded:
-        answer = Recorded(prompt, settings, most, self.tokenizer)
+        answer = Recorded(prompt, settings, most, self.tokenizer, adapter=adapter)
         self.engine.submit([answer])
         return answer
 
@@ -154,6 +158,22 @@ def test_a_host_behind_the_device(
         assert writer.engine.counts.failures == 0
     for prompt, count, answer in zip(prompts, most, answers, strict=True):
         assert answer.cancelled or answer.written == greedy(model, prompt, count)
+
+
+def test_adapters_by_request(adapted: tigon.CausalLM, tokenizer: Tokenizer) -> None:
+    prompts, names = random_prompts(16, 8, 20), [None, "one", "two"]
+    with Writer(adapted, tokenizer, rows=3) as writer:
+        chosen = [names[i % 7 % 3] for i in range(16)]
+        answers = [
+            writer.submit(prompt, 12, GREEDY, name)
+            for prompt, name in zip(prompts, chosen, strict=True)
+        ]
+        wait(lambda: all(answer.ended for answer in answers))
+    for name in names:
+        adapted.set_adapter(name)
+        for prompt, adapter, answer in zip(prompts, chosen, answers, strict=True):
+            same = answer.written == greedy(adapted, prompt, 12)
+            assert same if adapter == name else not same or len(answer.written) < 3
 
 
 def test_unseeded_answers_differ(writer: Writer) -> None:

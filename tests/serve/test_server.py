@@ -291,13 +291,14 @@ def test_health_and_metrics(server: Server) -> None:
     before = read()
     server.post(TEXT, prompt=[5, 6, 7], max_tokens=4, n=2)
     server.refused(TEXT, prompt=[])
+    server.client.get("/health", headers={"host": "evil.example"})
     wait(lambda: read()["tigon_answers_total"] == before["tigon_answers_total"] + 2)
     grown = {key: value - before[key] for key, value in read().items()}
     seconds = grown.pop("tigon_first_token_seconds_sum")
     assert 0 < seconds < 10
     assert {key: value for key, value in grown.items() if value} == {
         "tigon_answers_total": 2, "tigon_prompt_tokens_total": 6, "tigon_generated_tokens_total": 8,
-        "tigon_steps_total": 3, "tigon_refused_total": 1, "tigon_first_token_seconds_count": 2,
+        "tigon_steps_total": 3, "tigon_refused_total": 2, "tigon_first_token_seconds_count": 2,
     }  # fmt: skip
 
 
@@ -356,6 +357,24 @@ def test_a_full_queue(model: tigon.CausalLM, tokenizer: Tokenizer) -> None:
         server.idle()
         status, error = server.refused(TEXT, prompt="the", n=3)
         assert status == 400 and "3 answers, and at most 2 can wait" in error["message"]
+
+
+def test_adapters_have_names(adapted: tigon.CausalLM, tokenizer: Tokenizer) -> None:
+    with serving(adapted, tokenizer, rows=2, queue=9, adapters=("one", "two")) as server:
+        models = server.client.get("/v1/models").json()["data"]
+        assert [(each["id"], each.get("parent")) for each in models] == [
+            (NAME, None), ("one", NAME), ("two", NAME)
+        ]  # fmt: skip
+        body = {"prompt": "the model", "max_tokens": 12}
+        texts = {}
+        for name in (NAME, "one", "two"):
+            reply = server.post(TEXT, model=name, **body)
+            texts[name] = reply["choices"][0]["text"]
+            assert reply["model"] == name
+        assert len(set(texts.values())) == 3
+        assert server.post(TEXT, **body)["choices"][0]["text"] == texts[NAME]
+        status, error = server.refused(TEXT, model="three", **body)
+        assert status == 404 and "this server has 'one', 'two', 'tiny'" in error["message"]
 
 
 def test_a_failure_of_the_server(server: Server, monkeypatch: Any, capfd: Any) -> None:

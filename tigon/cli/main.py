@@ -117,6 +117,14 @@ def _number(help: str, type: type = int, metavar: str = "N", **options: Any) -> 
     return {"type": type, "metavar": metavar, "help": help, **options}
 
 
+def _name_and_place(text: str) -> tuple[str, str]:
+    """Returns the parts of NAME=PLACE; raises argparse's error if one is missing."""
+    name, _, place = text.partition("=")
+    if not name or not place:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ADAPTER")
+    return name, place
+
+
 MODEL = {
     "model": {
         "help": "a directory, a run or one of its checkpoints, a .gguf file, or a hub repository; "
@@ -172,6 +180,13 @@ GENERATE = {
 }
 SERVE = {
     **TEMPLATE,
+    "--adapter": _text(
+        "NAME=ADAPTER",
+        "requests for the model NAME get this adapter; may be given several times",
+        type=_name_and_place,
+        action="append",
+        default=[],
+    ),
     "--host": _text(
         "ADDRESS",
         "default: 127.0.0.1, this machine alone; others need a key in TIGON_API_KEY",

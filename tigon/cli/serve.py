@@ -6,13 +6,16 @@ from pathlib import Path
 
 from tigon.cli.commands import check_sequences, end_tokens
 from tigon.cli.load import load_model_and_tokenizer
+from tigon.models import CausalLM
 from tigon.serve.app import Service
 from tigon.serve.engine import Engine
 from tigon.serve.guard import KEY_VARIABLE, check_address
 from tigon.serve.protocol import RequestError, resolve
 from tigon.serve.run import listen, run
+from tigon.utils.config import check_range
 from tigon.utils.terminal import one_line
 
+MOST_ROWS = 1024
 GPU_ROWS, CPU_ROWS = 64, 8  # more would help little, and leave less room for each text
 
 
@@ -20,15 +23,18 @@ def serve(args: Namespace) -> int:
     """Loads a model and answers requests; returns 0 after SIGTERM."""
     key = os.environ.get(KEY_VARIABLE)
     local = check_address(args.host, key)
-    for name, least in (("max_rows", 1), ("max_queue", 0)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least {least}")
+    check_range("--max-rows", args.max_rows, ge=1, le=MOST_ROWS)
+    check_range("--max-queue", args.max_queue, ge=0)
     with listen(args.host, args.port) as listener:  # first: a port may be taken
         model, tokenizer = load_model_and_tokenizer(args)
         if model.config.labels:
             raise ValueError(f"{args.model} scores sequences and cannot write any")
         check_sequences(model)
+        place, adapters = Path(args.model), dict(args.adapter)
+        name = args.name or (place.resolve().name if place.exists() else args.model)
+        if name in adapters or len(adapters) < len(args.adapter):
+            raise ValueError(f"--adapter: names must differ, also from the model's, {name}")
+        load_adapters(model, adapters)
         ends = end_tokens(model, tokenizer)
         try:
             default = resolve(None, model, ends)
@@ -36,10 +42,24 @@ def serve(args: Namespace) -> int:
             raise ValueError(error.message) from None
         rows = args.max_rows or (GPU_ROWS if model.device.type == "cuda" else CPU_ROWS)
         engine = Engine(model, rows, args.max_queue, default)
-        place = Path(args.model)
-        name = args.name or (place.resolve().name if place.exists() else args.model)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         print(one_line(f"{name} at {url}: {rows} rows of {engine.capacity} tokens"), flush=True)
-        run(Service(engine, tokenizer, name, ends), listener, key, local)
+        run(Service(engine, tokenizer, name, ends, [*adapters]), listener, key, local)
     return 0
+
+
+def load_adapters(model: CausalLM, adapters: dict[str, str]) -> None:
+    """Loads adapters from their places, by name, beside the model; the active one stays so.
+
+    Raises ValueError for one that does not fit, or that brings tokens of its own.
+    """
+    active, vocab = model.active_adapter, model.config.vocab_size
+    for name, place in adapters.items():
+        model.load_adapter(place, name)
+        if model.config.vocab_size != vocab:
+            raise ValueError(
+                f"--adapter {name}={place} has a vocabulary of its own: serve it alone, as "
+                f"`tigon serve {place}`"
+            )
+    model.set_adapter(active)

@@ -96,7 +96,7 @@ def generate(
     num_assistant_tokens: int | None = UNSET,
     **unsupported: Any,
 ) -> Tensor | GenerationOutput:
-    """Prompts and continuations [B, T + new], as transformers' `generate` makes them.
+    """Returns prompts and continuations [B, T + new], as transformers' `generate` does.
 
     Missing settings come from `generation_config`, then `model.generation_config`, then the config
     (eos and pad), then transformers' defaults: greedy; with `do_sample` temperature 1 and top_k 50;

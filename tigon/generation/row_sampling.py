@@ -9,9 +9,11 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from tigon.generation.sampling import keep_min_p, keep_top_k, keep_top_p, penalize_repetition
+from tigon.generation.sampling import keep_min_p, penalize_repetition
 from tigon.generation.settings import GenerationSettings
 from tigon.kernels.loss.argmax import NOT_FINITE, argmax
+
+FEW = 128  # up to which the largest scores are found without sorting a vocabulary
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,10 @@ class Work:
     """What the settings of some rows make a step compute."""
 
     scores: bool = False  # some row samples or changes its logits; else all take the argmax
-    filters: bool = False  # some row has a top_k or top_p, which sort a vocabulary
+    ranked: int = 0  # how many of the largest scores top_k and top_p look at: 0, FEW or all
 
     def __or__(self, other: Self) -> Self:
-        return type(self)(self.scores or other.scores, self.filters or other.filters)
+        return type(self)(self.scores or other.scores, max(self.ranked, other.ranked))
 
 
 class RowSampling:
@@ -77,7 +79,8 @@ class RowSampling:
             draws = torch.rand(tokens, generator=generator)
             self._draws[row, :tokens] = draws.to(self._draws.device)
         filters = sampled and (top_k < self._vocab or s.top_p < 1)
-        return Work(sampled or penalized or s.min_new_tokens > 0, filters)
+        ranked = (FEW if top_k <= FEW else self._vocab) if filters else 0
+        return Work(sampled or penalized or s.min_new_tokens > 0, min(ranked, self._vocab))
 
     def __call__(self, logits: Tensor, work: Work, start: int = 0) -> Tensor:
         """The next tokens [b] of the rows from `start` on, from their logits [b, V]; NOT_FINITE
@@ -99,13 +102,26 @@ class RowSampling:
         self._generated[rows] += 1
         return token
 
+    def _least_score(self, ranked: Tensor, rows: slice) -> Tensor:
+        """The least score [b, 1] that top_k and then top_p leave, of the largest ones [b, N] in
+        descending order. Equal scores all stay, so it is the same for any N of at least top_k."""
+        top_k, n = self._top_k[rows], ranked.shape[1]
+        kth = ranked.gather(1, top_k.clamp(max=n) - 1)
+        ranked = ranked.masked_fill(ranked < kth, float("-inf"))
+        rest = ranked.softmax(-1).flip(1).cumsum(1).flip(1)  # of it and all below
+        removed = rest <= 1 - self._top_p[rows]
+        removed[:, 0] = False
+        least = ranked.masked_fill(removed, float("inf")).amin(-1, keepdim=True)
+        return least.masked_fill(top_k > n, float("-inf"))  # has no top_k, and so no top_p here
+
     def _sample(self, scores: Tensor, work: Work, rows: slice) -> Tensor:
         """Samples a token of each row from its scores [b, V]: [b], or NOT_FINITE."""
         scores = scores / self._temperature[rows]
-        if work.filters:
-            scores = keep_top_p(keep_top_k(scores, self._top_k[rows]), self._top_p[rows])
+        if work.ranked:
+            ranked = scores.topk(work.ranked).values
+            scores = scores.masked_fill(scores < self._least_score(ranked, rows), float("-inf"))
         sums = keep_min_p(scores, self._min_p[rows]).softmax(-1).cumsum(-1, dtype=torch.float64)
         at = self._generated[rows].clamp(max=self._draws.shape[1] - 1)
         draw = self._draws[rows].gather(1, at) * sums[:, -1:]
         token = torch.searchsorted(sums, draw, right=True)[:, 0]
-        return token.where(sums[:, -1].isfinite(), NOT_FINITE)
+        return token.masked_fill(~sums[:, -1].isfinite(), NOT_FINITE)

@@ -19,21 +19,14 @@ def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float | Tensor) -
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
-def keep_top_k(scores: Tensor, k: int | Tensor) -> Tensor:
-    """Returns scores [b, V] with -inf below the k-th largest of a row; equal ones all stay.
-
-    k may be [b, 1], of at most V.
-    """
-    if isinstance(k, Tensor):
-        kth = scores.sort(descending=True).values.gather(1, k - 1)
-    else:
-        kth = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
+def keep_top_k(scores: Tensor, k: int) -> Tensor:
+    """Returns scores [b, V] with -inf below the k-th largest of a row; equal ones all stay."""
+    kth = scores.topk(min(k, scores.shape[-1])).values[:, -1:]
     return scores.masked_fill(scores < kth, float("-inf"))
 
 
-def keep_top_p(scores: Tensor, p: float | Tensor) -> Tensor:
-    """Returns scores [b, V] with -inf outside a row's smallest set whose probability reaches p,
-    which may be [b, 1]."""
+def keep_top_p(scores: Tensor, p: float) -> Tensor:
+    """Returns scores [b, V] with -inf outside a row's smallest set whose probability reaches p."""
     ascending, order = scores.sort()
     remove = ascending.softmax(-1).cumsum(-1) <= 1 - p
     remove[:, -1] = False

@@ -98,6 +98,7 @@ class TigonLM(TemplateLM):
             tokenizer = Tokenizer.from_pretrained(tokenizer, revision=revision)
         self.tokenizer = tokenizer
         self._device = self.model.device
+        self._encoded: dict[str, list[int]] = {}  # of the texts of a call
         self.rows = _parse_batch_size(batch_size, max_batch_size)
         self.max_gen_toks = max_gen_toks
         self.add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
@@ -143,6 +144,8 @@ class TigonLM(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         """Returns the tokens of a text, with bos if the tokenizer adds it and the text has none."""
+        if add_special_tokens is None and string in self._encoded:
+            return self._encoded[string]
         add = self.add_bos_token if add_special_tokens is None else add_special_tokens
         if add_special_tokens is None and has_bos_prefix(string, self._prefix):
             add = False
@@ -178,7 +181,23 @@ class TigonLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Returns for each (context, continuation) the log-likelihood of the continuation in nats,
         and whether greedy decoding gives it."""
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        pairs = [request.args for request in requests if request.args[0]]
+        texts = [context.rstrip() for context, _ in pairs] + [c + t for c, t in pairs]
+        self._encoded = self._encode_at_once(dict.fromkeys(texts))
+        try:
+            return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        finally:
+            self._encoded = {}
+
+    def _encode_at_once(self, texts: Iterable[str]) -> dict[str, list[int]]:
+        """Returns what `tok_encode` does, by text; Tigon's tokenizer encodes them in parallel, and
+        a context once for all its answers."""
+        if not isinstance(self.tokenizer, Tokenizer):
+            return {}
+        plain = [text for text in texts if not has_bos_prefix(text, self._prefix)]
+        add = True if self.add_bos_token is None else self.add_bos_token
+        encoded = self.tokenizer.encode_batch(plain, add_special_tokens=add)
+        return dict(zip(plain, encoded, strict=True))
 
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True

@@ -101,6 +101,11 @@ class DeepseekV3Config(LatentConfig):
     bos_token_id: int | None = 0
     eos_token_id: int | list[int] | None = 1
 
+    def to_dict(self) -> dict[str, Any]:
+        """As ModelConfig's, with the keys of the router, which transformers does not write: without
+        them vLLM takes softmax, and drops the correction of scores."""
+        return super().to_dict() | {key: value for key, (_, value) in ROUTER_KEYS.items()}
+
 
 def group_experts_or_mlp(c: GroupMoEConfig, layer: int) -> GatedMLP | SparseMoE:
     """Makes the layer's experts, chosen by groups, with the shared ones, or its MLP."""

@@ -4,6 +4,7 @@ Checked against transformers' modeling_glm4_moe_lite.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import check_layer_kinds
@@ -50,6 +51,13 @@ class Glm4MoeLiteConfig(LatentConfig):
             types = [DENSE] + [SPARSE] * (layers - 1)
             object.__setattr__(self, "mlp_layer_types", types)
         check_layer_kinds("mlp_layer_types", types, layers, DENSE, SPARSE)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ModelConfig's, with the number of layers without experts at the start, by which vLLM
+        and SGLang choose."""
+        types = self.mlp_layer_types or []
+        first = types.index(SPARSE) if SPARSE in types else len(types)
+        return super().to_dict() | {"first_k_dense_replace": first}
 
     def sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""

@@ -71,11 +71,13 @@ class Lfm2Config(ModelConfig):
         return super().from_dict(known | renamed)
 
     def to_dict(self) -> dict[str, Any]:
-        """As ModelConfig's, with the keys of LFM2's config alone."""
+        """As ModelConfig's, with the keys of LFM2's config alone, also those that vLLM reads and
+        transformers does not write: the widths of blocks and convolutions."""
         out = super().to_dict()
         del out["hidden_act"], out["rms_norm_eps"]
         stored = {key: getattr(self, name) for key, name in KEYS.items() if key in out}
-        return out | {"norm_eps": self.rms_norm_eps} | stored
+        widths = {key: out.get(key, self.hidden_size) for key in ("block_dim", "conv_dim")}
+        return out | {"norm_eps": self.rms_norm_eps} | widths | stored
 
     def __post_init__(self) -> None:
         super().__post_init__()

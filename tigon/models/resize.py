@@ -23,7 +23,7 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> Embedding:
-    """Resize the embedding and the head to `new_num_tokens` rows, and return the embedding.
+    """Resizes embedding and head to `new_num_tokens` rows, and returns the embedding.
 
     None keeps the number of rows. `pad_to_multiple_of` rounds the number up. Config and tied
     weights follow, and so does a second embedding with a row for each token.

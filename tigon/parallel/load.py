@@ -40,7 +40,7 @@ class MeshOptions(LoadOptions, total=False):
 def from_pretrained(
     path_or_repo: str | os.PathLike[str], **options: Unpack[MeshOptions]
 ) -> CausalLM:
-    """As `tigon.models.from_pretrained`; with `mesh`, each rank loads a shard of the model.
+    """Loads as `tigon.models.from_pretrained` does; with `mesh`, each rank a shard of the model.
 
     `mesh` has one dimension, or several named "tensor", which shards each layer, "fsdp", which
     shards weights and gathers them block by block, and "replicate", whose ranks have the same

@@ -46,13 +46,15 @@ def charts(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
     """Yields title, unit, svg, notes and width: training beside evaluation, or a line per run."""
     keys = list(dict.fromkeys(key for run in runs for key in run.columns))
     sets = [key.removeprefix("eval_loss/") for key in keys if key.startswith("eval_loss/")]
-    metrics = [key.removeprefix("eval_") for key in keys if key not in UNDRAWN]
+    shown = [key for key in keys if key not in UNDRAWN]
+    metrics = [key.removeprefix("eval_").removeprefix("eval/") for key in shown]
     bases = [m.partition("/")[0] if m.partition("/")[2] in sets else m for m in metrics]
     for key in dict.fromkeys([*PLOTS, *bases]):
         title, *style = PLOTS.get(key, (key.replace("_", " "), "", False, False))
         names = [f"eval_{key}/{name}" for name in sets]
+        measured = f"eval/{key}" if f"eval/{key}" in keys else f"eval_{key}"  # a task's, or a loss
         if len(runs) == 1:
-            run, pair = runs[0], (("training", key), ("evaluation", f"eval_{key}"))
+            run, pair = runs[0], (("training", key), ("evaluation", measured))
             lines = [(label, run.column(name), name != key) for label, name in pair]
             marks = run if key in ("loss", "grad_norm") else None
             yield from chart(title, style, lines, key == "loss", marks)
@@ -60,7 +62,7 @@ def charts(runs: Sequence[RunFiles]) -> Iterator[dict[str, Any]]:
             yield from chart(f"{title} by data set", style, lines)
             continue
         titles = [title, f"{title}, evaluation", *(f"{title}, {name}" for name in sets)]
-        for name, text in zip((key, f"eval_{key}", *names), titles, strict=True):
+        for name, text in zip((key, measured, *names), titles, strict=True):
             lines = [(f"{i}: {run.name}", run.column(name), name != key)
                      for i, run in enumerate(runs, 1)]  # fmt: skip
             yield from chart(text, style, lines, name in ("loss", "eval_loss"))

@@ -161,7 +161,7 @@ def _read_metrics(run: RunFiles) -> None:
                 column.values.append(_number(value))
     if run.last_step is None:
         run.problems.append("No training step has been recorded in metrics.jsonl.")
-    if run.columns and "eval_loss" not in run.columns:
+    if run.columns and not any(key.startswith(("eval_", "eval/")) for key in run.columns):
         run.problems.append("There is no evaluation among the metrics.")
 
 

@@ -104,12 +104,14 @@ class Answer:
         max_tokens: int,
         tokenizer: Tokenizer,
         *,
+        adapter: str | None = None,  # of the model's
         texts: TokenTexts | None = None,  # where log-probabilities are asked for
         top: int = 0,
         streams: bool = False,
         notify: Callable[[], None] = lambda: None,
     ):
         self.prompt, self.settings, self.max_tokens = prompt, settings, max_tokens
+        self.adapter = adapter
         self.started = 0  # steps that write a token of it
         self.tokens = 0  # tokens that were written
         self.cancelled, self.created = False, time.monotonic()

@@ -174,11 +174,15 @@ class Service:
     tokenizer: Tokenizer
     name: str  # of the model, in requests
     ends: Sequence[int]  # tokens that end an answer
+    adapters: Sequence[str] = ()  # of the model, that requests can name in its place
     created: int = field(default_factory=lambda: int(time.time()))
     refused: int = 0
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.tokenizer)
+        own = self.engine.model.active_adapter  # of a model that is an adapter and its base
+        self.names: dict[str, str | None] = {name: name for name in self.adapters}
+        self.names[self.name] = own
 
     async def page(self, request: HTTPRequest) -> Response:
         """Answers with the chat page."""
@@ -207,25 +211,25 @@ class Service:
         ]
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
-    def _model(self) -> dict[str, Any]:
-        """Returns what /v1/models says of the model."""
-        known = {"id": self.name, "object": "model", "created": self.created}
-        return known | {"owned_by": "tigon", "max_model_len": self.engine.capacity}
+    def _model(self, name: str) -> dict[str, Any]:
+        """Returns what /v1/models says of the model or an adapter; raises RequestError for a name
+        that this server does not have."""
+        if name not in self.names:
+            names = ", ".join(map(quote, self.names))
+            message = f"the model {quote(name)} does not exist; this server has {names}"
+            raise RequestError(message, "model", status=404, code="model_not_found")
+        known = {"id": name, "object": "model", "created": self.created, "owned_by": "tigon"}
+        parent = {} if name == self.name else {"parent": self.name}
+        return known | {"max_model_len": self.engine.capacity} | parent
 
     async def models(self, request: HTTPRequest) -> Response:
-        """Answers with the list of models: this one."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """Answers with the list of models: this one and its adapters."""
+        names = [self.name, *self.adapters]
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
 
     async def one_model(self, request: HTTPRequest) -> Response:
         """Answers what the model is, under its name."""
-        self._check_name(request.path_params["name"])
-        return JSONResponse(self._model())
-
-    def _check_name(self, name: str) -> None:
-        """Raises RequestError for a model that this server does not have."""
-        if name != self.name:
-            message = f"the model {quote(name)} does not exist; this server has {quote(self.name)}"
-            raise RequestError(message, "model", status=404, code="model_not_found")
+        return JSONResponse(self._model(request.path_params["name"]))
 
     async def complete(self, kind: type[Request], request: HTTPRequest) -> Completion:
         """Answers messages or prompts."""
@@ -239,7 +243,8 @@ class Service:
 
         top = job.request.top
         options: dict[str, Any] = {"texts": None if top is None else self.texts, "top": top or 0}
-        options |= {"streams": job.request.stream, "notify": notify}
+        name = job.request.model or self.name
+        options |= {"streams": job.request.stream, "notify": notify, "adapter": self.names[name]}
         answers = [
             Answer(prompt, choice_settings(job.settings, i), most, self.tokenizer, **options)
             for prompt, most in zip(job.prompts, job.max_tokens, strict=True)
@@ -249,7 +254,7 @@ class Service:
             self.engine.submit(answers)
         except QueueFullError as error:
             raise RequestError(str(error), status=429, code="rate_limit_exceeded") from None
-        return Completion(Reply(job.request, self.name, answers), wake)
+        return Completion(Reply(job.request, name, answers), wake)
 
     def _make_job(self, kind: type[Request], body: bytes) -> Job:
         """Returns what the body of a request asks for; raises RequestError for a bad one."""
@@ -258,8 +263,7 @@ class Service:
         except ValueError as error:
             raise RequestError(str(error)) from None
         request = read_request(kind, values)
-        if request.model is not None:
-            self._check_name(request.model)
+        self._model(request.model or self.name)
         engine = self.engine
         job = make_job(request, engine.model, self.tokenizer, self.ends, engine.capacity)
         count, most = len(job.prompts) * request.n, engine.max_rows + engine.max_queue
@@ -283,6 +287,10 @@ def make_app(service: Service, key: str | None = None, local: bool = True) -> St
         failure.headers["connection"] = "close"  # as uvicorn does after an exception
         return failure
 
+    def refuse_early(error: RequestError) -> Response:
+        service.refused += 1
+        return refusal(error)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await run_in_threadpool(service.engine.start)
@@ -301,7 +309,7 @@ def make_app(service: Service, key: str | None = None, local: bool = True) -> St
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, refuse=refusal, key=key, local=local)],
+        middleware=[Middleware(Guard, refuse=refuse_early, key=key, local=local)],
         exception_handlers={kind: refuse for kind in (RequestError, HTTPException, Exception)},
         lifespan=lifespan,
     )

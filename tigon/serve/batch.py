@@ -105,6 +105,7 @@ class Batch:
         # Token, its log-probability, then the TOP likeliest tokens and their log-probabilities
         self._output = torch.zeros(rows, 2 + 2 * TOP, dtype=torch.float64, device=device)
         self._top = min(TOP, vocab)
+        self.adapter = model.active_adapter
         self._replays: dict[Any, GraphedStep] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -121,6 +122,11 @@ class Batch:
             for _ in range(3):
                 for end in {1 << i for i in range(rows.bit_length())} | {rows}:
                     self._run(end, each, False)
+
+    def use_adapter(self, name: str | None) -> None:
+        """Writes by another of the model's adapters, or by none; no row may hold a text."""
+        self.model.set_adapter(name)
+        self.adapter = name
 
     def begin(self, start: int, prompts: Sequence[Sequence[int]]) -> Reading:
         """Empties the rows from `start` on for these prompts, of one token or more."""
@@ -165,11 +171,12 @@ class Batch:
 
     def _run(self, rows: int, work: Work, logprobs: bool) -> Tensor:
         """Runs a step of this many rows, by its graph once it has been run twice."""
-        key = rows, work, logprobs
+        step = rows, work, logprobs
+        key = self.adapter, *step  # a graph is that of the adapter it was captured with
         if key not in self._replays:
             weight = next(self.model.parameters())
             self._replays[key] = GraphedStep(weight, None, self._pool)
-        return self._replays[key](lambda: self._step(*key), FEW_STEPS + 1)
+        return self._replays[key](lambda: self._step(*step), FEW_STEPS + 1)
 
     def _step(self, rows: int, work: Work, logprobs: bool) -> Tensor:
         """Runs the model on the last tokens of the first rows and chooses the next."""

@@ -47,7 +47,8 @@ class Engine:
     """Writes answers in the R rows of a cache, each from its prompt on to its end.
 
     A free row takes the next prompt between two steps, at most PREFILL tokens at a time, and a step
-    writes one token in every row. `submit` and `close` may be called from any thread.
+    writes one token in every row. All rows are written by one adapter, or by none; answers of
+    another wait until these have ended. `submit` and `close` may be called from any thread.
     """
 
     def __init__(
@@ -191,9 +192,16 @@ class Engine:
                 self._waiting.popleft()
             if not self._waiting or None not in self._rows:
                 return None
+            adapter = self._waiting[0].adapter
+            if adapter != self._batch.adapter:
+                if any(self._rows):  # of another one: it comes when they have ended
+                    return None
+                self._batch.use_adapter(adapter)
             start, answers, tokens = self._rows.index(None), list[Answer](), 0
             for row in range(start, self.max_rows):
                 if self._rows[row] is not None or not self._waiting:
+                    break
+                if self._waiting[0].adapter != adapter:
                     break
                 tokens += len(self._waiting[0].prompt)
                 if answers and tokens > PREFILL:

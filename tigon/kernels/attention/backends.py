@@ -132,6 +132,8 @@ OBSTACLES: dict[str, Callable[[AttentionRequest], str | None]] = {
     "reference": lambda r: None,
 }
 PLAIN = ("sdpa", "reference")  # on any device
+# For single tokens that continue a cache: both split the keys among thread blocks, others do not
+DECODING = {False: PLAIN, True: ("flash", "reference")}  # by whether there are sinks
 
 
 def _order(r: AttentionRequest) -> tuple[str, ...]:
@@ -204,12 +206,13 @@ def choose_backend(
             return BackendChoice(backend, f"attention={backend!r}")
         if not r.cached:
             raise ValueError(f"attention={backend!r} cannot do this: {reason}")
-    # Decoding: SDPA splits the keys among thread blocks, the others do not
-    plain = plain or r.device != "cuda" or (r.cached and r.single)
+    names = _order(r)
+    if plain or r.device != "cuda":
+        names = PLAIN
+    elif r.cached and r.single:
+        names = DECODING[r.sinks]
     passed: list[str] = []
-    for name in _order(r):
-        if plain and name not in PLAIN:
-            continue
+    for name in names:
         reason = missing.get(name) or OBSTACLES[name](r) or _reason_against(name, r)
         if reason is None:
             return BackendChoice(name, "; ".join(passed) or f"the first choice on {r.device}")

@@ -706,7 +706,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tens
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`F.linear(x, weight, bias)` of x [..., K] and weight [N, K] in bf16, with products in e4m3.
+    """Returns `F.linear(x, weight, bias)` of x [..., K], weight [N, K] in bf16; products in e4m3.
 
     The bias is added to the rounded product. N and K are multiples of 16. Source: torchao's float8
     training, recipe "rowwise"; Micikevicius et al. (arXiv 2209.05433) for the format.

@@ -413,7 +413,7 @@ def uses_gemv(x: Tensor, weight: Tensor) -> bool:
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, act: Activation | None = None
 ) -> Tensor:
-    """`F.linear(x, weight, bias)` of one row x [..., C], without gradients.
+    """Returns `F.linear(x, weight, bias)` of one row x [..., C], without gradients.
 
     With an activation, the weight [2 N, C] has the rows of gate and up, as in `gated_act`, and the
     result is [..., N]. Sums are fp32, and every step is rounded as by separate operators. Check

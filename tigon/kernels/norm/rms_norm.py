@@ -600,7 +600,7 @@ def rms_norm(
     residual: Tensor | None = None,  # [..., C]
     gate: Tensor | None = None,  # [..., C]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """RMSNorm of `x` times `offset + weight`; with a residual, of `x + residual`, and then
+    """Returns RMSNorm of `x` times `offset + weight`; with a residual of `x + residual`, and then
     `(normed, sum)` is returned.
 
     `cast`: whether normed numbers are rounded to the dtype of x before or after the weight.
@@ -663,7 +663,7 @@ def sandwich_norm(
     offset: float = 1.0,
     cast: Cast = "after_weight",
 ) -> tuple[Tensor, Tensor]:
-    """`total = residual + rms_norm(x, post_weight)`; returns `(rms_norm(total, weight), total)`.
+    """Returns rms_norm(total, weight) and total, `residual + rms_norm(x, post_weight)`.
 
     Source: Gemma 2 (arXiv 2408.00118), which norms the input and the output of each sublayer.
     """

@@ -111,7 +111,7 @@ def add_adapter(
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Add a new adapter, which changes no output yet, activate it, and freeze the rest.
+    """Adds an adapter, which changes no output yet, activates it, and freezes the rest.
 
     Its parameters are in `dtype`: None is that of the model, and float32 in place of 16 bits. On a
     model without memory (device "meta") `init_adapter` gives it its first values later. Raises
@@ -403,7 +403,7 @@ def delete_adapter(model: LanguageModel, name: str) -> None:
 
 @torch.no_grad()
 def merge_adapter(model: LanguageModel, name: str | None = None) -> None:
-    """Add an adapter, by default the active one, to the base's weights, and remove it.
+    """Adds an adapter, by default the active one, to the base's weights, and removes it.
 
     Sums are in float32 and rounded once. A quantized weight that is changed gets the model's dtype.
     In a sharded model all ranks call this, and each adds its rows. If embedding and head are tied

@@ -182,15 +182,24 @@ class Architecture:
     # The number of layers with which scores are scaled by (hidden_size / heads)**-0.5
     scaled_by_width: int = 0
     full_every: int = 0  # every n-th layer has no sliding window, the others do; 0: none has
-    tied: bool = False  # whether llama.cpp knows no other head than the embedding
+    # Whether the head is the embedding, or always has a weight of its own; None: either
+    tied: bool | None = None
+    biased: tuple[str, ...] = ("attn_q", "attn_k", "attn_v")  # tensors that may have a bias
     square: bool = False  # whether it wants heads that have hidden_size dims together
 
 
+BIASED = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 ARCHITECTURES = {
-    "llama": Architecture("llama", LLAMA, bias="attention_bias", permuted=True),
+    "llama": Architecture("llama", LLAMA, bias="attention_bias", permuted=True, biased=BIASED),
     "qwen2": Architecture("qwen2", LLAMA, square=True),
     "qwen2moe": Architecture(
-        "qwen2_moe", QWEN_MOE, SHARED, fixed={"norm_topk_prob": False}, bias="qkv_bias", square=True
+        "qwen2_moe",
+        QWEN_MOE,
+        SHARED,
+        fixed={"norm_topk_prob": False},
+        bias="qkv_bias",
+        square=True,
+        tied=False,
     ),
     "qwen3": Architecture("qwen3", LLAMA, bias="attention_bias"),
     "qwen3moe": Architecture(

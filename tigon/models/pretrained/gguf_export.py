@@ -137,9 +137,11 @@ def write_gguf_model(
             "llama.cpp's convert_hf_to_gguf.py"
         )
     name, family = FAMILIES[config.model_type]
-    if family.tied and not config.tie_word_embeddings:
+    if family.tied not in (None, config.tie_word_embeddings):
+        wanted = "a head that is the embedding" if family.tied else "a head of its own"
         raise ValueError(
-            f"llama.cpp's {name} has no head but the embedding, and this model's are two weights"
+            f"llama.cpp's {name} has {wanted}: tie_word_embeddings={config.tie_word_embeddings} "
+            "has no place in its files"
         )
     width = config.num_attention_heads * config.head_dim
     if family.square and width != config.hidden_size:
@@ -177,9 +179,9 @@ def _map_entries(
         layer = IN_LAYER.fullmatch(tensor.name)
         inner = EXPERT.sub("{}", layer[2]) if layer else tensor.name.rpartition(".")[0]
         found = in_block.get(inner) if layer else top.get(inner)
-        if found is None:
-            raise ValueError(f"{tensor.name} has no name in llama.cpp: it cannot be exported")
         ending = tensor.name.rpartition(".")[2]
+        if found is None or (ending == "bias" and found not in family.biased):
+            raise ValueError(f"{tensor.name} has no place in llama.cpp: it cannot be exported")
         name = f"blk.{layer[1]}.{found}.{ending}" if layer else f"{found}.{ending}"
         groups.setdefault(name, []).append(tensor)
     return [_make_entry(name, parts, family, config, kind) for name, parts in groups.items()]
@@ -290,12 +292,9 @@ def _rope_metadata(rope: Mapping[str, Any]) -> dict[str, Any]:
     if rope["rope_type"] not in ("linear", "yarn"):
         return values
     values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
-    if rope["rope_type"] == "yarn":
+    if rope["rope_type"] == "yarn":  # llama.cpp has keys of its betas, but reads none of them here
         length = rope["original_max_position_embeddings"]
         values["rope.scaling.original_context_length"] = length
-        for key in ("beta_fast", "beta_slow"):
-            if rope.get(key):
-                values[f"rope.scaling.yarn_{key}"] = float(rope[key])
     return values
 
 

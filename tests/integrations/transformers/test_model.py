@@ -157,6 +157,21 @@ def test_packed_sequences() -> None:
     assert_near(again, apart[:, :8].expand(2, -1, -1))
 
 
+def test_left_padding() -> None:
+    """Equal but for what is predicted from padding, which is another in each attention."""
+    _, ours = pair("qwen3")
+    eager, sdpa = (
+        AutoModelForCausalLM.from_pretrained(checkpoint("qwen3"), attn_implementation=kind).eval()
+        for kind in ("eager", "sdpa")
+    )
+    given = inputs(0) | {"attention_mask": torch.ones(B, T, dtype=torch.int64)}
+    given["attention_mask"][0, :4], given["labels"][0, :4] = 0, -100
+    assert abs(eager(**given).loss - sdpa(**given).loss) > 1e-3
+    given["labels"][0, 4] = -100
+    assert_near(sdpa(**given).loss, eager(**given).loss)
+    assert_near(ours(**given).loss, eager(**given).loss)
+
+
 def test_router_coefficient_follows_the_config() -> None:
     theirs, ours = pair("qwen3_moe")
     given, losses = inputs(), []

@@ -103,6 +103,9 @@ METHODS: dict[str, tuple[str, str, partial[peft.PeftConfig]]] = {
 # What the native `load_adapter` does not read: other methods, and routers as parts of "all-linear"
 NOT_NATIVE = {"ia3", "loha", "norms", "tokens", "prompt", "prefix", "latent attention", "delta"}
 
+# PEFT 0.21 does not find the cache of transformers 5.24 itself; test_generation.py has their texts
+VIRTUAL = {"prompt", "prefix"}
+
 
 def adapt(model: Any, config: peft.PeftConfig) -> Any:
     """PEFT's model in training mode, with random values that depend on their names alone."""
@@ -150,8 +153,9 @@ def test_method(method: str, tmp_path: Path) -> None:
         with ours.disable_adapter(), theirs.disable_adapter():
             assert_near(logits(ours), without := logits(theirs))
             assert expected.shape != without.shape or (expected - without).abs().max() > 1e-3
-    texts = [m.generate(input_ids=IDS, max_new_tokens=4, do_sample=False) for m in (ours, theirs)]
-    assert torch.equal(*texts)
+    if method not in VIRTUAL:
+        given = {"input_ids": IDS, "max_new_tokens": 4, "do_sample": False}
+        assert torch.equal(*(model.generate(**given) for model in (ours, theirs)))
     check_files(ours, theirs, tmp_path, family, case)
     if method not in NOT_NATIVE:
         native = tigon.from_pretrained(checkpoint(family, case))

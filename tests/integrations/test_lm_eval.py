@@ -261,7 +261,7 @@ def test_a_wrapper_for_transformers(ours: TigonLM, root: Path) -> None:
     wrapper = as_transformers(tigon.from_pretrained(str(root / "model"), dtype=torch.float32))
     tokenizer = AutoTokenizer.from_pretrained(root / "model")
     lms = TigonLM(wrapper, tokenizer), HFLM(wrapper, tokenizer=tokenizer, batch_size=4), ours
-    one, two, three = (ask(lm, root, "choices", "texts", num_fewshot=1) for lm in lms)
+    one, two, three = (ask(lm, root, num_fewshot=1) for lm in lms)
     assert_same(one, two)
     assert_same(one, three)
 

@@ -12,7 +12,7 @@ from tigon.tokenizer import Tokenizer
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama with windows and a tokenizer."""
+    """A tiny Llama with its tokenizer."""
     return write_model(tmp_path_factory.mktemp("serve") / "tiny", max_position_embeddings=256)
 
 

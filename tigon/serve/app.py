@@ -287,6 +287,10 @@ def make_app(service: Service, key: str | None = None, local: bool = True) -> St
         failure.headers["connection"] = "close"  # as uvicorn does after an exception
         return failure
 
+    def refuse_early(error: RequestError) -> Response:
+        service.refused += 1
+        return refusal(error)
+
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await run_in_threadpool(service.engine.start)
@@ -305,7 +309,7 @@ def make_app(service: Service, key: str | None = None, local: bool = True) -> St
     ]
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Guard, refuse=refusal, key=key, local=local)],
+        middleware=[Middleware(Guard, refuse=refuse_early, key=key, local=local)],
         exception_handlers={kind: refuse for kind in (RequestError, HTTPException, Exception)},
         lifespan=lifespan,
     )

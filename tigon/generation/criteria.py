@@ -6,6 +6,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,13 +55,15 @@ def check_criteria(criteria: Any) -> Sequence[Criterion]:
 
 def _read_answer(criterion: Criterion, answer: Any, rows: Tensor) -> Tensor:
     """Returns a criterion's answer as bool [B] or []; raises TypeError for another one."""
-    if isinstance(answer, bool):
-        return torch.tensor(answer, device=rows.device)
+    if isinstance(answer, bool | np.bool_):
+        return torch.tensor(bool(answer), device=rows.device)
     if isinstance(answer, Tensor) and answer.dtype == torch.bool:
         if answer.numel() in (1, len(rows)):
             return answer.to(rows.device).flatten()
-        answer = f"bool {tuple(answer.shape)}"
+        described = f"bool {tuple(answer.shape)}"
+    else:
+        described = f"{answer!r} ({type(answer).__name__})"
     raise TypeError(
-        f"stopping_criteria: {criterion!r} returned {answer}, and not a bool or a bool tensor "
+        f"stopping_criteria: {criterion!r} returned {described}, and not a bool or a bool tensor "
         f"[{len(rows)}]"
     )

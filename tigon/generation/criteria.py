@@ -29,15 +29,10 @@ class StoppingCriteria:
         share: Callable[[Tensor], Tensor],  # returns the answers of the first rank on all ranks
     ):
         self._criteria, self._ids, self._share = criteria, prompt, share
-        # Returns the scores of the first so many tokens
-        self.scores: Callable[[int], Scores] = lambda tokens: None
-        self._tokens = 0
 
-    def __call__(self, column: Tensor) -> list[int]:
-        """Returns the rows that end with these tokens [B]."""
+    def __call__(self, column: Tensor, scores: Scores) -> list[int]:
+        """Returns the rows that end with these tokens [B]; `scores`: of all new tokens so far."""
         self._ids = torch.cat((self._ids, column[:, None].to(self._ids.device)), 1)
-        self._tokens += 1
-        scores = self.scores(self._tokens)
         ends = torch.zeros(len(column), dtype=torch.bool, device=self._ids.device)
         for criterion in self._criteria:
             ends |= _read_answer(criterion, criterion(self._ids, scores), ends)

@@ -15,9 +15,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from tigon.serve.answer import Answer, TokenTexts
 from tigon.serve.engine import Engine, QueueFullError
@@ -94,72 +100,69 @@ class Completion:
 
     def __init__(self, reply: Reply, wake: asyncio.Event):
         self.reply, self.answers, self.wake = reply, reply.answers, wake
-        self.gone = False  # the client
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the reply, or as much as the client stays for."""
-        watcher = asyncio.create_task(self._watch(receive))
+
+        async def send_in_time(message: Message) -> None:
+            await asyncio.wait_for(send(message), READER_SECONDS)
+
         try:
             if self.reply.request.stream:
-                with contextlib.suppress(TimeoutError):
-                    await self._stream(send)
-            elif (response := await self._whole()) is not None:
-                await response(scope, receive, send)
+                response = StreamingResponse(self._stream(), headers=STREAM_HEADERS)
+                with contextlib.suppress(TimeoutError, ClientDisconnect):
+                    await response(scope, receive, send_in_time)
+            elif (whole := await self._whole(receive)) is not None:
+                await whole(scope, receive, send)
         finally:
-            watcher.cancel()
             for answer in self.answers:
                 answer.cancel()
 
-    async def _watch(self, receive: Receive) -> None:
-        """Waits for the client to go away."""
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.gone = True
-        self.wake.set()
-
-    async def _whole(self) -> Response | None:
-        """Returns the reply once all answers are whole; None if the client has gone."""
-        while not all(answer.ended for answer in self.answers):
-            await self.wake.wait()
-            self.wake.clear()
-            if self.gone:
-                return None
+    async def _whole(self, receive: Receive) -> Response | None:
+        """Returns the reply once all answers are whole; None if the client goes away before."""
+        leaving = asyncio.create_task(_wait_for_end(receive))
+        leaving.add_done_callback(lambda _: self.wake.set())
+        try:
+            while not all(answer.ended for answer in self.answers):
+                await self.wake.wait()
+                self.wake.clear()
+                if leaving.done():
+                    return None
+        finally:
+            leaving.cancel()
         pieces = [answer.take() for answer in self.answers]
         for piece in pieces:
             if piece.error:
                 return refusal(RequestError(piece.error, status=500))
         return JSONResponse(self.reply.whole(pieces))
 
-    async def _stream(self, send: Send) -> None:
-        """Sends what is written as it comes; raises TimeoutError for a reader that takes none."""
-
-        async def write(*events: bytes, more: bool = True) -> None:
-            body = {"type": "http.response.body", "body": b"".join(events), "more_body": more}
-            await asyncio.wait_for(send(body), READER_SECONDS)
-
-        headers = [(k.encode(), v.encode()) for k, v in STREAM_HEADERS.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await write(*map(event, self.reply.opening()))
+    async def _stream(self) -> AsyncIterator[bytes]:
+        """Yields what is written as it comes."""
+        yield b"".join(map(event, self.reply.opening()))
         unfinished = set(range(len(self.answers)))
         while unfinished:
             await self.wake.wait()
             self.wake.clear()
-            if self.gone:
-                return
             events: list[bytes] = []
             for choice in sorted(unfinished):
                 piece = self.answers[choice].take()
                 if piece.error:
                     failed = event(error_body(RequestError(piece.error, status=500)))
-                    await write(*events, failed, more=False)
+                    yield b"".join([*events, failed])
                     return
                 if piece.last:
                     unfinished.remove(choice)
                 if piece.text or piece.scored or piece.last:
                     events += map(event, self.reply.chunks(choice, piece))
             if events:
-                await write(*events)
-        await write(*map(event, self.reply.closing()), event("[DONE]"), more=False)
+                yield b"".join(events)
+        yield b"".join([*map(event, self.reply.closing()), event("[DONE]")])
+
+
+async def _wait_for_end(receive: Receive) -> None:
+    """Waits for a client to go away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 @dataclass

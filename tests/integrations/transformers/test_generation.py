@@ -324,6 +324,23 @@ def test_padding_on_the_right_and_only_new_tokens(loops: Loops) -> None:
     assert loops == ["theirs", "theirs"]
 
 
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_embeddings_of_a_prompt(family: str, beside: bool, beams: int, loops: Loops) -> None:
+    """Alone, when the output is the new tokens, or with ids beside them, which they replace."""
+    ids, mask = padded(LENGTHS, 200)
+    given: dict[str, Any] = {"attention_mask": mask, "pad_token_id": 0, "eos_token_id": None}
+    given |= {"max_new_tokens": NEW, "do_sample": False, "num_beams": beams}
+    given |= {"input_ids": ids} if beside else {}
+    models = pair(family)
+    with torch.no_grad():
+        embeds = models[0].get_input_embeddings()(ids.flip(0))
+    theirs, ours = (m.generate(inputs_embeds=embeds, **given).tolist() for m in models)
+    assert ours == theirs
+    assert loops == ["theirs"]
+
+
 @pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])
 @pytest.mark.parametrize("beams", [1, 2])
 def test_virtual_tokens_of_peft(kind: Any, beams: int) -> None:

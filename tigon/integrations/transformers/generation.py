@@ -80,6 +80,7 @@ class TigonGeneration(GenerationMixin):
         input_ids: Tensor,  # [B, T]
         next_sequence_length: int | None = None,
         cache: Any = None,
+        inputs_embeds: Tensor | None = None,  # [B, T, C], whose name transformers looks for
         **kwargs: Any,
     ) -> dict[str, Any]:
         """As transformers'; where a RoPE turns, the whole text is read again.
@@ -92,7 +93,7 @@ class TigonGeneration(GenerationMixin):
         if cache is not None and turns and cache.get_seq_length() < restart:
             cache, next_sequence_length = TigonCache(), None
         inputs = super().prepare_inputs_for_generation(
-            input_ids, next_sequence_length=next_sequence_length, cache=cache, **kwargs
+            input_ids, next_sequence_length, cache, inputs_embeds=inputs_embeds, **kwargs
         )
         if "prepare_inputs_for_generation" in vars(self):
             inputs["past_key_values"] = inputs.pop("cache", None)

@@ -181,6 +181,18 @@ def test_turns_with_a_cache_of_the_caller(beams: int, name: str) -> None:
         ids = torch.cat((outs[1], ids[:, :3]), 1)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_first_name_of_a_cache_is_the_one_taken() -> None:
+    """As in a forward pass, where `cache` stands before its older name."""
+    _, ours = pair("llama")
+    ids = padded((6,), 200)[0]
+    for other in (None, DynamicCache()):
+        cache = DynamicCache()
+        ours.generate(ids, cache=cache, past_key_values=other, max_new_tokens=3, eos_token_id=None)
+        assert cache.get_seq_length() == 8
+        assert other is None or other.get_seq_length() == 0
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 def test_forward_passes_with_caches(family: str) -> None:
     """What one call returns goes on in the next, as in transformers; also what its model has

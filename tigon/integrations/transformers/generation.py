@@ -63,8 +63,9 @@ class TigonGeneration(GenerationMixin):
         Both give the same tokens. `seed` is an argument of the own loop alone: ValueError where
         another is needed.
         """
-        if "past_key_values" in kwargs:
-            kwargs["cache"] = kwargs.pop("past_key_values")
+        cache, past = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
+        if cache is not None or past is not None:
+            kwargs["cache"] = past if cache is None else cache
         arguments = own_arguments(self, inputs, generation_config, kwargs)
         if arguments is not None:
             return _generate(self, arguments)

@@ -322,18 +322,21 @@ def test_padding_on_the_right_and_only_new_tokens(loops: Loops) -> None:
     theirs, ours = pair("llama")
     ids, mask = padded(LENGTHS, 200)
     given: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None, "do_sample": False}
-    right = {"attention_mask": mask.flip(1), "pad_token_id": 0}
-    found = [model.generate(ids.flip(1), **right, **given).tolist() for model in (theirs, ours)]
-    assert found[0] == found[1]
+    masks: list[dict[str, Any]] = [{"attention_mask": mask.flip(1)}, {}, {"eos_token_id": [5, 3]}]
+    for case in masks:
+        options = given | case | {"pad_token_id": 3}
+        outs = [model.generate(ids.flip(1), **options).tolist() for model in (theirs, ours)]
+        assert outs[0] == outs[1]
     outs = []
     for model in (theirs, ours):
         cache = DynamicCache()
         with torch.no_grad():
             model(ids[1:, :5], cache=cache)
         whole = torch.ones(1, 7)
-        outs.append(model.generate(ids[1:, 5:], attention_mask=whole, cache=cache, **given))
-    assert outs[0].tolist() == outs[1].tolist()
-    assert loops == ["theirs", "theirs"]
+        tokens = model.generate(ids[1:, 5:], attention_mask=whole, cache=cache, **given)
+        outs.append(tokens.tolist())
+    assert outs[0] == outs[1]
+    assert loops == ["theirs", "theirs", "own", "theirs"]
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -285,6 +285,10 @@ class TigonPreTrainedModel(PreTrainedModel):
         self.config.get_text_config().vocab_size = self.native.config.vocab_size
         return embedding
 
+    def get_decoder(self) -> nn.Module:
+        """Returns the decoder, which transformers' method looks for in names that it has not."""
+        return cast(nn.Module, self.model)
+
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Ties the head's weight to that of the embedding, if the config says so."""
         if self.native.ties_head:

@@ -224,7 +224,6 @@ def test_what_searches_ask_of_a_cache() -> None:
         cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
         cache.batch_select_indices(torch.tensor([0, 1]))
         assert (cache.batch_size, len(cache), cache.is_croppable) == (2, 3, True)
-        assert cache.get_mask_sizes(2) == (8, 0)
         cache.crop(-2)
         assert cache.get_seq_length() == 4
         rows = ids[[1, 0]]

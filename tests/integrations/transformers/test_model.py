@@ -210,6 +210,7 @@ def test_modules_are_shared() -> None:
     native = tiny_llama()
     model = as_transformers(native)
     assert model.model is native.model and model.lm_head is native.lm_head
+    assert model.get_decoder() is model.base_model is native.model
     assert dict(model.named_parameters()) == dict(native.named_parameters())
     ids = torch.randint(0, 97, (1, 7))
     with torch.no_grad():

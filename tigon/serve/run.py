@@ -4,13 +4,9 @@ import signal
 import socket
 import sys
 
-from tigon.serve.app import Service, make_app
+import uvicorn
 
-try:
-    import uvicorn
-except ImportError as error:
-    message = "the server needs Starlette and uvicorn: pip install 'tigon[serve]'"
-    raise ImportError(message) from error
+from tigon.serve.app import Service, make_app
 
 FINISHING_SECONDS = 10  # after SIGTERM, for requests that are being answered
 # Seconds after which a thread lets another one run. By Python's 5 ms the engine, which has to start

@@ -64,6 +64,7 @@ ABOVE = {"tigon.train.auto_layout": "auto_layout"}
 # Integrations need packages that an installation may lack
 LATE = {
     ("tigon.train.build", "tigon.train.auto_layout"),
+    ("tigon.train.benchmarks", "tigon.integrations.ranks"),
     ("tigon.train.benchmarks", "tigon.integrations.tasks"),
     ("tigon.cli.commands", "tigon.integrations.tasks"),
 }

@@ -322,7 +322,11 @@ def test_bad_input(ours: TigonLM, root: Path) -> None:
         (TypeError, "pretrained is a Linear: give", lambda: TigonLM(torch.nn.Linear(1, 1), "x")),
         (ValueError, "this Llama predicts no next token", lambda: TigonLM(scorer, tokenizer)),
         (ValueError, "batch_size='many'", lambda: TigonLM(model, tokenizer, batch_size="many")),
-        (ValueError, "dtype='half4' is none", lambda: TigonLM(root / "model", dtype="half4")),
+        (
+            TypeError,
+            "dtype must be .*, not 'half4'",
+            lambda: TigonLM(root / "model", dtype="half4"),
+        ),
         (ValueError, "the answer '' has 0", lambda: ours.loglikelihood(requests("", ("a", "")))),
         (ValueError, "has 513 tokens: the model", lambda: ours._loglikelihood_tokens(long)),
         (ValueError, "max_gen_toks=512 leaves", lambda: answer(ours, "a", max_gen_toks=512)),

@@ -194,7 +194,10 @@ def _check_ids(ids: Any, vocab: int) -> None:
     if not isinstance(ids, Tensor):
         raise TypeError(f"input_ids must be a tensor [B, T], not {type(ids).__name__}")
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"input_ids must be integers [B, T], not {ids.dtype} {tuple(ids.shape)}")
+        one = ": give ids[None] for one prompt" if ids.dim() == 1 else ""
+        raise ValueError(
+            f"input_ids must be integers [B, T], not {ids.dtype} {tuple(ids.shape)}{one}"
+        )
     if ids.numel() == 0:
         raise ValueError(f"input_ids {tuple(ids.shape)} is an empty prompt")
     if ids.device.type == "cpu" and (ids.min() < 0 or ids.max() >= vocab):

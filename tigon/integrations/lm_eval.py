@@ -93,7 +93,11 @@ class TigonLM(TemplateLM):
         else:
             self.model = getattr(pretrained, "native", pretrained)  # of a wrapper for transformers
             self._check_model(tokenizer)
-            self.ranks = ranks or (DataRanks.of_all() if _shares_work(self.model) else ALONE)
+            # Ranks of tigon.parallel.from_pretrained make the same calls, others have requests of
+            # their own
+            sharded = gathers_weights(self.model) and not self.model.communication_groups
+            shares_work = sharded and dist.is_initialized()
+            self.ranks = ranks or (DataRanks.of_all() if shares_work else ALONE)
         if isinstance(tokenizer, str | os.PathLike):
             tokenizer = Tokenizer.from_pretrained(tokenizer, revision=revision)
         self.tokenizer = tokenizer
@@ -358,10 +362,6 @@ def _load(
 ) -> CausalLM:
     """Loads a model on this rank's device; on the CPU where a GPU is asked for and there is none,
     as lm-eval's command line does by default."""
-    if isinstance(dtype, str) and dtype != "auto":
-        if not isinstance(getattr(torch, dtype, None), torch.dtype):
-            raise ValueError(f"dtype={dtype!r} is none of torch's: give float32, bfloat16 or auto")
-        dtype = getattr(torch, dtype)
     wants_gpu = device is None or device.startswith("cuda")
     if wants_gpu and torch.cuda.is_available():
         if dist.is_initialized() or device in (None, "cuda"):
@@ -372,12 +372,6 @@ def _load(
             warnings.warn(text, stacklevel=3)
         device = "cpu"
     return from_pretrained(path, revision=revision, dtype=dtype, device=device or "cpu")
-
-
-def _shares_work(model: CausalLM) -> bool:
-    """Returns whether the ranks that shard a model's weights have requests of their own; those of
-    `tigon.parallel.from_pretrained` make the same calls."""
-    return gathers_weights(model) and not model.communication_groups and dist.is_initialized()
 
 
 def _parse_batch_size(batch_size: int | str, most: int | None) -> int | None:

@@ -23,7 +23,6 @@ from lm_eval.utils import handle_non_serializable, make_table
 from tqdm import tqdm
 
 from tigon.integrations.lm_eval import TigonLM
-from tigon.integrations.ranks import DataRanks as DataRanks
 from tigon.utils.config import suggest
 from tigon.utils.json import quote
 from tigon.utils.paths import expand_user, new_file

@@ -19,12 +19,14 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 def check_address(host: str, key: str | None) -> bool:
-    """Returns whether only this machine reaches an address; raises ValueError if others do and
-    there is no key."""
+    """Returns whether only this machine reaches an address; raises ValueError for a blank key,
+    and if others reach it and there is no key."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may mean any address
         loopback = False
+    if key and not key.strip():
+        raise ValueError(f"{KEY_VARIABLE} is blank: set it to a key, or leave it out")
     if not loopback and not key:
         raise ValueError(
             f"--host {host}: others than this machine could reach it, so it needs a key: set "

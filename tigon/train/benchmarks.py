@@ -27,10 +27,11 @@ def load_benchmarks(
     if config.eval is None or not config.eval.tasks:
         return None
     from tigon.integrations import tasks  # needs an extra
+    from tigon.integrations.ranks import DataRanks
 
     found = tasks.load_tasks(config.eval.tasks, config.eval.include_path)
     options: dict[str, Any] = {"num_fewshot": config.eval.num_fewshot, "limit": config.eval.limit}
-    ranks = tasks.DataRanks(world.data.rank, world.data.size, world.group)
+    ranks = DataRanks(world.data.rank, world.data.size, world.group)
     lm = tasks.TigonLM(model, tokenizer, ranks=ranks)
 
     def stop_if_signaled(*_: Any) -> None:

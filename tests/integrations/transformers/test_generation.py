@@ -181,6 +181,18 @@ def test_turns_with_a_cache_of_the_caller(beams: int, name: str) -> None:
         ids = torch.cat((outs[1], ids[:, :3]), 1)
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_the_first_name_of_a_cache_is_the_one_taken() -> None:
+    """As in a forward pass, where `cache` stands before its older name."""
+    _, ours = pair("llama")
+    ids = padded((6,), 200)[0]
+    for other in (None, DynamicCache()):
+        cache = DynamicCache()
+        ours.generate(ids, cache=cache, past_key_values=other, max_new_tokens=3, eos_token_id=None)
+        assert cache.get_seq_length() == 8
+        assert other is None or other.get_seq_length() == 0
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 def test_forward_passes_with_caches(family: str) -> None:
     """What one call returns goes on in the next, as in transformers; also what its model has
@@ -212,7 +224,6 @@ def test_what_searches_ask_of_a_cache() -> None:
         cache.reorder_cache(torch.tensor([3, 0, 1, 2]))
         cache.batch_select_indices(torch.tensor([0, 1]))
         assert (cache.batch_size, len(cache), cache.is_croppable) == (2, 3, True)
-        assert cache.get_mask_sizes(2) == (8, 0)
         cache.crop(-2)
         assert cache.get_seq_length() == 4
         rows = ids[[1, 0]]
@@ -310,18 +321,38 @@ def test_padding_on_the_right_and_only_new_tokens(loops: Loops) -> None:
     theirs, ours = pair("llama")
     ids, mask = padded(LENGTHS, 200)
     given: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": None, "do_sample": False}
-    right = {"attention_mask": mask.flip(1), "pad_token_id": 0}
-    found = [model.generate(ids.flip(1), **right, **given).tolist() for model in (theirs, ours)]
-    assert found[0] == found[1]
+    masks: list[dict[str, Any]] = [{"attention_mask": mask.flip(1)}, {}, {"eos_token_id": [5, 3]}]
+    for case in masks:
+        options = given | case | {"pad_token_id": 3}
+        outs = [model.generate(ids.flip(1), **options).tolist() for model in (theirs, ours)]
+        assert outs[0] == outs[1]
     outs = []
     for model in (theirs, ours):
         cache = DynamicCache()
         with torch.no_grad():
             model(ids[1:, :5], cache=cache)
         whole = torch.ones(1, 7)
-        outs.append(model.generate(ids[1:, 5:], attention_mask=whole, cache=cache, **given))
-    assert outs[0].tolist() == outs[1].tolist()
-    assert loops == ["theirs", "theirs"]
+        tokens = model.generate(ids[1:, 5:], attention_mask=whole, cache=cache, **given)
+        outs.append(tokens.tolist())
+    assert outs[0] == outs[1]
+    assert loops == ["theirs", "theirs", "own", "theirs"]
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_embeddings_of_a_prompt(family: str, beside: bool, beams: int, loops: Loops) -> None:
+    """Alone, when the output is the new tokens, or with ids beside them, which they replace."""
+    ids, mask = padded(LENGTHS, 200)
+    given: dict[str, Any] = {"attention_mask": mask, "pad_token_id": 0, "eos_token_id": None}
+    given |= {"max_new_tokens": NEW, "do_sample": False, "num_beams": beams}
+    given |= {"input_ids": ids} if beside else {}
+    models = pair(family)
+    with torch.no_grad():
+        embeds = models[0].get_input_embeddings()(ids.flip(0))
+    theirs, ours = (m.generate(inputs_embeds=embeds, **given).tolist() for m in models)
+    assert ours == theirs
+    assert loops == ["theirs"]
 
 
 @pytest.mark.parametrize("kind", [PrefixTuningConfig, PromptTuningConfig])

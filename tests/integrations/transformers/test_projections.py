@@ -15,7 +15,7 @@ from tests.models.tiny import CASES, load_case
 from tigon.integrations.transformers import as_transformers
 from tigon.integrations.transformers.model import make_reference
 from tigon.integrations.transformers.projections import split_projections
-from tigon.layers import Attention, GatedMLP
+from tigon.layers import Attention, GatedDeltaNet, GatedMLP
 from tigon.models import CausalLM, LoraConfig, from_pretrained
 
 FAMILIES = [family for family in CASES if family != "muse_glimmer_text"]
@@ -188,6 +188,32 @@ def test_native_attributes_stand_for_renamed_modules(tmp_path: Path) -> None:
     assert block.mixer.o_proj is block.mixer.out_proj
     block.feed_forward = Doubled(block.feed_forward)
     assert block.mlp is block.feed_forward
+
+
+def test_native_attributes_are_set_and_deleted(tmp_path: Path) -> None:
+    """Under either name there is one module, which the model calls."""
+    _, split, _ = make_split("gpt_oss", tmp_path)
+    names = [name for name, _ in split.named_parameters()]
+    for model in (split, copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
+        moe = model.model.layers[0].mlp
+        before, router = model(IDS).logits, copy.deepcopy(moe.gate)
+        with torch.no_grad():
+            router.weight.neg_()
+        moe.gate = router
+        assert moe.gate is moe.router is router is moe._modules.get("gate")
+        assert [name for name, _ in model.named_parameters()] == names
+        assert not torch.equal(model(IDS).logits, before)
+        del moe.gate
+        assert not hasattr(moe, "gate") and not hasattr(moe, "router")
+        assert moe._modules.get("gate", 3) == 3
+        moe.gate = router
+        assert moe.router is router
+    _, split, _ = make_split("qwen3_next", tmp_path / "delta")
+    mixer = next(m for m in split.modules() if isinstance(m, GatedDeltaNet))
+    count, zeros = len([*split.parameters()]), nn.Parameter(torch.zeros_like(mixer.decay.A_log))
+    mixer.decay.A_log = zeros
+    assert mixer.A_log is mixer.decay.A_log is zeros
+    assert len([*split.parameters()]) == count
 
 
 def test_models_that_cannot_be_split(tmp_path: Path) -> None:

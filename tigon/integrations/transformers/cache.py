@@ -49,10 +49,6 @@ class TigonCache(DynamicCache):
         """Returns the tokens that fit into a row; -1 if the cache grows."""
         return getattr(self.native, "capacity", -1)
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Returns the tokens that a mask is for, and the first of them."""
-        return self.get_seq_length() + query_length, 0
-
     @property
     def batch_size(self) -> int:
         """The rows of the cache; 0 before the first pass."""
@@ -77,16 +73,6 @@ class TigonCache(DynamicCache):
     def is_linear(self) -> list[bool]:
         """Of each layer, whether it keeps one state for all tokens."""
         return [not isinstance(state, KVState) for state in self.native.states]
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        """Of each layer, False: all tokens are held."""
-        return [False] * len(self)
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        """Of each layer, False: those that read another's keys and values have none here."""
-        return [False] * len(self)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Raises NotImplementedError: only the model's own layers add to the cache."""
@@ -114,9 +100,6 @@ class TigonCache(DynamicCache):
             self.native.crop(length)
         elif self.native.length != length:
             self.native.crop(torch.full_like(self.native.lengths, length, device="cpu"))
-
-    def activate_past_recording(self) -> None:
-        """Does nothing: a cache that can be cropped holds all that it needs for it."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows of the index, in its order."""

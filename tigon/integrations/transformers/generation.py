@@ -63,8 +63,9 @@ class TigonGeneration(GenerationMixin):
         Both give the same tokens. `seed` is an argument of the own loop alone: ValueError where
         another is needed.
         """
-        if "past_key_values" in kwargs:
-            kwargs["cache"] = kwargs.pop("past_key_values")
+        cache, past = kwargs.pop("cache", None), kwargs.pop("past_key_values", None)
+        if cache is not None or past is not None:
+            kwargs["cache"] = past if cache is None else cache
         arguments = own_arguments(self, inputs, generation_config, kwargs)
         if arguments is not None:
             return _generate(self, arguments)
@@ -80,6 +81,7 @@ class TigonGeneration(GenerationMixin):
         input_ids: Tensor,  # [B, T]
         next_sequence_length: int | None = None,
         cache: Any = None,
+        inputs_embeds: Tensor | None = None,  # [B, T, C], whose name transformers looks for
         **kwargs: Any,
     ) -> dict[str, Any]:
         """As transformers'; where a RoPE turns, the whole text is read again.
@@ -92,7 +94,7 @@ class TigonGeneration(GenerationMixin):
         if cache is not None and turns and cache.get_seq_length() < restart:
             cache, next_sequence_length = TigonCache(), None
         inputs = super().prepare_inputs_for_generation(
-            input_ids, next_sequence_length=next_sequence_length, cache=cache, **kwargs
+            input_ids, next_sequence_length, cache, inputs_embeds=inputs_embeds, **kwargs
         )
         if "prepare_inputs_for_generation" in vars(self):
             inputs["past_key_values"] = inputs.pop("cache", None)
@@ -138,6 +140,8 @@ def own_arguments(
     ids, ends = given["input_ids"], _read_ends(config, model.native.config.vocab_size)
     ends_rows = call.get("stopping_criteria") or config.stop_strings
     if ends is None or (len(ids) > 1 and ends_rows and not any(ends.values())):
+        return None
+    if "attention_mask" not in given and _has_row_that_ends_in_padding(ids, ends):
         return None
     values = {name: getattr(config, name) for name in SAME} | ends
     if not config.do_sample:
@@ -185,6 +189,12 @@ def _read_ends(config: GenerationConfig, vocab: int) -> dict[str, Any] | None:
         return None
     eos = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
     return {"eos_token_id": [i for i in eos if 0 <= i < vocab], "pad_token_id": pad}
+
+
+def _has_row_that_ends_in_padding(ids: Tensor, ends: Mapping[str, Any]) -> bool:
+    """Whether the last of a row of ids [B, T] is padding: pad, unless that is an eos token too."""
+    pad = ends["pad_token_id"]
+    return pad is not None and pad not in ends["eos_token_id"] and bool((ids[:, -1] == pad).any())
 
 
 def _is_assisted(model: Any, call: dict[str, Any], given: Mapping[str, Any]) -> bool:

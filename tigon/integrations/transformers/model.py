@@ -17,7 +17,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import ModelOutput, SequenceClassifierOutputWithPast
+from transformers.modeling_outputs import (
+    ModelOutput,
+    MoeModelOutputWithPast,
+    SequenceClassifierOutputWithPast,
+)
 from transformers.modeling_utils import EmbeddingAccessMixin, ModuleUtilsMixin
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -31,7 +35,7 @@ from tigon.integrations.transformers.native import (
     load_native,
     take_apart,
 )
-from tigon.integrations.transformers.outputs import BaseOutput, to_transformers
+from tigon.integrations.transformers.outputs import to_transformers
 from tigon.integrations.transformers.projections import split_projections
 from tigon.layers import Embedding
 from tigon.models import MODELS
@@ -46,7 +50,7 @@ OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
 
 
 class TigonModel(ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
-    """A decoder that takes ids, too, and then returns transformers' `BaseOutput`.
+    """A decoder that takes ids, too, and then returns transformers' `MoeModelOutputWithPast`.
 
     Its native callers give all inputs of the blocks by position.
     """
@@ -73,7 +77,7 @@ class TigonModel(ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
         batch = make_batch(self.native, arguments)
         with capture(self.native, batch, *flags) as captured:
             last, _ = self.native._run_blocks(batch, False)
-        output = BaseOutput(
+        output = MoeModelOutputWithPast(
             last_hidden_state=last,
             cache=cache,
             hidden_states=captured.hidden_states(last),
@@ -284,6 +288,10 @@ class TigonPreTrainedModel(PreTrainedModel):
         embedding = self.native.resize_token_embeddings(*arguments)
         self.config.get_text_config().vocab_size = self.native.config.vocab_size
         return embedding
+
+    def get_decoder(self) -> nn.Module:
+        """Returns the decoder, which transformers' method looks for in names that it has not."""
+        return cast(nn.Module, self.model)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Ties the head's weight to that of the embedding, if the config says so."""

@@ -7,11 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from torch import Tensor
-from transformers.modeling_outputs import (
-    CausalLMOutputWithPast,
-    MoeCausalLMOutputWithPast,
-    MoeModelOutputWithPast,
-)
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from tigon.models.outputs import CausalLMOutput
 
@@ -44,11 +40,6 @@ class DenseOutput(TigonFields, CausalLMOutputWithPast):
 @dataclass
 class MoeOutput(TigonFields, MoeCausalLMOutputWithPast):
     """The output of a mixture of experts."""
-
-
-@dataclass
-class BaseOutput(MoeModelOutputWithPast):
-    """The output of a decoder: `last_hidden_state` [B, T, C] after the last norm."""
 
 
 def to_transformers(out: CausalLMOutput, moe: bool, **values: Any) -> DenseOutput | MoeOutput:

@@ -8,7 +8,7 @@ replaced or hooked one of them.
 
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -209,21 +209,36 @@ def _take_rows(fused: FusedLinear, first: int, size: int, order: RowOrder | None
 class Renamed(dict[str, Any]):
     """Modules or parameters of a module, of which native names stand for some.
 
-    `places`: native name -> the dict that has it, and its name there. Iteration has it only there.
+    `places`: native name -> the dict that has it, and its name there. What is set or deleted
+    under either name is that one; iteration has it only in its place.
     """
 
-    def __init__(self, items: Mapping[str, Any] | None = None):
-        super().__init__(items or {})
-        self.places: dict[str, tuple[dict[str, Any], str]] = {}
+    places: dict[str, tuple[dict[str, Any], str]]
+
+    def __new__(cls, *args: Any) -> Self:  # pickle sets items before attributes
+        self = super().__new__(cls)
+        self.places = {}
+        return self
+
+    def _place(self, name: Any) -> tuple[dict[str, Any], str]:
+        """Returns the dict that has the name's value, and the name there."""
+        return self.places.get(name, (self, name))
 
     def __contains__(self, name: object) -> bool:
-        return super().__contains__(name) or name in self.places
+        return dict.__contains__(*self._place(name))
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self.places:
-            return super().__getitem__(name)
-        children, other = self.places[name]
-        return children[other]
+        return dict.__getitem__(*self._place(name))
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        dict.__setitem__(*self._place(name), value)
+
+    def __delitem__(self, name: str) -> None:
+        dict.__delitem__(*self._place(name))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns the value of either name, or the default without one."""
+        return dict.get(*self._place(name), default)
 
 
 def _rename(owner: nn.Module, kind: str, name: str, target: nn.Module, other: str) -> None:

@@ -88,8 +88,6 @@ def test_how_many_steps_are_computed_for_nothing(
 class Script:
     """Steps with given tokens, from which rows can be removed."""
 
-    can_remove_rows = True
-
     def __init__(self, steps: list[list[list[int]]]):
         self.steps, self.rows = steps, list(range(len(steps[0])))
         self.sizes: list[int] = []  # of the batch at each step

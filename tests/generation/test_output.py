@@ -4,6 +4,7 @@ beside it, and calls without them."""
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -136,6 +137,7 @@ def test_answers_of_criteria(model: tigon.Llama) -> None:
     for criteria, length in (
         ([lambda ids, scores: ids.shape[1] == 14], 3),
         ([lambda ids, scores: False, lambda ids, scores: torch.tensor(ids.shape[1] >= 15)], 4),
+        ([lambda ids, scores: np.bool_(ids.shape[1] >= 15)], 4),
         ([], NEW),
     ):
         assert model.generate(**call, stopping_criteria=criteria).shape[1] == 11 + length
@@ -145,7 +147,11 @@ def test_answers_of_criteria(model: tigon.Llama) -> None:
     for criteria, fault in (
         (lambda ids, scores: True, "is not a list of functions"),
         (["</s>"], "is not a list of functions"),
-        ([lambda ids, scores: None], "returned None, and not a bool or a bool tensor"),
+        (
+            [lambda ids, scores: None],
+            r"returned None \(NoneType\), and not a bool or a bool tensor",
+        ),
+        ([lambda ids, scores: 0], r"returned 0 \(int\), and not a bool"),
         ([lambda ids, scores: torch.ones(2, dtype=torch.bool)], r"returned bool \(2,\)"),
         ([lambda ids, scores: torch.ones(3)], r"returned tensor"),
     ):

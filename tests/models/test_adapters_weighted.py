@@ -144,6 +144,21 @@ def test_experts(kind: Any, tmp_path: Path) -> None:
     assert distance(model, expected) < 1e-5
 
 
+@torch.no_grad()
+def test_the_rank_of_one_adapter(trained: Path) -> None:
+    """Is what is asked for, where PEFT adds the factors as they are: the nearest matrices."""
+    model = from_pretrained(trained / "base")
+    model.load_adapter(trained / "a", "a")
+    model.add_weighted_adapter(["a"], [0.7], "one", "svd", svd_rank=1)
+    assert model.adapters["one"].rank == 1
+    model.set_adapter("one")
+    logits = model(IDS).logits
+    model.load_adapter(trained / "a", "b")
+    model.add_weighted_adapter(["a", "b"], [0.35, 0.35], "two", "svd", svd_rank=1)  # by two halves
+    model.set_adapter("two")
+    assert distance(model, logits) < 1e-5
+
+
 def test_half_precision(trained: Path) -> None:
     """Sums are in fp32, and the factors in the adapters' dtype."""
     model = from_pretrained(trained / "base", dtype=torch.bfloat16)

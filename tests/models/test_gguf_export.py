@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,20 @@ def test_a_byte_level_tokenizer(byte_level: Path, tmp_path: Path) -> None:
     assert merges
     again = tigon.from_pretrained(tmp_path / "m.gguf").config
     assert (again.eos_token_id, again.bos_token_id, again.pad_token_id) == ([2, 9, 5], 1, 3)
+
+
+def test_special_tokens_without_a_place(byte_level: Path, tmp_path: Path) -> None:
+    """A kind of token that the format lacks is left out; of ends that it lacks, a line tells."""
+    shutil.copytree(byte_level, tmp_path / "tokenizer")
+    path = tmp_path / "tokenizer" / "tokenizer_config.json"
+    tokens = {"cls_token": "<s>", "mask_token": "<pad>"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | tokens))
+    tokenizer = Tokenizer.from_pretrained(tmp_path / "tokenizer")
+    with pytest.warns(UserWarning, match=r"3 tokens that end a text, .* leaves out 7, 8$") as told:
+        found = metadata(exported(tokenizer, tmp_path, eos_token_id=[9, 2, 5, 7, 8]))
+    assert told[0].filename == __file__
+    names = ("bos", "eos", "eot", "eom", "mask", "padding")
+    assert [found[f"tokenizer.ggml.{name}_token_id"] for name in names] == [1, 2, 9, 5, 3, 3]
 
 
 def test_a_byte_fallback_tokenizer(byte_fallback: Path, tmp_path: Path) -> None:

@@ -73,6 +73,14 @@ def test_a_taken_port(directory: Path, capfd: pytest.CaptureFixture[str]) -> Non
     )
 
 
+@pytest.mark.parametrize(("host", "key"), [("0.0.0.0", " "), ("127.0.0.1", "\t\n")])
+def test_a_blank_key(host, key, directory, capfd, monkeypatch) -> None:
+    """It would be one that no client can send."""
+    monkeypatch.setenv("TIGON_API_KEY", key)
+    assert main(["serve", str(directory), "--host", host, "--port", "0"]) == 1
+    assert "TIGON_API_KEY is blank: set it to a key, or leave it out" in capfd.readouterr().err
+
+
 def test_sockets_send_at_once() -> None:
     """Without this a reply would wait for the acknowledgement of its head, for 40 ms."""
     with listen("127.0.0.1", 0) as listener:

@@ -230,6 +230,24 @@ def test_a_failing_model_fails_its_answers_alone(
         assert writer.write([7, 8], 5) == expected
 
 
+def test_a_broken_device_leaves_nobody_waiting(
+    model: tigon.CausalLM, tokenizer: Tokenizer, monkeypatch: Any, capsys: Any
+) -> None:
+    """Where rows cannot even be freed, answers that wait end too, and no more are taken."""
+    with Writer(model, tokenizer, rows=2) as writer:
+        for name in ("read", "step", "free"):
+            monkeypatch.setattr(writer.engine._batch, name, lambda *_: 1 / 0)
+        with writer.engine._changed:
+            answers = [writer.submit([7, 8], 5) for _ in range(5)]
+        wait(lambda: not writer.engine.alive)
+        assert all(TEXT in answer.take().error for answer in answers)
+        assert not (writer.engine.running or writer.engine.waiting)
+        assert writer.engine.counts.failures == 5
+        assert "Traceback" in capsys.readouterr().err
+        with pytest.raises(QueueFullError, match=r"the model failed: .* restart the server"):
+            writer.submit([5], 3)
+
+
 def test_an_engine_that_ends_ends_its_answers(model: tigon.CausalLM, tokenizer: Tokenizer) -> None:
     with Writer(model, tokenizer, rows=1) as writer:
         answers = [writer.submit([5], 250) for _ in range(3)]

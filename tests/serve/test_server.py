@@ -12,7 +12,7 @@ import torch
 
 import tigon
 from tests.serve.server import CHAT, NAME, TEXT, Server, chunks, serving, wait
-from tigon.serve import app
+from tigon.serve import app, run
 from tigon.tokenizer import Tokenizer
 
 MESSAGES = [{"role": "user", "content": "the model reads"}]
@@ -228,6 +228,21 @@ def test_a_slow_reader_holds_nobody_up(server: Server, monkeypatch: Any) -> None
         while piece := slow.recv(1 << 16):
             received = piece
     assert b"[DONE]" not in received
+
+
+def test_what_is_not_done_in_time_ends_by_an_error(
+    model: tigon.CausalLM, tokenizer: Tokenizer, monkeypatch: Any, capfd: Any
+) -> None:
+    monkeypatch.setattr(run, "FINISHING_SECONDS", 0.3)
+    body = {"prompt": [5], "max_tokens": 200, "n": 20, "stream": True}
+    with serving(model, tokenizer, rows=2, queue=30) as server:
+        connection = server.connect(TEXT, **body)
+        wait(lambda: server.engine.running == 2)
+    with connection:  # the server has ended
+        received = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert b'"message":"the server is shutting down"' in received
+    assert received.endswith(b"\r\n0\r\n\r\n")  # a whole reply
+    assert capfd.readouterr().err == ""
 
 
 BAD_BODIES = [

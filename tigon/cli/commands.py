@@ -4,6 +4,7 @@ import sys
 from argparse import Namespace
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
@@ -217,6 +218,14 @@ def eval_tasks(args: Namespace, world: World | None) -> int:
         out = None if args.out is None else Path(args.out)
         if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
             raise ValueError(f"--out {args.out}: give a file, in a folder that there is")
+        if out is not None:
+            try:
+                TemporaryFile(dir=out.absolute().parent).close()  # before hours of evaluation
+            except OSError as error:
+                raise ValueError(
+                    f"--out {args.out}: no file can be written there ({error.strerror}): name "
+                    "another folder"
+                ) from None
         from tigon.integrations import tasks  # needs an extra
 
         options = {"num_fewshot": args.num_fewshot, "limit": args.limit}

@@ -6,6 +6,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,15 +29,10 @@ class StoppingCriteria:
         share: Callable[[Tensor], Tensor],  # returns the answers of the first rank on all ranks
     ):
         self._criteria, self._ids, self._share = criteria, prompt, share
-        # Returns the scores of the first so many tokens
-        self.scores: Callable[[int], Scores] = lambda tokens: None
-        self._tokens = 0
 
-    def __call__(self, column: Tensor) -> list[int]:
-        """Returns the rows that end with these tokens [B]."""
+    def __call__(self, column: Tensor, scores: Scores) -> list[int]:
+        """Returns the rows that end with these tokens [B]; `scores`: of all new tokens so far."""
         self._ids = torch.cat((self._ids, column[:, None].to(self._ids.device)), 1)
-        self._tokens += 1
-        scores = self.scores(self._tokens)
         ends = torch.zeros(len(column), dtype=torch.bool, device=self._ids.device)
         for criterion in self._criteria:
             ends |= _read_answer(criterion, criterion(self._ids, scores), ends)
@@ -54,13 +50,15 @@ def check_criteria(criteria: Any) -> Sequence[Criterion]:
 
 def _read_answer(criterion: Criterion, answer: Any, rows: Tensor) -> Tensor:
     """Returns a criterion's answer as bool [B] or []; raises TypeError for another one."""
-    if isinstance(answer, bool):
-        return torch.tensor(answer, device=rows.device)
+    if isinstance(answer, bool | np.bool_):
+        return torch.tensor(bool(answer), device=rows.device)
     if isinstance(answer, Tensor) and answer.dtype == torch.bool:
         if answer.numel() in (1, len(rows)):
             return answer.to(rows.device).flatten()
-        answer = f"bool {tuple(answer.shape)}"
+        described = f"bool {tuple(answer.shape)}"
+    else:
+        described = f"{answer!r} ({type(answer).__name__})"
     raise TypeError(
-        f"stopping_criteria: {criterion!r} returned {answer}, and not a bool or a bool tensor "
+        f"stopping_criteria: {criterion!r} returned {described}, and not a bool or a bool tensor "
         f"[{len(rows)}]"
     )

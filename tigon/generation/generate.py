@@ -6,6 +6,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from tigon.distributed.collectives import check_same_on_all_ranks
 from tigon.generation.criteria import Criterion, StoppingCriteria, check_criteria
 from tigon.generation.loop import LAG, Continuations, make_stop_strings, run_steps
-from tigon.generation.output import GenerationOutput, Recorder
+from tigon.generation.output import GenerationOutput, Recorder, Recording
 from tigon.generation.prompt import (
     CachingSteps,
     DecodingTokenizer,
@@ -147,24 +148,44 @@ def generate(
     if stopping_criteria:
         share = functools.partial(_first_of_ranks, model)
         criteria = StoppingCriteria(check_criteria(stopping_criteria), rows.ids, share)
-    output = Continuations(rows.ids, max_tokens, eos, settings.pad_token_id, stop, emit, criteria)
+    kept = settings.return_dict_in_generate
+    names = [name for name in ("scores", "logits") if kept and getattr(settings, f"output_{name}")]
+    recording = Recording(names, len(rows.ids))
+    if names:
+        sampling = RecordedSampling(**vars(sampling), last=recording.last)
+    pad, scores = settings.pad_token_id, recording.scores
+    output = Continuations(rows.ids, max_tokens, eos, pad, stop, emit, criteria, scores)
     total = prompt.ids.shape[1] + max_tokens
-    kept_rows = len(rows.ids) if settings.return_dict_in_generate else 0
+    kept_rows = len(rows.ids) if kept or past_key_values is not None else 0
     cache = choose_cache(model, assistant_model, settings, total, past_key_values, kept_rows)
     warn_unused(passed, settings, assistant_model is not None, cache)
     warn_length(max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings)
     if isinstance(streamer, Streamer):
         streamer.put(rows.ids.cpu())
-    beside: dict[str, Any] = {"past_key_values": past_key_values}
+    fields: dict[str, Any] = {"past_key_values": past_key_values}
     if max_tokens:
-        beside = _run(
-            model, assistant_model, prompt, settings, sampling, cache, past_key_values, output
-        )
+        past = past_key_values
+        call = Call(model, assistant_model, prompt, settings, sampling, cache, past, kept_rows)
+        fields = _run(call, output, recording)
     if isinstance(streamer, Streamer):
         streamer.end()
     # Outside of inference mode, so that the caller may train on the result
     sequences = torch.cat((rows.ids, output.tensor().to(rows.ids.device)), 1)
-    return GenerationOutput(sequences, **beside) if settings.return_dict_in_generate else sequences
+    return GenerationOutput(sequences, **fields) if kept else sequences
+
+
+@dataclass(frozen=True)
+class Call:
+    """What steps are made of: the checked arguments of a call."""
+
+    model: GenerationModel
+    assistant: GenerationModel | None
+    prompt: PromptBatch
+    settings: GenerationSettings
+    sampling: Sampling
+    cache: CacheImplementation
+    past: KVCache | StaticCache | None
+    kept_rows: int  # whose cache is used after the call
 
 
 def _check_rows(model: GenerationModel, prompts: int, settings: GenerationSettings) -> None:
@@ -198,65 +219,42 @@ def _first_of_ranks(model: GenerationModel, x: Tensor) -> Tensor:
     return x
 
 
-def _run(
-    model: GenerationModel,
-    assistant: GenerationModel | None,
-    prompt: PromptBatch,
-    settings: GenerationSettings,
-    sampling: Sampling,
-    cache: CacheImplementation,
-    past: KVCache | StaticCache | None,
-    output: Continuations,
-) -> dict[str, Any]:
+def _run(call: Call, output: Continuations, recording: Recording) -> dict[str, Any]:
     """Generates on the model's device into `output`, until all its rows have ended.
 
-    Returns the other fields of a GenerationOutput; none if they are not asked for.
+    Returns the other fields of a GenerationOutput; none if no cache is kept.
     """
-    device, in_step = prompt.ids.device, bool(model.communication_groups)
-    keeps = settings.return_dict_in_generate or past is not None
-    names = [name for name in ("scores", "logits") if getattr(settings, f"output_{name}")]
-    names = names if settings.return_dict_in_generate else []
-    recorded = RecordedSampling(**vars(sampling)) if names else None
+    device, in_step = call.prompt.ids.device, bool(call.model.communication_groups)
     with contextlib.ExitStack() as stack:
         # FSDP reuses its buffers in training, and the caller a cache, which inference mode would
         # not allow
-        in_training = keeps or is_sharded(model)
+        in_training = call.kept_rows or is_sharded(call.model)
         stack.enter_context(torch.no_grad() if in_training else torch.inference_mode())
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))
             # The graph must outlive steps that are still running
             stack.callback(torch.cuda.current_stream(device).synchronize)
-        steps = _make_steps(
-            model, assistant, prompt, settings, recorded or sampling, cache, past, output
-        )
-        if not keeps:
+        steps = _make_steps(call, output)
+        if not call.kept_rows:
             # Ranks that share a sharded model must all make the same number of steps
-            run_steps(steps, output, 0 if cache == "dynamic" else LAG, in_step=in_step)
+            run_steps(steps, output, 0 if call.cache == "dynamic" else LAG, in_step=in_step)
             return {}
-        recorder = Recorder(steps, output, {} if recorded is None else recorded.last, names)
+        recorder = Recorder(steps, output, recording)
         run_steps(recorder, output, 0, in_step=in_step)
         return recorder.finish()
 
 
-def _make_steps(
-    model: GenerationModel,
-    assistant: GenerationModel | None,
-    prompt: PromptBatch,
-    settings: GenerationSettings,
-    sampling: Sampling,
-    cache: CacheImplementation,
-    past: KVCache | StaticCache | None,
-    output: Continuations,
-) -> CachingSteps:
-    """Makes the steps with this cache, which have read the prompts if it is a static one."""
+def _make_steps(call: Call, output: Continuations) -> CachingSteps:
+    """Makes the steps of a call, which have read the prompts if their cache is a static one."""
+    model, prompt, settings, past = call.model, call.prompt, call.settings, call.past
     device, copies, generator = prompt.ids.device, settings.num_return_sequences, None
     seed = settings.seed
     if model.communication_groups and seed is None and settings.do_sample:
         seed = int(_first_of_ranks(model, torch.randint(1 << 62, (1,), device=device)))
     if seed is not None:
         generator = torch.Generator(device).manual_seed(seed)
-    sampler = output.max_tokens, sampling, Draws(len(output.tokens), device, generator)
-    if cache == "dynamic":
+    sampler = output.max_tokens, call.sampling, Draws(len(output.tokens), device, generator)
+    if call.cache == "dynamic":
         growing = cast(KVCache, past or KVCache()) if settings.use_cache else None
         if growing is not None and copies > 1:
             growing.expand(copies)
@@ -264,11 +262,10 @@ def _make_steps(
     options: dict[str, Any] = {
         "copies": copies,
         "prefill_chunk_size": settings.prefill_chunk_size,
-        "quantize": "int8" if cache == "quantized" else None,
+        "quantize": "int8" if call.cache == "quantized" else None,
         "cache": past,
     }
-    if assistant is not None:
+    if call.assistant is not None:
         options["proposals"] = settings.num_assistant_tokens
-        return SpeculativeSteps(model, assistant, prompt, *sampler, **options)
-    keeps = settings.return_dict_in_generate or past is not None
-    return StaticSteps(model, prompt, *sampler, **options, keep=keeps)
+        return SpeculativeSteps(model, call.assistant, prompt, *sampler, **options)
+    return StaticSteps(model, prompt, *sampler, **options, rows_differ=call.kept_rows > 1)

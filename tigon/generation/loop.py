@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from tigon.generation.criteria import StoppingCriteria
-from tigon.generation.prompt import DecodingTokenizer, Steps
+from tigon.generation.criteria import Scores, StoppingCriteria
+from tigon.generation.prompt import DecodingTokenizer, ShrinkingSteps, Steps
 from tigon.kernels.loss.argmax import NOT_FINITE
 from tigon.utils.json import quote
 
@@ -72,6 +72,8 @@ class Continuations:
         stop: StopStrings | None,
         emit: Callable[[Tensor], object] | None,
         criteria: StoppingCriteria | None = None,
+        # What criteria get with the tokens of each row, for the first so many of them
+        scores: Callable[[list[list[int]], int], Scores] = lambda tokens, count: None,
     ):
         for name, given in (("stop_strings", stop), ("stopping_criteria", criteria)):
             if given is not None and pad is None and not eos and len(prompt) > 1:
@@ -80,7 +82,8 @@ class Continuations:
         self.tokens: list[list[int]] = [[] for _ in range(prompt.shape[0])]
         self.unfinished = set(range(prompt.shape[0])) if max_tokens else set()
         self._eos, self._stop, self._emit = frozenset(eos), stop, emit
-        self.criteria, self._complete = criteria, 0  # columns that are complete
+        self._criteria, self._scores = criteria, scores
+        self._complete = 0  # columns that are complete
         self._prompt = [] if stop is None else prompt[:, -stop.window :].tolist()
 
     @property
@@ -103,7 +106,7 @@ class Continuations:
             for token in new:
                 if row in self.unfinished and token != ABSENT:
                     self._append_token(row, token)
-        if self._emit is not None or self.criteria is not None:
+        if self._emit is not None or self._criteria is not None:
             self._complete_columns()
 
     def _complete_columns(self) -> None:
@@ -115,9 +118,11 @@ class Continuations:
         while self._complete < least():
             column = [self._at(row, self._complete) for row in range(len(self.tokens))]
             self._complete += 1
-            for row in () if self.criteria is None else self.criteria(torch.tensor(column)):
-                del self.tokens[row][self._complete :]
-                self.unfinished.discard(row)
+            if self._criteria is not None:
+                scores = self._scores(self.tokens, self._complete)
+                for row in self._criteria(torch.tensor(column), scores):
+                    del self.tokens[row][self._complete :]
+                    self.unfinished.discard(row)
             if self._emit is not None:
                 self._emit(torch.tensor(column))
 
@@ -215,7 +220,7 @@ def run_steps(
         for tokens in copies.receive():
             output.append(rows, tokens)
         half = 2 * len(output.unfinished) <= len(rows)
-        if steps.can_remove_rows and half and remaining > FEW_STEPS:
+        if half and remaining > FEW_STEPS and isinstance(steps, ShrinkingSteps):
             for tokens in copies.receive(everything=True):
                 output.append(rows, tokens)
             unfinished = [i for i, row in enumerate(rows) if row in output.unfinished]

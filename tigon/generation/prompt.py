@@ -79,11 +79,14 @@ class Streamer(Protocol):
 class Steps(Protocol):
     """One generation step at a time on the device, without waiting for the values of tokens."""
 
-    can_remove_rows: bool
-
     def __call__(self, remaining: int) -> Tensor:
         """The next tokens [b, n], or ABSENT. At most `remaining` calls follow, with this one."""
         ...
+
+
+@runtime_checkable
+class ShrinkingSteps(Steps, Protocol):
+    """Steps from which rows can be removed."""
 
     def select(self, index: Tensor) -> None:
         """Keeps the rows `index` [n] of the b rows."""
@@ -164,19 +167,19 @@ def check_past(cache: Any, prompt: PromptBatch) -> list[int]:
         )
     if isinstance(cache, StaticCache):
         cache.refresh()
-        held, lengths = cache.lengths.tolist(), prompt.lengths()
+        cached, lengths = cache.lengths.tolist(), prompt.lengths()
     else:  # padding included
-        held = [cache.length] * (cache.rows if cache.length else len(prompt.ids))
+        cached = [cache.length] * (cache.rows if cache.length else len(prompt.ids))
         lengths = [prompt.ids.shape[1]] * len(prompt.ids)
-    if len(held) != len(lengths):
-        raise ValueError(f"past_key_values holds {len(held)} rows, but input_ids {len(lengths)}")
-    for row, (before, now) in enumerate(zip(held, lengths, strict=True)):
+    if len(cached) != len(lengths):
+        raise ValueError(f"past_key_values holds {len(cached)} rows, but input_ids {len(lengths)}")
+    for row, (before, now) in enumerate(zip(cached, lengths, strict=True)):
         if now <= before:
             raise ValueError(
                 f"row {row}: past_key_values holds {before} tokens and input_ids has {now}: give "
                 "the whole text, which begins with those, and at least one token more"
             )
-    return held
+    return cached
 
 
 def _check_ids(ids: Any, vocab: int) -> None:
@@ -191,7 +194,10 @@ def _check_ids(ids: Any, vocab: int) -> None:
     if not isinstance(ids, Tensor):
         raise TypeError(f"input_ids must be a tensor [B, T], not {type(ids).__name__}")
     if ids.dim() != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"input_ids must be integers [B, T], not {ids.dtype} {tuple(ids.shape)}")
+        one = ": give ids[None] for one prompt" if ids.dim() == 1 else ""
+        raise ValueError(
+            f"input_ids must be integers [B, T], not {ids.dtype} {tuple(ids.shape)}{one}"
+        )
     if ids.numel() == 0:
         raise ValueError(f"input_ids {tuple(ids.shape)} is an empty prompt")
     if ids.device.type == "cpu" and (ids.min() < 0 or ids.max() >= vocab):

@@ -54,8 +54,6 @@ class SpeculativeSteps:
     their lengths differ.
     """
 
-    can_remove_rows = True
-
     def __init__(
         self,
         model: GenerationModel,

@@ -275,8 +275,6 @@ class DynamicSteps:
     Prompts keep their padding, and finished rows stay in the batch; after `hold` they read `pad`.
     """
 
-    can_remove_rows = False
-
     def __init__(
         self,
         model: GenerationModel,
@@ -335,10 +333,6 @@ class DynamicSteps:
             self._visible = torch.cat((visible, visible.new_ones(len(ids), count)), 1)
             self._positions = (self._visible.cumsum(-1) - 1).clamp_(min=0)
 
-    def select(self, index: Tensor) -> None:
-        """Raises NotImplementedError: a KVCache keeps all of its rows."""
-        raise NotImplementedError("rows of a KVCache stay to the end")
-
     def hold(self, ended: Mapping[int, int]) -> None:
         """Lets these rows read padding, since all rows of a KVCache grow alike."""
         self._ended = torch.zeros(len(self._tokens), 1, dtype=torch.bool)
@@ -370,9 +364,8 @@ def make_cache(
 
     Raises ValueError if the model cannot have so many tokens.
     """
-    capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
+    capacity, rows = _round_capacity(prompt, new), len(prompt.ids)
     try:
-        rows = len(prompt.ids)
         options: dict[str, Any] = {"quantize": quantize, "rollback": rollback}
         return model.static_cache(rows, capacity, chunk=max(16, chunk), **options)
     except ValueError as error:
@@ -381,10 +374,15 @@ def make_cache(
 
 def enlarge(cache: StaticCache, prompt: PromptBatch, new: int) -> StaticCache:
     """Returns the cache, with room for every prompt and `new` tokens after it."""
-    capacity = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
+    capacity = _round_capacity(prompt, new)
     if cache.capacity < capacity:
         cache.grow(capacity)
     return cache
+
+
+def _round_capacity(prompt: PromptBatch, new: int) -> int:
+    """The capacity for every prompt and `new` tokens after it."""
+    return -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
 
 
 class StaticSteps:
@@ -392,8 +390,6 @@ class StaticSteps:
 
     The constructor reads the prompts; the first step only chooses the tokens after them.
     """
-
-    can_remove_rows = True
 
     def __init__(
         self,
@@ -407,11 +403,11 @@ class StaticSteps:
         prefill_chunk_size: int,
         quantize: Quantize = None,
         cache: StaticCache | None = None,  # with the first tokens of each prompt, and then the rest
-        keep: bool = False,  # whether `finish` will be called
+        rows_differ: bool = False,  # whether each row keeps a length of its own, for `finish`
     ):
         self._model, self._sampling, self._draws = model, sampling, draws
-        room, held = min(max_tokens, INITIAL_CAPACITY), keep and len(prompt.ids) * copies > 1
-        options: dict[str, Any] = {"quantize": quantize, "rollback": int(held)}
+        room = min(max_tokens, INITIAL_CAPACITY)
+        options: dict[str, Any] = {"quantize": quantize, "rollback": int(rows_differ)}
         self._cache = (
             make_cache(model, prompt, room, **options)
             if cache is None
@@ -423,7 +419,7 @@ class StaticSteps:
         prompt = prompt.repeat(copies)
         self._prompt_lengths = prompt.lengths()
         # Tokens that are kept of each row [b]; one more is overwritten again and again
-        self._limits = torch.full_like(self._cache.lengths, MAX_INT32) if held else None
+        self._limits = torch.full_like(self._cache.lengths, MAX_INT32) if rows_differ else None
         self._seen = sampling.seen(*prompt, model.config.vocab_size)
         self._last = prompt.ids[:, -1:].clone()  # [b, 1]
         self._generated = self._last.new_zeros(1)  # tokens after the prompt, of every row

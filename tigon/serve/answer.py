@@ -182,8 +182,8 @@ class Answer:
     def _write(self, text: str, finish_reason: FinishReason | None) -> None:
         """Adds text to what the reader can take, with the scores of the tokens that end in it."""
         self._shown += len(text)
-        certain = self._shown  # a token that ends in a character's beginning has no text yet
-        count = sum(s.end <= certain for s in self._scored)
+        # A token that ends in a character's beginning has no text yet
+        count = sum(s.end <= self._shown for s in self._scored)
         with self._lock:
             self._piece.text += text
             self._piece.scored += self._scored[:count]

@@ -9,6 +9,16 @@ from functools import partial
 from importlib.resources import files
 from typing import Any
 
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
 from tigon.serve.answer import Answer, TokenTexts
 from tigon.serve.engine import Engine, QueueFullError
 from tigon.serve.guard import Guard
@@ -25,20 +35,6 @@ from tigon.serve.protocol import (
 from tigon.serve.replies import Reply, error_body, event
 from tigon.tokenizer import Tokenizer
 from tigon.utils.json import parse_object, quote
-
-try:
-    from starlette.applications import Starlette
-    from starlette.concurrency import run_in_threadpool
-    from starlette.exceptions import HTTPException
-    from starlette.middleware import Middleware
-    from starlette.requests import ClientDisconnect
-    from starlette.requests import Request as HTTPRequest
-    from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-    from starlette.routing import Route
-    from starlette.types import Receive, Scope, Send
-except ImportError as error:
-    message = "the server needs Starlette and uvicorn: pip install 'tigon[serve]'"
-    raise ImportError(message) from error
 
 MAX_BODY = 10**6  # bytes of a request
 BODY_SECONDS = 30  # in which all of it must have come
@@ -211,13 +207,15 @@ class Service:
         ]
         return PlainTextResponse("".join(lines), media_type="text/plain; version=0.0.4")
 
-    def _model(self, name: str) -> dict[str, Any]:
-        """Returns what /v1/models says of the model or an adapter; raises RequestError for a name
-        that this server does not have."""
+    def check_name(self, name: str) -> None:
+        """Raises RequestError for the name of a model that this server does not have."""
         if name not in self.names:
             names = ", ".join(map(quote, self.names))
             message = f"the model {quote(name)} does not exist; this server has {names}"
             raise RequestError(message, "model", status=404, code="model_not_found")
+
+    def describe_model(self, name: str) -> dict[str, Any]:
+        """Returns what /v1/models says of the model or an adapter."""
         known = {"id": name, "object": "model", "created": self.created, "owned_by": "tigon"}
         parent = {} if name == self.name else {"parent": self.name}
         return known | {"max_model_len": self.engine.capacity} | parent
@@ -225,11 +223,15 @@ class Service:
     async def models(self, request: HTTPRequest) -> Response:
         """Answers with the list of models: this one and its adapters."""
         names = [self.name, *self.adapters]
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in names]})
+        return JSONResponse(
+            {"object": "list", "data": [self.describe_model(name) for name in names]}
+        )
 
     async def one_model(self, request: HTTPRequest) -> Response:
         """Answers what the model is, under its name."""
-        return JSONResponse(self._model(request.path_params["name"]))
+        name = request.path_params["name"]
+        self.check_name(name)
+        return JSONResponse(self.describe_model(name))
 
     async def complete(self, kind: type[Request], request: HTTPRequest) -> Completion:
         """Answers messages or prompts."""
@@ -263,7 +265,7 @@ class Service:
         except ValueError as error:
             raise RequestError(str(error)) from None
         request = read_request(kind, values)
-        self._model(request.model or self.name)
+        self.check_name(request.model or self.name)
         engine = self.engine
         job = make_job(request, engine.model, self.tokenizer, self.ends, engine.capacity)
         count, most = len(job.prompts) * request.n, engine.max_rows + engine.max_queue

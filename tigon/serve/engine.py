@@ -35,7 +35,6 @@ class Counts:
 
     first_tokens: int = 0
     first_token_seconds: float = 0.0  # from their requests
-
     answers: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -67,7 +66,7 @@ class Engine:
         self._reading: tuple[Reading, list[Answer]] | None = None
         self._waiting: deque[Answer] = deque()
         self._changed = threading.Condition()
-        self._closing = False
+        self._closing = ""  # why no more answers are written
         self._ready = threading.Event()
         self._error: Exception | None = None
         self._reset_copies()
@@ -83,10 +82,9 @@ class Engine:
     def close(self) -> None:
         """Ends the thread after its step; unfinished answers end by an error."""
         with self._changed:
-            self._closing = True
+            self._closing = self._closing or "the server is shutting down"
             self._changed.notify()
         self._thread.join()
-        self._fail("the server is shutting down")
 
     def submit(self, answers: Sequence[Answer]) -> None:
         """Queues the answers of a request; raises QueueFullError, and takes none, if there is no
@@ -98,7 +96,7 @@ class Engine:
                     f"{waiting} answers are waiting, and max_queue={self.max_queue}: try later"
                 )
             if self._closing:
-                raise QueueFullError("the server is shutting down")
+                raise QueueFullError(self._closing)
             self._waiting += answers
             self._changed.notify()
 
@@ -120,29 +118,45 @@ class Engine:
     # On the engine's thread
 
     def _run(self) -> None:
-        """Writes answers until `close`."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode())
-            if self.model.device.type == "cuda":
-                stack.enter_context(torch.cuda.device(self.model.device))
+        """Writes answers until `close`, or until no row can be freed after a failure; then ends
+        all answers, without the device."""
+        reason = ""
+        try:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(torch.inference_mode())
+                if self.model.device.type == "cuda":
+                    stack.enter_context(torch.cuda.device(self.model.device))
+                self._write()
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"{_describe(error)}: restart the server"
+        finally:
+            with self._changed:
+                self._closing = self._closing or reason or "the engine has ended"
+                self._fail_answers(self._closing, [*self._rows, *self._waiting])
+                self._waiting.clear()
+                self._rows = [None] * self.max_rows
+
+    def _write(self) -> None:
+        """Warms up, and writes answers until `close`; a failure ends those that have a row."""
+        try:
+            self._warm_up()
+        except Exception as error:
+            self._error = error
+            return
+        finally:
+            self._ready.set()
+        while True:
+            with self._changed:
+                while not (self._closing or self._waiting or self._busy):
+                    self._changed.wait()
+                if self._closing:
+                    return
             try:
-                self._warm_up()
+                self._turn()
             except Exception as error:
-                self._error = error
-                return
-            finally:
-                self._ready.set()
-            while True:
-                with self._changed:
-                    while not (self._closing or self._waiting or self._busy):
-                        self._changed.wait()
-                    if self._closing:
-                        return
-                try:
-                    self._turn()
-                except Exception as error:
-                    traceback.print_exc()
-                    self._fail(f"the model failed: {type(error).__name__}: {escape(error, 300)}")
+                traceback.print_exc()
+                self._fail(_describe(error))
 
     def _warm_up(self) -> None:
         """On a GPU compiles kernels and captures graphs, before the first request."""
@@ -256,22 +270,28 @@ class Engine:
         self._batch.free(row)
 
     def _fail(self, error: str) -> None:
-        """Ends all answers that have a row, and at the end those that wait, by an error."""
-        failed = [answer for answer in self._rows if answer is not None]
-        failed += [answer for written in self._sent for _, answer in written]
-        if self._closing:
-            failed += self._waiting
-            self._waiting.clear()
-        for answer in failed:
-            self.counts.failures += not answer.ended
-            answer.fail(error)
+        """Ends all answers that have a row by an error, and frees the rows."""
+        self._fail_answers(error, self._rows)
         self._reading = None
         self._reset_copies()
         for row in range(self.max_rows):
             if self._rows[row] is not None:
                 self._free(row)
 
+    def _fail_answers(self, error: str, answers: Sequence[Answer | None]) -> None:
+        """Ends answers, and those with tokens on their way to the host, by an error."""
+        sent = [answer for written in self._sent for _, answer in written]
+        for answer in (*answers, *sent):
+            if answer is not None:
+                self.counts.failures += not answer.ended
+                answer.fail(error)
+
     def _reset_copies(self) -> None:
         """Forgets the tokens on their way to the host."""
         self._copies = HostCopies(GPU_LAG if self.model.device.type == "cuda" else 0)
         self._sent: deque[Written] = deque()
+
+
+def _describe(error: Exception) -> str:
+    """Says that the model failed, and how."""
+    return f"the model failed: {type(error).__name__}: {escape(error, 300)}"

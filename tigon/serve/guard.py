@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
+
 from tigon.serve.protocol import RequestError
 from tigon.utils.json import quote
 
@@ -17,12 +19,14 @@ App = Callable[[Scope, Any, Any], Awaitable[None]]
 
 
 def check_address(host: str, key: str | None) -> bool:
-    """Returns whether only this machine reaches an address; raises ValueError if others do and
-    there is no key."""
+    """Returns whether only this machine reaches an address; raises ValueError for a blank key,
+    and if others reach it and there is no key."""
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:  # a name, which may mean any address
         loopback = False
+    if key and not key.strip():
+        raise ValueError(f"{KEY_VARIABLE} is blank: set it to a key, or leave it out")
     if not loopback and not key:
         raise ValueError(
             f"--host {host}: others than this machine could reach it, so it needs a key: set "
@@ -57,14 +61,14 @@ class Guard:
 
     def check(self, scope: Scope) -> None:
         """Raises RequestError with status 403 for another site, and 401 for a wrong key."""
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        host, origin = headers.get(b"host", ""), headers.get(b"origin")
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", ""), headers.get("origin")
         if self.local and _split(f"//{host}", "hostname") not in LOOPBACK:
             raise RequestError(f"Host {quote(host)} is not this machine", status=403)
         if origin is not None and _split(origin, "netloc") != host.lower():
             raise RequestError(f"Origin {quote(origin)} is another site", status=403)
         if self.key is not None and scope["path"] not in OPEN_PATHS:
-            kind, _, given = headers.get(b"authorization", "").partition(" ")
+            kind, _, given = headers.get("authorization", "").partition(" ")
             known = hmac.compare_digest(given.strip().encode("latin-1"), self.key)
             if kind.lower() != "bearer" or not known:
                 raise RequestError(

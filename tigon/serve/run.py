@@ -1,16 +1,14 @@
 """Runs the server on a socket until a signal ends it."""
 
+import asyncio
 import signal
 import socket
 import sys
 
-from tigon.serve.app import Service, make_app
+import uvicorn
 
-try:
-    import uvicorn
-except ImportError as error:
-    message = "the server needs Starlette and uvicorn: pip install 'tigon[serve]'"
-    raise ImportError(message) from error
+from tigon.serve.app import Service, make_app
+from tigon.serve.engine import Engine
 
 FINISHING_SECONDS = 10  # after SIGTERM, for requests that are being answered
 # Seconds after which a thread lets another one run. By Python's 5 ms the engine, which has to start
@@ -38,7 +36,23 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def make_server(service: Service, key: str | None = None, local: bool = True) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """A server whose clients are told of answers that FINISHING_SECONDS after a signal are not
+    written to their end."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine):
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Waits for requests that are being answered, and ends those that take too long."""
+        loop = asyncio.get_running_loop()
+        close = loop.call_later(FINISHING_SECONDS, loop.run_in_executor, None, self._engine.close)
+        await super().shutdown(sockets)
+        close.cancel()
+
+
+def make_server(service: Service, key: str | None = None, local: bool = True) -> Server:
     """Returns the server of a service, whose `run` takes a list of sockets; `key` and `local` as of
     `make_app`."""
     config = uvicorn.Config(
@@ -50,9 +64,9 @@ def make_server(service: Service, key: str | None = None, local: bool = True) ->
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_graceful_shutdown=FINISHING_SECONDS,
+        timeout_graceful_shutdown=FINISHING_SECONDS + 2,  # for the last event of those
     )
-    return uvicorn.Server(config)
+    return Server(config, service.engine)
 
 
 def run(service: Service, listener: socket.socket, key: str | None, local: bool) -> None:

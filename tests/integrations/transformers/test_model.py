@@ -339,6 +339,7 @@ def test_generation_config_of_the_checkpoint(tmp_path: Path) -> None:
         ({"load_in_4bit": True}, "load_in_4bit: transformers' models of Tigon are not quant"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: "),
         ({"quantize": "nf4"}, "quantize: "),
+        ({"num_labels": 0}, "num_labels=0 is no number of labels"),
         ({"device_map": {"a": 0, "b": 1}}, r"device_map=\{'a': 0, 'b': 1\} may spread"),
         ({"device_map": "cuda:77"}, "device 'cuda:77' cannot be used here"),
         ({"projections": "both"}, "projections='both' is not one of"),

@@ -47,7 +47,7 @@ def from_pretrained(
     *,
     dtype: torch.dtype | str = "auto",
     device_map: Any = None,
-    num_labels: int = 0,
+    num_labels: int | None = None,
     projections: str = "split",
     tigon_options: Mapping[str, Any] | None = None,
     **options: Any,

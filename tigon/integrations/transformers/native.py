@@ -36,7 +36,7 @@ def load_native(
     dtype: torch.dtype | str | None = "auto",
     torch_dtype: torch.dtype | str | None = None,
     device_map: Any = None,
-    num_labels: int = 0,
+    num_labels: int | None = None,
     **options: Any,
 ) -> CausalLM:
     """Loads a native model by transformers' keywords, in evaluation mode.
@@ -55,11 +55,13 @@ def load_native(
             f"{os.fspath(path_or_repo)!r} is or has an adapter: load the model alone, and then "
             "peft.PeftModel.from_pretrained(model, adapter)"
         )
+    if num_labels is not None and num_labels < 1:
+        raise ValueError(f"num_labels={num_labels} is no number of labels: leave it out for none")
     options = {name: value for name, value in options.items() if name not in IGNORED}
     check_keywords("from_pretrained", options, OPTIONS)
     dtype, device = torch_dtype or dtype or "auto", find_device(device_map)
     return models.from_pretrained(
-        path_or_repo, dtype=dtype, device=device, labels=num_labels, **options
+        path_or_repo, dtype=dtype, device=device, labels=num_labels or 0, **options
     )
 
 

@@ -58,7 +58,8 @@ def add_weighted_adapter(
     configs = [model.adapters[name] for name in terms]
     layers = {name: adapter_layers(model, name) for name in terms}
     ranks = [_largest_rank(found) for found in layers.values()]
-    kind = "linear" if len(terms) == 1 else combination_type  # as PEFT: one is exact by itself
+    whole = len(terms) == 1 and svd_rank is None  # as PEFT: one is exact by itself
+    kind = "linear" if whole else combination_type
     if kind == "linear":
         _check_equal_ranks(layers)
     rank = {"linear": max(ranks), "cat": sum(ranks), "svd": svd_rank or max(ranks)}[kind]

@@ -8,6 +8,7 @@ vocabulary finds the code of its kind.
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +22,8 @@ from tigon.weights.gguf import import_gguf
 # The numbers of gguf's TokenType
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "\u2581"  # in place of a space in SentencePiece's tokens
+SPECIAL = "bos", "eos", "unk", "sep", "pad", "mask"  # tokens that the format has a place for
+ENDS = "eos", "eot", "eom"
 RARE = -1e4  # the score of tokens that no merge makes
 
 # Parts of the patterns by which words are split
@@ -73,26 +76,35 @@ def add_vocabulary(
     Without a tokenizer the file says so, and has the ids alone. Raises ValueError for a tokenizer
     that llama.cpp has no code for, or with more tokens than the model.
     """
+    gguf = import_gguf()
     ids = {key: getattr(config, f"{key}_token_id") for key in ("bos", "pad")}
     ends = generation_config.get("eos_token_id", config.eos_token_id)
     ends = [ends] if isinstance(ends, int) else list(ends or ())
-    if tokenizer is None:
-        writer.add_tokenizer_model("none")
-    else:
-        with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory:
+        if tokenizer is None:
+            writer.add_tokenizer_model("none")
+            special = gguf.SpecialVocab(directory)
+        else:
             tokenizer.save_pretrained(directory)
-            found = _add_tokenizer(writer, Path(directory), config.vocab_size)
-        ids |= found
-        ends = sorted(ends, key=lambda end: end != found.get("eos"))  # its own comes first
-    names = ("eos", "eot", "eom")
-    ids |= dict(zip(names, ends, strict=False))
-    for name, token in ids.items():
-        if token is not None and token >= 0:
-            getattr(writer, f"add_{name}_token_id")(token)
+            special = _add_tokenizer(writer, Path(directory), config.vocab_size)
+    found = special.special_token_ids
+    ends = sorted(ends, key=lambda end: end != found.get("eos"))  # the tokenizer's own comes first
+    if len(ends) > len(ENDS):
+        warnings.warn(
+            f"a GGUF file names {len(ENDS)} tokens that end a text, and this one leaves out "
+            + ", ".join(map(str, ends[len(ENDS) :])),
+            UserWarning,
+            stacklevel=5,
+        )
+    ids |= found | dict(zip(ENDS, ends, strict=False))
+    special.special_token_ids = {
+        name: token for name, token in ids.items() if token is not None and token >= 0
+    }
+    special.add_to_gguf(writer, quiet=True)
 
 
-def _add_tokenizer(writer: Any, directory: Path, size: int) -> dict[str, int]:
-    """Adds the tokenizer in a directory; returns the ids of its special tokens."""
+def _add_tokenizer(writer: Any, directory: Path, size: int) -> Any:
+    """Adds the tokens in a directory; returns a SpecialVocab of the rest of the tokenizer."""
     gguf = import_gguf()
     path = directory / "tokenizer.json"
     if not path.is_file():
@@ -103,7 +115,7 @@ def _add_tokenizer(writer: Any, directory: Path, size: int) -> dict[str, int]:
         raise ValueError(f"a tokenizer of type {quote(model.get('type'))} is not exported to GGUF")
     byte_fallback = bool(model.get("byte_fallback"))
     tokens, kinds = _list_tokens(model, added, size, byte_fallback)
-    special = gguf.SpecialVocab(directory, load_merges=not byte_fallback, n_vocab=size)
+    special = gguf.SpecialVocab(directory, not byte_fallback, SPECIAL, n_vocab=size)
     if byte_fallback:
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
@@ -112,16 +124,15 @@ def _add_tokenizer(writer: Any, directory: Path, size: int) -> dict[str, int]:
     else:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(_find_words(content))
-        writer.add_token_merges(special.merges)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    if special.chat_template is not None:
-        writer.add_chat_template(special.chat_template)
-    ids = dict(special.special_token_ids)
     encoded = tokenizers.Tokenizer.from_file(str(path)).encode("a").ids
-    writer.add_add_bos_token(encoded[0] == ids.get("bos"))
-    writer.add_add_eos_token(encoded[-1] == ids.get("eos"))
-    return ids
+    ids = special.special_token_ids
+    special.add_special_token = {
+        "bos": encoded[0] == ids.get("bos"),
+        "eos": encoded[-1] == ids.get("eos"),
+    }
+    return special
 
 
 def _list_tokens(

@@ -50,7 +50,7 @@ class Prompt(NamedTuple):
     place: int
     text: str
     ids: list[int]
-    asked: dict[str, Any]  # gen_kwargs, as the task has them
+    gen_kwargs: dict[str, Any]  # as the task has them
 
 
 @register_model("tigon")
@@ -132,10 +132,10 @@ class TigonLM(TemplateLM):
     def prefix_token_id(self) -> int:
         """The token that stands before a text without a context: bos, or eos without one."""
         choices = (self._prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        found = next((i for i in choices if i is not None), None)
-        if found is None:
+        token = next((i for i in choices if i is not None), None)
+        if token is None:
             raise ValueError("the tokenizer has neither bos nor eos: give prefix_token_id=")
-        return found
+        return token
 
     @property
     def tokenizer_name(self) -> str:
@@ -212,13 +212,13 @@ class TigonLM(TemplateLM):
         windows: list[Pair] = []
         owners: list[int] = []
         for i, text in enumerate(texts):
-            found = get_rolling_token_windows(
+            pairs = get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            windows += map(make_disjoint_window, found)
+            windows += map(make_disjoint_window, pairs)
             owners += [i] * (len(windows) - len(owners))
         totals = [0.0] * len(texts)
         for i, (logprob, _) in zip(owners, self._score(windows), strict=True):
@@ -255,24 +255,24 @@ class TigonLM(TemplateLM):
         for context, continuation in pairs:
             key = tuple(context)
             costs[key] = costs.get(key, len(context)) + len(continuation)
-        mine = self.ranks.choose(costs)
-        places = [i for i, (context, _) in enumerate(pairs) if tuple(context) in mine]
+        contexts = self.ranks.choose(costs)
+        places = [i for i, (context, _) in enumerate(pairs) if tuple(context) in contexts]
 
         def score() -> dict[int, tuple[float, bool]]:
             scored = [pairs[i] for i in places]
-            found = log_likelihoods(self.model, scored, tokens_per_batch=tokens)
-            return {i: (f.logprob, f.greedy) for i, f in zip(places, found, strict=True)}
+            scores = log_likelihoods(self.model, scored, tokens_per_batch=tokens)
+            return {i: (s.logprob, s.greedy) for i, s in zip(places, scores, strict=True)}
 
         return self._on_all_ranks(score, len(pairs))
 
     def _on_all_ranks(self, answer: Any, count: int) -> list[Any]:
         """Returns the `count` results that the ranks have by place, in order."""
         with evaluation_mode(self.model), equal_passes(self.model, self.ranks):
-            found = answer()
-        joined: dict[int, Any] = {}
-        for part in self.ranks.gather(found):
-            joined |= part
-        return [joined[i] for i in range(count)]
+            share = answer()
+        results: dict[int, Any] = {}
+        for part in self.ranks.gather(share):
+            results |= part
+        return [results[i] for i in range(count)]
 
     # Answers
 
@@ -281,56 +281,59 @@ class TigonLM(TemplateLM):
         stop texts."""
         prompts = [self._read_prompt(i, *request.args) for i, request in enumerate(requests)]
         costs = {prompt.place: len(prompt.ids) for prompt in prompts}
-        mine = self.ranks.choose(costs)
+        places = self.ranks.choose(costs)
         by_settings: dict[str, list[Prompt]] = {}
         for prompt in sorted(prompts, key=lambda p: -len(p.ids)):
-            if prompt.place in mine:
-                by_settings.setdefault(repr(prompt.asked), []).append(prompt)
+            if prompt.place in places:
+                by_settings.setdefault(repr(prompt.gen_kwargs), []).append(prompt)
         silent = True if disable_tqdm or self.ranks.rank else None  # None: without a terminal
-        bar = tqdm(total=len(mine), unit="answer", disable=silent)
+        bar = tqdm(total=len(places), unit="answer", disable=silent)
 
         def answer() -> dict[int, str]:
-            found: dict[int, str] = {}
+            answers: dict[int, str] = {}
             for group in by_settings.values():
                 for batch in self._batches(group):
-                    found |= self._generate(batch)
+                    answers |= self._generate(batch)
                     bar.update(len(batch))
-            return found
+            return answers
 
         with bar:
             texts = self._on_all_ranks(answer, len(prompts))
         for prompt, text in zip(prompts, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", (prompt.text, prompt.asked), text)
+            self.cache_hook.add_partial("generate_until", (prompt.text, prompt.gen_kwargs), text)
         return texts
 
-    def _read_prompt(self, place: int, text: str, asked: dict[str, Any]) -> Prompt:
+    def _read_prompt(self, place: int, text: str, gen_kwargs: dict[str, Any]) -> Prompt:
         """Encodes a prompt, cut from the left so that its answer has room."""
-        room = self.max_length - self._limit(asked)
+        limit = self._limit(gen_kwargs)
+        room = self.max_length - limit
         if room < 1:
             raise ValueError(
-                f"max_gen_toks={self._limit(asked)} leaves no room for a prompt: the model reads "
+                f"max_gen_toks={limit} leaves no room for a prompt: the model reads "
                 f"{self.max_length} tokens"
             )
         has_bos = has_bos_prefix(text, self.tokenizer.bos_token)
         ids = self.tok_encode(text, add_special_tokens=False if has_bos else self.add_bos_token)
-        return Prompt(place, text, (ids or [self.prefix_token_id])[-room:], asked)
+        return Prompt(place, text, (ids or [self.prefix_token_id])[-room:], gen_kwargs)
 
-    def _limit(self, asked: dict[str, Any]) -> int:
+    def _limit(self, gen_kwargs: dict[str, Any]) -> int:
         """Returns the most tokens of an answer."""
-        return normalize_gen_kwargs(asked, self.max_gen_toks)["max_gen_toks"]
+        return normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)["max_gen_toks"]
 
     def _batches(self, prompts: Sequence[Prompt]) -> Iterable[Sequence[Prompt]]:
         """Yields prompts, longest first, in batches of `rows`, or of CACHED_TOKENS tokens."""
         begin = 0
         while begin < len(prompts):
-            longest = len(prompts[begin].ids) + self._limit(prompts[begin].asked)
+            longest = len(prompts[begin].ids) + self._limit(prompts[begin].gen_kwargs)
             rows = max(1, CACHED_TOKENS // longest) if self.rows is None else self.rows
             yield prompts[begin : begin + rows]
             begin += rows
 
     def _generate(self, prompts: Sequence[Prompt]) -> dict[int, str]:
         """Returns the answers to a batch of prompts that ask for the same, by their places."""
-        options: dict[str, Any] = dict(normalize_gen_kwargs(prompts[0].asked, self.max_gen_toks))
+        options: dict[str, Any] = dict(
+            normalize_gen_kwargs(prompts[0].gen_kwargs, self.max_gen_toks)
+        )
         eos = self.tokenizer.decode([self.eot_token_id]) if self.eot_token_id is not None else None
         until = handle_stop_sequences(options.pop("until"), eos=eos)
         limit = options.pop("max_gen_toks")

@@ -50,13 +50,13 @@ class DataRanks:
 
     def choose(self, costs: Mapping[K, int]) -> set[K]:
         """Returns this rank's keys: the dearest first, each to the rank with the least so far."""
-        loads, mine = [0] * self.size, set()
+        loads, keys = [0] * self.size, set()
         for key in sorted(costs, key=lambda k: -costs[k]):
             rank = loads.index(min(loads))
             loads[rank] += costs[key]
             if rank == self.rank:
-                mine.add(key)
-        return mine
+                keys.add(key)
+        return keys
 
     def gather(self, value: T) -> list[T]:
         """Returns every process's value, on all of them."""

@@ -158,9 +158,9 @@ def flatten_metrics(results: dict[str, Any]) -> dict[str, float]:
     values = {}
     for task, metrics in (results["results"] | results.get("groups", {})).items():
         for key, value in metrics.items():
-            name, comma, found = key.partition(",")
+            name, comma, filter_name = key.partition(",")
             if comma and not name.endswith("_stderr") and isinstance(value, int | float):
-                values[f"{task}/{name if found == 'none' else key}"] = float(value)
+                values[f"{task}/{name if filter_name == 'none' else key}"] = float(value)
     return values
 
 

@@ -86,16 +86,17 @@ class TigonCache(DynamicCache):
 
         Raises ValueError if a layer keeps one state for all tokens.
         """
-        stay = tokens_to_remove
+        length = tokens_to_remove
         if tokens_to_remove <= 0:
-            stay = max(self.get_seq_length() + tokens_to_remove, 0)
-        self._crop(stay)
+            length = max(self.get_seq_length() + tokens_to_remove, 0)
+        self._crop(length)
 
     def reset(self) -> None:
         """Drops all tokens."""
         self._crop(0)
 
     def _crop(self, length: int) -> None:
+        """Keeps the first `length` tokens of each row."""
         if isinstance(self.native, KVCache):
             self.native.crop(length)
         elif self.native.length != length:

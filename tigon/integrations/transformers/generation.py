@@ -128,32 +128,32 @@ def own_arguments(
 ) -> dict[str, Any] | None:
     """The arguments of the native generate for a call; None if transformers' loop has to run."""
     call = {name: kwargs[name] for name in CALL if kwargs.get(name) is not None}
-    given = {name: kwargs[name] for name in TENSORS if kwargs.get(name) is not None}
-    given |= {} if inputs is None else {"input_ids": inputs}
-    if not _are_prompts(given) or _is_hooked(model):
+    tensors = {name: kwargs[name] for name in TENSORS if kwargs.get(name) is not None}
+    tensors |= {} if inputs is None else {"input_ids": inputs}
+    if not _are_prompts(tensors) or _is_hooked(model):
         return None
     others = {k: v for k, v in kwargs.items() if k not in (*CALL, *TENSORS, *IGNORED)}
     config, rest = model._prepare_generation_config(generation_config, **others)
     has_others = any(value is not None and value is not False for value in rest.values())
-    if has_others or not _is_followed(config) or not _is_assisted(model, call, given):
+    if has_others or not _is_followed(config) or not _is_assisted(model, call, tensors):
         return None
-    ids, ends = given["input_ids"], _read_ends(config, model.native.config.vocab_size)
+    ids, ends = tensors["input_ids"], _read_ends(config, model.native.config.vocab_size)
     ends_rows = call.get("stopping_criteria") or config.stop_strings
     if ends is None or (len(ids) > 1 and ends_rows and not any(ends.values())):
         return None
-    if "attention_mask" not in given and _has_row_that_ends_in_padding(ids, ends):
+    if "attention_mask" not in tensors and _has_row_that_ends_in_padding(ids, ends):
         return None
     values = {name: getattr(config, name) for name in SAME} | ends
     if not config.do_sample:
         values = {name: value for name, value in values.items() if name not in SAMPLING}
     sources = kwargs, vars(generation_config or GenerationConfig()), vars(model.generation_config)
     lengths = _read_lengths(model, config, sources, ids)
-    return dict.fromkeys(UNSUPPORTED) | values | lengths | call | given
+    return dict.fromkeys(UNSUPPORTED) | values | lengths | call | tensors
 
 
-def _are_prompts(given: Mapping[str, Any]) -> bool:
+def _are_prompts(tensors: Mapping[str, Any]) -> bool:
     """Whether these are ids [B, T] with a mask of padding on the left, if with any."""
-    ids, mask = given.get("input_ids"), given.get("attention_mask")
+    ids, mask = tensors.get("input_ids"), tensors.get("attention_mask")
     if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
         return False
     if mask is None:
@@ -182,8 +182,8 @@ def _is_followed(config: GenerationConfig) -> bool:
 
 def _read_ends(config: GenerationConfig, vocab: int) -> dict[str, Any] | None:
     """The eos tokens that can be generated, and the pad token; None for one that no model has."""
-    given = config.eos_token_id, config.pad_token_id
-    values: list[Any] = [x.tolist() if isinstance(x, Tensor) else x for x in given]
+    tokens = config.eos_token_id, config.pad_token_id
+    values: list[Any] = [x.tolist() if isinstance(x, Tensor) else x for x in tokens]
     eos, pad = values
     if pad is not None and not 0 <= pad < vocab:
         return None
@@ -197,7 +197,7 @@ def _has_row_that_ends_in_padding(ids: Tensor, ends: Mapping[str, Any]) -> bool:
     return pad is not None and pad not in ends["eos_token_id"] and bool((ids[:, -1] == pad).any())
 
 
-def _is_assisted(model: Any, call: dict[str, Any], given: Mapping[str, Any]) -> bool:
+def _is_assisted(model: Any, call: dict[str, Any], tensors: Mapping[str, Any]) -> bool:
     """Puts the native model in place of the draft; returns whether there is none, or one that the
     own loop can use."""
     draft = call.get("assistant_model")
@@ -205,7 +205,7 @@ def _is_assisted(model: Any, call: dict[str, Any], given: Mapping[str, Any]) -> 
         return True
     if not isinstance(draft, TigonGeneration) or _is_hooked(draft):
         return False
-    cache = given.get("cache")
+    cache = tensors.get("cache")
     call["assistant_model"] = draft.native
     turns = model.native.turning_rope is not None or draft.native.turning_rope is not None
     return not turns and (cache is None or isinstance(cache.native, StaticCache))
@@ -243,7 +243,7 @@ def _generate(model: Any, arguments: dict[str, Any]) -> Any:
     if not isinstance(out, GenerationOutput):
         return out.to(ids.device)
     fields: dict[str, Any] = dict(out) | {"sequences": out.sequences.to(ids.device)}
-    found = fields.pop("past_key_values", None)
-    if found is not None:
-        fields["cache"] = past if found is native else TigonCache(found)
+    states = fields.pop("past_key_values", None)
+    if states is not None:
+        fields["cache"] = past if states is native else TigonCache(states)
     return GenerateDecoderOnlyOutput(**fields)

@@ -18,33 +18,35 @@ def keep_hooks(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
     PEFT sets hooks for one pass, by which aLoRA's adapters learn where to begin; backward computes
     a checkpointed block when they are gone.
     """
-    found = {m: _copy(m) for m in block.modules() if m._forward_pre_hooks}
-    if not found:
+    hooks = {m: _copy_hooks(m) for m in block.modules() if m._forward_pre_hooks}
+    if not hooks:
         return run
 
     def run_with_hooks(*args: Any) -> Any:
-        with _replaced(found):
+        with _replace_hooks(hooks):
             return run(*args)
 
     return run_with_hooks
 
 
-def _copy(module: nn.Module) -> dict[str, dict[int, Any]]:
+def _copy_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """Returns a module's hooks by kind, and by the number that torch gives each."""
     return {kind: dict(getattr(module, kind)) for kind in KINDS}
 
 
 @contextmanager
-def _replaced(hooks: Hooks) -> Iterator[None]:
+def _replace_hooks(hooks: Hooks) -> Iterator[None]:
     """Gives modules these hooks in the body of a `with`."""
-    before = {module: _copy(module) for module in hooks}
-    _set(hooks)
+    before = {module: _copy_hooks(module) for module in hooks}
+    _set_hooks(hooks)
     try:
         yield
     finally:
-        _set(before)
+        _set_hooks(before)
 
 
-def _set(hooks: Mapping[nn.Module, Mapping[str, Mapping[int, Any]]]) -> None:
+def _set_hooks(hooks: Mapping[nn.Module, Mapping[str, Mapping[int, Any]]]) -> None:
+    """Gives modules these hooks in place of their own."""
     for module, kinds in hooks.items():
         for kind, values in kinds.items():
             own = getattr(module, kind)  # in place: handles remove hooks from it

@@ -70,7 +70,7 @@ AUTO_CLASSES: dict[type[TigonPreTrainedModel], Any] = {
     classes.TigonForCausalLM: AutoModelForCausalLM,
     classes.TigonForSequenceClassification: AutoModelForSequenceClassification,
 }
-_replaced: list[tuple[dict[Any, Any], Any, Any]] = []  # what `unregister` puts back
+_originals: list[tuple[dict[Any, Any], Any, Any]] = []  # what `unregister` puts back
 
 
 def register() -> None:
@@ -80,14 +80,14 @@ def register() -> None:
     for name, (_, base) in CLASS_NAMES.items():
         cls = getattr(classes, name)
         mapping = AUTO_CLASSES[base]._model_mapping._extra_content
-        _replaced.append((mapping, cls.config_class, mapping.get(cls.config_class)))
+        _originals.append((mapping, cls.config_class, mapping.get(cls.config_class)))
         mapping[cls.config_class] = cls
 
 
 def unregister() -> None:
     """Gives transformers' Auto classes their own models back; does nothing if they have them."""
-    while _replaced:
-        mapping, key, before = _replaced.pop()
+    while _originals:
+        mapping, key, before = _originals.pop()
         if before is None:
             mapping.pop(key, None)
         else:

@@ -114,14 +114,14 @@ def _with_ids(kind: Any) -> Any:
 
 def _new_decoder(kind: Any) -> Any:
     """Makes an empty decoder, whose state pickle or copy sets."""
-    made = _with_ids(kind)
-    return made.__new__(made)
+    cls = _with_ids(kind)
+    return cls.__new__(cls)
 
 
 def finish(output: ModelOutput, config: Any, return_dict: bool | None) -> Any:
     """Returns the output, or a tuple if the call or the config wants one."""
-    wanted = config.return_dict if return_dict is None else return_dict
-    return output if wanted else output.to_tuple()
+    as_dict = config.return_dict if return_dict is None else return_dict
+    return output if as_dict else output.to_tuple()
 
 
 def make_reference(name: str, config: PreTrainedConfig) -> nn.Module:
@@ -217,11 +217,11 @@ class TigonPreTrainedModel(PreTrainedModel):
         native = load_native(path_or_repo, **options)
         if (name := native.config.transformers_class) != cls.__name__:
             raise ValueError(f"{native.config.source.name!r} is a {name}, no {cls.__name__}")
-        made: dict[str, Any] = {"projections": projections, "tigon_options": tigon_options}
+        attributes: dict[str, Any] = {"projections": projections, "tigon_options": tigon_options}
         if config is None:
-            return cls.from_native(native, **made)
+            return cls.from_native(native, **attributes)
         check_config(native, config)
-        return cls(config, native, **made)
+        return cls(config, native, **attributes)
 
     def _set_statics(self) -> None:
         """Sets what transformers' `post_init` would: names of tied parameters, and no plans."""
@@ -382,9 +382,12 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
         targets = Targets.of(batch, **select_keys(TARGETS, arguments))
         options = select_keys(OPTIONS, arguments)
         with capture(self.native, batch, hidden_states, router_logits) as captured:
-            wanted = options.pop("return_hidden", False)
+            return_hidden = options.pop("return_hidden", False)
             out = self.native(
-                batch=batch, targets=targets, return_hidden=wanted or hidden_states, **options
+                batch=batch,
+                targets=targets,
+                return_hidden=return_hidden or hidden_states,
+                **options,
             )
         if out.loss is not None and out.aux_loss is not None and targets.share is not None:
             # transformers adds aux_loss of every micro-batch, not this batch's share of it
@@ -395,7 +398,7 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             isinstance(self.native.config, MoEConfig),
             cache=cache,
             hidden_states=captured.hidden_states(out.hidden),
-            hidden=out.hidden if wanted else None,
+            hidden=out.hidden if return_hidden else None,
             router_logits=captured.logits_of_routers(),
         )
         return finish(output, self.config, arguments.get("return_dict"))

@@ -88,11 +88,11 @@ def find_device(device_map: Any) -> torch.device:
 def check_config(native: CausalLM, config: PreTrainedConfig) -> None:
     """Raises ValueError if a config says another model than the native one."""
     own = native.config
-    given = type(own).from_dict(config.to_dict())
+    other = type(own).from_dict(config.to_dict())
     for name in (f.name for f in fields(own) if f.name not in MUTABLE):
-        if getattr(given, name) != getattr(own, name):
+        if getattr(other, name) != getattr(own, name):
             raise ValueError(
-                f"config.{name} is {getattr(given, name)!r}, but the checkpoint's is "
+                f"config.{name} is {getattr(other, name)!r}, but the checkpoint's is "
                 f"{getattr(own, name)!r}: change config.json"
             )
 

@@ -45,8 +45,8 @@ class MoeOutput(TigonFields, MoeCausalLMOutputWithPast):
 def to_transformers(out: CausalLMOutput, moe: bool, **values: Any) -> DenseOutput | MoeOutput:
     """Makes transformers' output from a native one; `values` are its other fields."""
     kind = MoeOutput if moe else DenseOutput
-    given = {name: getattr(out, name) for name in NAMES} | values
-    given["criteria"] = out.criteria or None
-    metrics = {name: value for name, value in out.metrics.items() if given.get(name) is None}
+    values = {name: getattr(out, name) for name in NAMES} | values
+    values["criteria"] = out.criteria or None
+    metrics = {name: value for name, value in out.metrics.items() if values.get(name) is None}
     names = {f.name for f in fields(kind)}
-    return kind(**{k: v for k, v in {**given, **metrics}.items() if k in names})
+    return kind(**{k: v for k, v in {**values, **metrics}.items() if k in names})

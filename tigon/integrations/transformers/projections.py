@@ -44,10 +44,11 @@ def split_projections(native: LanguageModel, reference: nn.Module) -> None:
     _set_class(native.lm_head, OutputEmbeddings)
     _follow(native, reference)
     if (difference := _find_difference(native, reference)) is not None:
-        raise ValueError(f"{type(native).__name__} and {_kind(reference)} differ: {difference}")
+        raise ValueError(f"{type(native).__name__} and {_describe(reference)} differ: {difference}")
 
 
-def _kind(module: nn.Module) -> str:
+def _describe(module: nn.Module) -> str:
+    """Names the class of one of transformers' models in a message."""
     return f"transformers' {type(module).__name__}"
 
 
@@ -61,11 +62,13 @@ def _check(native: LanguageModel, reference: nn.Module) -> None:
     for path, _, weight in quantized_layers(native):
         raise ValueError(f"{path} is quantized ({weight.kind}): load the model with quantize=None")
     if native.checkpoint_names.decoder != "model.":
-        raise ValueError(f"{name} is a part of {_kind(reference)}, which Tigon has no model for")
+        raise ValueError(
+            f"{name} is a part of {_describe(reference)}, which Tigon has no model for"
+        )
     slices = layout(native, native.checkpoint_names, True).values()
     stored = {part.name for parts in slices for part in parts}
     for missing in (n for n, _ in reference.named_parameters() if n not in stored):
-        raise ValueError(f"{_kind(reference)} has {missing}, which {name} has not")
+        raise ValueError(f"{_describe(reference)} has {missing}, which {name} has not")
 
 
 def _find_difference(native: nn.Module, reference: nn.Module) -> str | None:
@@ -74,9 +77,9 @@ def _find_difference(native: nn.Module, reference: nn.Module) -> str | None:
         [f"{name} {[*p.shape]}" for name, p in model.named_parameters()]
         for model in (native, reference)
     )
-    for mine, other in zip_longest(ours, theirs, fillvalue="nothing"):
-        if mine != other:
-            return f"{mine} here, {other} there"
+    for own, other in zip_longest(ours, theirs, fillvalue="nothing"):
+        if own != other:
+            return f"{own} here, {other} there"
     return None
 
 

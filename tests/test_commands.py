@@ -1,6 +1,7 @@
 import io
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -196,6 +197,20 @@ def test_tasks(directory: Path, tigon: Any, tmp_path: Path, capfd: Any) -> None:
     ):
         assert main([*map(str, command), *wrong]) == 1
         assert message in capfd.readouterr().err
+
+
+def test_what_extras_bring_is_named() -> None:
+    script = (
+        "import sys; sys.modules |= dict.fromkeys(['lm_eval', 'starlette'])\n"
+        "from tigon.cli import main\n"
+        "main(['eval', 'tasks', 'none', '--tasks', 'capitals']); main(['serve', 'none'])"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == [
+        "tigon eval: tasks need lm-eval: pip install 'tigon[eval]'",
+        "tigon serve: the server needs Starlette and uvicorn: pip install 'tigon[serve]'",
+    ]
 
 
 def test_parity(directory: Path, tigon: Any, monkeypatch: pytest.MonkeyPatch) -> None:

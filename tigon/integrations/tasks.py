@@ -11,6 +11,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from tigon.integrations.lm_eval import TigonLM  # first, since it says what to install
+
+# isort: split
 import lm_eval.api.task
 import numpy as np
 import torch
@@ -22,7 +25,6 @@ from lm_eval.tasks.manager import TaskDict
 from lm_eval.utils import handle_non_serializable, make_table
 from tqdm import tqdm
 
-from tigon.integrations.lm_eval import TigonLM
 from tigon.utils.config import suggest
 from tigon.utils.json import quote
 from tigon.utils.paths import expand_user, new_file

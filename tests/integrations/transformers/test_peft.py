@@ -225,6 +225,15 @@ def test_gradient_checkpointing_with_frozen_weights(invocation: list[int] | None
         assert_near(results[1][1][name], grad, name)
 
 
+def test_prefixes_are_refused_with_checkpointing() -> None:
+    """PEFT asks modules for `gradient_checkpointing`: no keys would be cached for prefixes."""
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    for model in pair("llama"):
+        model.gradient_checkpointing_enable()
+        with pytest.raises(ValueError, match="does not work with gradient checkpointing"):
+            get_peft_model(model, config)
+
+
 def test_classifier_trains_its_score() -> None:
     """PEFT saves the head of a sequence classifier by itself, and adapts the rest."""
     config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear")

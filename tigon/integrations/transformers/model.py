@@ -327,6 +327,11 @@ class TigonPreTrainedModel(PreTrainedModel):
         """Whether backward recomputes any block."""
         return bool(self.native.activation_checkpointing)
 
+    @property
+    def gradient_checkpointing(self) -> bool:  # type: ignore[override]
+        """`is_activation_checkpointing`, by the name that PEFT asks modules for."""
+        return self.is_activation_checkpointing
+
 
 class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
     """A language model; its subclasses, one per family, have transformers' names."""

@@ -16,7 +16,7 @@ from transformers import (
 
 import tigon
 from tigon.generation import Sampling
-from tigon.generation.row_sampling import RowSampling, Work
+from tigon.generation.row_sampling import RowSampling, SamplingNeeds
 from tigon.generation.settings import DEFAULTS, GenerationSettings
 from tigon.kernels.loss.argmax import NOT_FINITE
 
@@ -132,7 +132,7 @@ ROW_SETTINGS = [
 def sampled_rows(order: list[int], logits: Tensor, most: int, seed: int) -> list[list[int]]:
     """Tokens of the settings, which sit in rows of this order, from the same logits each time."""
     columns, rows = logits.shape[1], RowSampling(len(order), V, most, torch.device("cpu"))
-    work = Work()
+    work = SamplingNeeds()
     for row, i in enumerate(order):
         values = DEFAULTS | {"eos_token_id": (3,), "seed": seed} | ROW_SETTINGS[i]
         work |= rows.set(row, GenerationSettings(**values), torch.tensor([1, 2]), most)

@@ -400,7 +400,7 @@ def test_a_failure_of_the_server(server: Server, monkeypatch: Any, capfd: Any) -
     lines = server.client.post(TEXT, json=body).text.splitlines()
     assert "ZeroDivisionError" in json.loads(lines[-2].removeprefix("data: "))["error"]["message"]
     monkeypatch.undo()
-    monkeypatch.setattr(app, "make_job", lambda *_: 1 / 0)
+    monkeypatch.setattr(app, "make_engine_request", lambda *_: 1 / 0)
     status, error = server.refused(TEXT, prompt="the")
     assert (status, error["message"]) == (500, "the server failed; its log says why")
     monkeypatch.undo()

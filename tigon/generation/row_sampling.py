@@ -17,7 +17,7 @@ FEW = 128  # up to which the largest scores are found without sorting a vocabula
 
 
 @dataclass(frozen=True)
-class Work:
+class SamplingNeeds:
     """What the settings of some rows make a step compute."""
 
     scores: bool = False  # some row samples or changes its logits; else all take the argmax
@@ -48,7 +48,9 @@ class RowSampling:
         self._draws = full(0, columns=most_tokens)
         self._generated = full(0, torch.int64)  # tokens after the prompt
 
-    def set(self, row: int, settings: GenerationSettings, prompt: Tensor, tokens: int) -> Work:
+    def set(
+        self, row: int, settings: GenerationSettings, prompt: Tensor, tokens: int
+    ) -> SamplingNeeds:
         """Makes a row begin after its prompt [T], for up to `tokens` more, by these settings.
 
         `settings.eos_token_id` must be the same for all rows. Returns what the row needs.
@@ -80,9 +82,9 @@ class RowSampling:
             self._draws[row, :tokens] = draws.to(self._draws.device)
         filters = sampled and (top_k < self._vocab or s.top_p < 1)
         ranked = (FEW if top_k <= FEW else self._vocab) if filters else 0
-        return Work(sampled or penalized or s.min_new_tokens > 0, min(ranked, self._vocab))
+        return SamplingNeeds(sampled or penalized or s.min_new_tokens > 0, min(ranked, self._vocab))
 
-    def __call__(self, logits: Tensor, work: Work, start: int = 0) -> Tensor:
+    def __call__(self, logits: Tensor, work: SamplingNeeds, start: int = 0) -> Tensor:
         """The next tokens [b] of the rows from `start` on, from their logits [b, V]; NOT_FINITE
         where a row's scores allow none.
 
@@ -114,7 +116,7 @@ class RowSampling:
         least = ranked.masked_fill(removed, float("inf")).amin(-1, keepdim=True)
         return least.masked_fill(top_k > n, float("-inf"))  # has no top_k, and so no top_p here
 
-    def _sample(self, scores: Tensor, work: Work, rows: slice) -> Tensor:
+    def _sample(self, scores: Tensor, work: SamplingNeeds, rows: slice) -> Tensor:
         """Samples a token of each row from its scores [b, V]: [b], or NOT_FINITE."""
         scores = scores / self._temperature[rows]
         if work.ranked:

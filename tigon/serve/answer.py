@@ -130,7 +130,8 @@ class Answer:
         return self._texts is not None
 
     def append(self, output: Sequence[float]) -> None:
-        """Takes the next token, a row of what `Batch.step` returns, unless the answer has ended."""
+        """Takes the next token, a row of what `DecodeBatch.step` returns, unless the answer has
+        ended."""
         if self.ended:
             return
         token = int(output[0])

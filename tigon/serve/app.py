@@ -30,12 +30,12 @@ from tigon.serve.engine import Engine, QueueFullError
 from tigon.serve.guard import Guard
 from tigon.serve.protocol import (
     ChatRequest,
-    Job,
+    EngineRequest,
     Request,
     RequestError,
     TextRequest,
     choice_settings,
-    make_job,
+    make_engine_request,
     read_request,
 )
 from tigon.serve.replies import Reply, error_body, event
@@ -239,29 +239,37 @@ class Service:
     async def complete(self, kind: type[Request], request: HTTPRequest) -> Completion:
         """Answers messages or prompts."""
         body = await read_body(request)
-        job = await run_in_threadpool(self._make_job, kind, body)  # tokenizing takes its time
+        engine_request = await run_in_threadpool(
+            self._make_engine_request, kind, body
+        )  # tokenizing takes its time
         loop, wake = asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(wake.set)
 
-        top = job.request.top
+        top = engine_request.request.top
         options: dict[str, Any] = {"texts": None if top is None else self.texts, "top": top or 0}
-        name = job.request.model or self.name
-        options |= {"streams": job.request.stream, "notify": notify, "adapter": self.names[name]}
+        name = engine_request.request.model or self.name
+        options |= {
+            "streams": engine_request.request.stream,
+            "notify": notify,
+            "adapter": self.names[name],
+        }
         answers = [
-            Answer(prompt, choice_settings(job.settings, i), most, self.tokenizer, **options)
-            for prompt, most in zip(job.prompts, job.max_tokens, strict=True)
-            for i in range(job.request.n)
+            Answer(
+                prompt, choice_settings(engine_request.settings, i), most, self.tokenizer, **options
+            )
+            for prompt, most in zip(engine_request.prompts, engine_request.max_tokens, strict=True)
+            for i in range(engine_request.request.n)
         ]
         try:
             self.engine.submit(answers)
         except QueueFullError as error:
             raise RequestError(str(error), status=429, code="rate_limit_exceeded") from None
-        return Completion(Reply(job.request, name, answers), wake)
+        return Completion(Reply(engine_request.request, name, answers), wake)
 
-    def _make_job(self, kind: type[Request], body: bytes) -> Job:
+    def _make_engine_request(self, kind: type[Request], body: bytes) -> EngineRequest:
         """Returns what the body of a request asks for; raises RequestError for a bad one."""
         try:
             values = parse_object(body, "the request")
@@ -270,11 +278,13 @@ class Service:
         request = read_request(kind, values)
         self.check_name(request.model or self.name)
         engine = self.engine
-        job = make_job(request, engine.model, self.tokenizer, self.ends, engine.capacity)
-        count, most = len(job.prompts) * request.n, engine.max_rows + engine.max_queue
+        engine_request = make_engine_request(
+            request, engine.model, self.tokenizer, self.ends, engine.capacity
+        )
+        count, most = len(engine_request.prompts) * request.n, engine.max_rows + engine.max_queue
         if count > most:
             raise RequestError(f"n={request.n}: {count} answers, and at most {most} can wait", "n")
-        return job
+        return engine_request
 
 
 def make_app(service: Service, key: str | None = None, local: bool = True) -> Starlette:

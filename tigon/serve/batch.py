@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tigon.generation.loop import FEW_STEPS
-from tigon.generation.row_sampling import RowSampling, Work
+from tigon.generation.row_sampling import RowSampling, SamplingNeeds
 from tigon.generation.settings import GenerationSettings
 from tigon.generation.steps import ROUND, GraphedStep
 from tigon.layers import StaticCache
@@ -87,7 +87,7 @@ class Reading:
         return out.logits[:, -1] if self.done == len(ids) else None
 
 
-class Batch:
+class DecodeBatch:
     """The texts in the R rows of a cache, and steps that write the next token of each.
 
     A step computes the first b rows, a power of two, and on a GPU replays a graph for them. What it
@@ -100,7 +100,7 @@ class Batch:
         self._cache = model.static_cache(rows, capacity)
         self._cache.active = self._active = torch.zeros(rows, dtype=torch.int32, device=device)
         self._sampling = RowSampling(rows, vocab, capacity, device)
-        self._work = [Work()] * rows  # of the texts in the rows; idle ones need none
+        self._work = [SamplingNeeds()] * rows  # of the texts in the rows; idle ones need none
         self._last = torch.zeros(rows, 1, dtype=torch.long, device=device)
         # Token, its log-probability, then the TOP likeliest tokens and their log-probabilities
         self._output = torch.zeros(rows, 2 + 2 * TOP, dtype=torch.float64, device=device)
@@ -112,13 +112,13 @@ class Batch:
     def warm_up(self, settings: GenerationSettings | None) -> None:
         """Runs what requests with these settings will need, which compiles kernels and captures
         graphs."""
-        rows, work = len(self._work), Work()
+        rows, work = len(self._work), SamplingNeeds()
         if settings is not None:
             work = self._sampling.set(0, settings, self._last[0], 1)
         tokens = min(PREFILL, self.capacity - 1)
         Reading(self._cache, 0, [[0] * tokens]).read(self.model)
         self._cache.reset(0, 1)
-        for each in {Work(), work}:
+        for each in {SamplingNeeds(), work}:
             for _ in range(3):
                 for end in {1 << i for i in range(rows.bit_length())} | {rows}:
                     self._run(end, each, False)
@@ -144,7 +144,7 @@ class Batch:
         if logits is None:
             return None
         self._cache.give_back(reading.view, reading.start)
-        work = Work()
+        work = SamplingNeeds()
         for i, (prompt, row) in enumerate(zip(reading.prompts, settings, strict=True)):
             needed = self._sampling.set(reading.start + i, row[0], prompt, row[1])
             self._work[reading.start + i] = needed
@@ -158,18 +158,18 @@ class Batch:
         Returns [R, 2 + 2 * TOP] fp64, overwritten by the next call: the token, or NOT_FINITE, and
         with `logprobs` its log-probability, the likeliest tokens and theirs.
         """
-        work = Work()
+        work = SamplingNeeds()
         for each in self._work[:end]:
             work |= each
         return self._run(min(1 << (end - 1).bit_length(), len(self._work)), work, logprobs)
 
     def free(self, row: int) -> None:
         """Takes a text out of its row, after the steps that were started."""
-        self._work[row] = Work()
+        self._work[row] = SamplingNeeds()
         self._active[row] = 0
         self._cache.lengths[row] = 0  # so that the steps of others do not read it
 
-    def _run(self, rows: int, work: Work, logprobs: bool) -> Tensor:
+    def _run(self, rows: int, work: SamplingNeeds, logprobs: bool) -> Tensor:
         """Runs a step of this many rows, by its graph once it has been run twice."""
         step = rows, work, logprobs
         key = self.adapter, *step  # a graph is that of the adapter it was captured with
@@ -178,13 +178,13 @@ class Batch:
             self._replays[key] = GraphedStep(weight, None, self._pool)
         return self._replays[key](lambda: self._step(*step), FEW_STEPS + 1)
 
-    def _step(self, rows: int, work: Work, logprobs: bool) -> Tensor:
+    def _step(self, rows: int, work: SamplingNeeds, logprobs: bool) -> Tensor:
         """Runs the model on the last tokens of the first rows and chooses the next."""
         view = self._cache.rows(0, rows)
         out = self.model(self._last[:rows], past_key_values=view, logits_to_keep=1)
         return self._choose(out.logits[:, -1], 0, work, logprobs)
 
-    def _choose(self, logits: Tensor, start: int, work: Work, logprobs: bool) -> Tensor:
+    def _choose(self, logits: Tensor, start: int, work: SamplingNeeds, logprobs: bool) -> Tensor:
         """Chooses the tokens of the rows from `start` on and notes them; returns what `step`
         does."""
         token = self._sampling(logits, work, start)[:, None]

@@ -18,7 +18,7 @@ from tigon.generation.loop import HostCopies
 from tigon.generation.settings import GenerationSettings
 from tigon.models import CausalLM
 from tigon.serve.answer import Answer
-from tigon.serve.batch import PREFILL, Batch, Reading, fit_capacity
+from tigon.serve.batch import PREFILL, DecodeBatch, Reading, fit_capacity
 from tigon.utils.json import escape
 
 GPU_LAG = 1  # steps that the host may be behind the device: a new prompt waits for them
@@ -61,7 +61,7 @@ class Engine:
         self.model, self.max_rows, self.max_queue = model, max_rows, max_queue
         self.capacity = fit_capacity(model, max_rows)  # tokens of a prompt and its answer
         self.counts, self._default = Counts(), default
-        self._batch = Batch(model, max_rows, self.capacity)
+        self._batch = DecodeBatch(model, max_rows, self.capacity)
         self._rows: list[Answer | None] = [None] * max_rows
         self._reading: tuple[Reading, list[Answer]] | None = None
         self._waiting: deque[Answer] = deque()

@@ -97,7 +97,7 @@ class TextRequest(Request):
 
 
 @dataclass(frozen=True)
-class Job:
+class EngineRequest:
     """What a request asks the engine for: n answers to each prompt."""
 
     request: Request
@@ -155,9 +155,9 @@ def _check_together(request: Request) -> None:
         )
 
 
-def make_job(
+def make_engine_request(
     request: Request, model: CausalLM, tokenizer: Tokenizer, ends: Sequence[int], capacity: int
-) -> Job:
+) -> EngineRequest:
     """Returns prompts as tokens and the settings of a request.
 
     `ends` are the tokens that end an answer; prompt and answer together have at most `capacity`
@@ -172,7 +172,7 @@ def make_job(
         prompts = encode_prompts(request.prompt, tokenizer, model.config.vocab_size)
         limit = request.max_tokens
     rooms = [_room(prompt, limit, capacity, request.answers_by) for prompt in prompts]
-    return Job(request, prompts, resolve(request, model, ends), rooms)
+    return EngineRequest(request, prompts, resolve(request, model, ends), rooms)
 
 
 def resolve(request: Request | None, model: CausalLM, ends: Sequence[int]) -> GenerationSettings:

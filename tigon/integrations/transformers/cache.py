@@ -71,7 +71,7 @@ class TigonCache(DynamicCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Of each layer, whether it keeps one state for all tokens."""
+        """Says of each layer whether it keeps one state for all tokens."""
         return [not isinstance(state, KVState) for state in self.native.states]
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ from tigon.kernels.norm.rms_norm import CASTS, Cast
 from tigon.kernels.recompute import recompute_above
 from tigon.layers import GatedMLP
 
+SMALL = fp8_casts.Tile(16, 16, 1)
 SHAPES = [(1, 16), (5, 80), (20, 144)]  # columns that end inside a tile
 
 
@@ -104,8 +105,8 @@ def test_rows_too_wide_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_matrix_of_several_tiles(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("TILE_R", 16), ("TILE_C", 16), ("STRIP", 32)):
-        monkeypatch.setattr(fp8_casts, name, size)
+    monkeypatch.setattr(fp8_casts, "TILE", SMALL)
+    monkeypatch.setattr(fp8_casts, "STRIP", 32)
     x = spread(37, 40)
     rows, columns = cast_both(x, fused=path == "triton")
     assert_same(rows, exactly(x))
@@ -279,8 +280,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_mlp, "ROWS", 4)
     monkeypatch.setattr(fp8_mlp, "BACKWARD", (64, 1))
     monkeypatch.setattr(fp8_mlp, "GATED_COLUMNS_PER_SM", 16)
-    for name in ("TILE_R", "TILE_C"):
-        monkeypatch.setattr(fp8_casts, name, 16)
+    monkeypatch.setattr(fp8_mlp, "TILE", SMALL)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -501,8 +501,7 @@ def test_a_norm_is_cast_without_being_written(
     path: str, offset: float, cast: Cast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where backward computes it again; of rows of a larger matrix, too."""
-    for name in ("TILE_R", "TILE_C"):
-        monkeypatch.setattr(fp8_casts, name, 16)
+    monkeypatch.setattr(fp8_casts, "TILE", SMALL)
     made: list[Any] = []
     cast_normed = fp8_casts._cast_normed
     monkeypatch.setattr(fp8_casts, "_cast_normed", lambda *g: made.append(1) or cast_normed(*g))

@@ -140,19 +140,19 @@ def cast_gradient(rows: ScaledMatrix, weight: Tensor, maxima: Tensor | None, fus
     return scaled_product(rows, columns, fast=FAST_BACKWARD, fused=fused)
 
 
-def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `fp8_linear(x, weight, bias)` without a graph."""
+def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None, maxima: ColumnMaxima) -> Tensor:
+    """Returns `fp8_linear(x, weight, bias)` without a graph; keeps the weight's maxima."""
     check_product(x, weight)
     rows, fused = x.reshape(-1, x.shape[-1]), runs_triton(x)
-    return finish_output(
-        cast_product(rows, weight, False, False, fused, ColumnMaxima()), x.shape[:-1], bias
-    )
+    y = cast_product(rows, weight, True, False, fused, maxima)
+    return finish_output(y, x.shape[:-1], bias)
 
 
-def fp8_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """Returns the gradient [T, K] of the x of `fp8_linear`, from dY [T, N]."""
+def fp8_gradient(dy: Tensor, weight: Tensor, maxima: ColumnMaxima) -> Tensor:
+    """Returns the gradient [T, K] of the x of `fp8_linear`, from dY [T, N], with the `maxima` that
+    `fp8_product` has kept."""
     fused = runs_triton(dy)
-    return cast_gradient(cast_rows(dy, fused=fused), weight, None, fused)
+    return cast_gradient(cast_rows(dy, fused=fused), weight, maxima.weight, fused)
 
 
 def check_product(x: Tensor, weight: Tensor) -> None:

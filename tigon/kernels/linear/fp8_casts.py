@@ -31,8 +31,18 @@ ALIGN = 16  # of all sizes in torch._scaled_mm but the rows of its first factor
 MAX_COLUMNS = 16384  # columns of a row that one program holds; wider ones are read twice
 STEP = 4096  # columns of those that are read at a time
 COLUMNS_PER_SM = 16384  # columns that a multiprocessor holds with their maxima
-TILE_R, TILE_C, WARPS = 128, 64, 8  # of `_tiles_kernel`
-STRIP = 512  # rows whose maxima one program of `_maxima_kernel` takes, for TILE_C columns
+STRIP = 512  # rows whose maxima one program of `_maxima_kernel` takes
+
+
+class Tile(NamedTuple):
+    """What one program casts by columns."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+TILE = Tile(128, 64, 8)
 
 
 class ScaledMatrix(NamedTuple):
@@ -272,8 +282,8 @@ def _cast_tiles(
     if column_bits is None or (row_bits is None and rows):
         maxima = _maxima(x, rows)
     ends = outputs if rows else [None, None, *outputs]
-    grid, S, tile = launch_tiles(x, C)
-    _tiles_kernel[grid](x, *maxima, *ends, None, None, R, C, S, x.stride(0), 0.0, False, **tile)
+    grid, S, options = launch_tiles(x, C, TILE)
+    _tiles_kernel[grid](x, *maxima, *ends, None, None, R, C, S, x.stride(0), 0.0, False, **options)
     return outputs
 
 
@@ -283,17 +293,17 @@ def _cast_normed(
 ) -> list[Tensor]:
     """Returns data and scales of the norm of x cast by columns; `bits` are its columns' maxima."""
     outputs, (R, C) = _tiles_output(x, False), x.shape
-    grid, S, tile = launch_tiles(x, C)
+    grid, S, options = launch_tiles(x, C, TILE)
     ends = None, bits, None, None, *outputs, rstd, weight
-    _tiles_kernel[grid](x, *ends, R, C, S, x.stride(0), offset, before, **tile)
+    _tiles_kernel[grid](x, *ends, R, C, S, x.stride(0), offset, before, **options)
     return outputs
 
 
-def launch_tiles(x: Tensor, C: int) -> tuple[tuple[int], int, dict[str, int]]:
+def launch_tiles(x: Tensor, C: int, tile: Tile) -> tuple[tuple[int], int, dict[str, int]]:
     """Returns the grid for tiles of C columns and the rows of x, these rounded up, and options."""
-    S = round_up(x.shape[0])
-    grid = (triton.cdiv(S, TILE_R) * triton.cdiv(C, TILE_C),)
-    return grid, S, {"TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
+    S, (rows, columns, warps) = round_up(x.shape[0]), tile
+    options = {"TILE_R": rows, "TILE_C": columns, "num_warps": warps}
+    return (triton.cdiv(S, rows) * triton.cdiv(C, columns),), S, options
 
 
 def _maxima(x: Tensor, of_rows: bool) -> Maxima:
@@ -301,9 +311,9 @@ def _maxima(x: Tensor, of_rows: bool) -> Maxima:
     R, C = x.shape
     bits = x.new_zeros(C + R if of_rows else C, dtype=torch.int32)
     maxima = Maxima(bits[C:] if of_rows else None, bits[:C])
-    grid = (triton.cdiv(R, STRIP) * triton.cdiv(C, TILE_C),)
-    tile = {"STRIP": STRIP, "TILE_R": TILE_R, "TILE_C": TILE_C, "num_warps": WARPS}
-    _maxima_kernel[grid](x, *maxima, R, C, x.stride(0), **tile)
+    grid = (triton.cdiv(R, STRIP) * triton.cdiv(C, TILE.columns),)
+    options = {"STRIP": STRIP, "TILE_R": TILE.rows, "TILE_C": TILE.columns}
+    _maxima_kernel[grid](x, *maxima, R, C, x.stride(0), **options, num_warps=TILE.warps)
     return maxima
 
 

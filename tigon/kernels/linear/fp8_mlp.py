@@ -29,6 +29,7 @@ from tigon.kernels.linear.fp8 import (
 from tigon.kernels.linear.fp8_casts import (
     E4M3,
     ScaledMatrix,
+    Tile,
     cast_again,
     cast_both,
     cast_rows_and_maxima,
@@ -64,6 +65,7 @@ from tigon.kernels.runtime import (
 GATED_COLUMNS_PER_SM = 32768  # columns that a multiprocessor holds in forward
 ROWS = 32  # of one program that finds maxima, which then adds its own to the columns'
 STAGES = 3  # of these rows in flight, and in use
+TILE = Tile(128, 64, 8)  # of backward's casts
 
 
 @triton.jit
@@ -214,8 +216,8 @@ def _cast_gated_gradients(dy: Tensor, gate_up: Tensor, act: str) -> list[Tensor]
     programs = (triton.cdiv(R, ROWS) * triton.cdiv(size, launch["BLOCK"]),)
     step = gate_up.stride(0)
     _gated_maxima_kernel[programs](dy, gate_up, *bits, R, step, size, ACT=act, **launch)
-    grid, S, tile = launch_tiles(dy, size)
-    _gated_tiles_kernel[grid](dy, gate_up, *bits, *outputs, R, size, S, step, ACT=act, **tile)
+    grid, S, options = launch_tiles(dy, size, TILE)
+    _gated_tiles_kernel[grid](dy, gate_up, *bits, *outputs, R, size, S, step, ACT=act, **options)
     return outputs
 
 

@@ -31,6 +31,7 @@ from bench import (
     distillation,
     distillation_side,
     estimates,
+    evaluation,
     gated_delta,
     generate,
     generate_cases,
@@ -74,7 +75,7 @@ from tigon.kernels import AttentionMask, attention_ref
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step, train_multi)
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
-BENCHES += (gated_delta, neighbours, serve)
+BENCHES += (gated_delta, neighbours, serve, evaluation)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}
@@ -242,6 +243,10 @@ def tiny_curves(patch: Patch, root: Path) -> list[str]:
     return ["--tiny"]
 
 
+def tiny_evaluation(patch: Patch, root: Path) -> list[str]:
+    return ["--tiny"]
+
+
 def tiny_generate(patch: Patch, root: Path) -> list[str]:
     """With a played clock: 7 ms a call, and 1 or 3 ms a token."""
     now = [0.0]
@@ -395,6 +400,14 @@ def check_generate(record: Record) -> None:
     assert prefill["providers"][0]["first_token_ms"][1] == pytest.approx(8.0)
 
 
+def check_evaluation(record: Record) -> None:
+    *choices, text, answer = record["cases"]
+    for case in choices:  # both know which choice is right
+        assert all(side["acc,none"] == 1.0 for side in case["metrics"].values())
+    assert all(case["apart"] < 0.01 for case in (*choices, text)) and answer["equal"] == 1.0
+    assert evaluation.faster(record, *evaluation.WORKS) > 0
+
+
 SMOKE: dict[ModuleType, tuple[Callable[[Patch, Path], list[str]], Callable[[Record], None]]] = {
     kernels: (tiny_kernels, check_providers),
     adapters: (tiny_adapters, check_adapters),
@@ -409,6 +422,7 @@ SMOKE: dict[ModuleType, tuple[Callable[[Patch, Path], list[str]], Callable[[Reco
     recipes: (tiny_recipes, check_recipes),
     train_curves: (tiny_curves, check_curves),
     generate: (tiny_generate, check_generate),
+    evaluation: (tiny_evaluation, check_evaluation),
 }
 
 

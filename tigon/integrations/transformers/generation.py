@@ -245,5 +245,6 @@ def _generate(model: Any, arguments: dict[str, Any]) -> Any:
     fields: dict[str, Any] = dict(out) | {"sequences": out.sequences.to(ids.device)}
     states = fields.pop("past_key_values", None)
     if states is not None:
-        fields["cache"] = past if states is native else TigonCache(states)
+        new = TigonCache(states).hand_to(model.native)
+        fields["cache"] = past if states is native else new
     return GenerateDecoderOnlyOutput(**fields)

@@ -332,8 +332,11 @@ def test_auto_classes() -> None:
     register()
     register()
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-        assert isinstance(model.native, tigon.Llama) and model.dtype == torch.bfloat16
+        for kind in (None, "sdpa", "flash_attention_2"):
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.bfloat16, attn_implementation=kind
+            )
+            assert isinstance(model.native, tigon.Llama) and model.dtype == torch.bfloat16
         scorer = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=3)
         assert scorer.native.config.labels == scorer.config.num_labels == 3
         with pytest.raises(ValueError, match=r"config\.rms_norm_eps is 0\.1, but the check"):

@@ -274,6 +274,8 @@ def test_caches_that_are_none_of_ours() -> None:
         ours.generate(ids, num_beams=2, cache_implementation="offloaded")
     with pytest.raises(ValueError, match="seed=3 with what transformers' loop alone follows"):
         ours.generate(ids, num_beams=2, seed=3)
+    with pytest.raises(NotImplementedError, match=r"generate_batch.* call generate, or serve the"):
+        ours.generate_batch([[5, 6]])
     with pytest.raises(NotImplementedError, match="come from the model"):
         TigonCache().update(ids, ids, 0)
 

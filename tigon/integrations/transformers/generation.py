@@ -101,6 +101,14 @@ class TigonGeneration(GenerationMixin):
             del inputs["position_ids"]
         return inputs
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: transformers' continuous batching pages the caches of its own
+        attention."""
+        raise NotImplementedError(
+            "transformers' continuous batching (generate_batch) needs its own attention: call "
+            "generate, or serve the model with tigon serve"
+        )
+
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:

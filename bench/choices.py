@@ -269,7 +269,7 @@ def show(record: Record) -> str:
 def run(job: Job) -> str:
     tiny = job.options.tiny
     job.record["machine"] = job.record.get("gpu", "CPU")
-    cases: list[Record] = []
+    cases: list[Record] = job.record.setdefault("cases", [])
     with tempfile.TemporaryDirectory() as directory, start("cpu" if tiny else "cuda") as world:
         root = Path(directory)
         write_tokenizer(root / "tokenizer")

@@ -285,7 +285,7 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
         add_lora(made, chosen)
     fill_ours(made)
     model = apply_model_settings(made, chosen)
-    if chosen.cuda_graphs and device != "cpu":
+    if chosen.cuda_graphs is True and device != "cpu":
         Graphs(model)
     return model, adamw(model) if theirs else build_optimizer(model, chosen)
 

@@ -26,6 +26,7 @@ from bench import (
     adapters,
     attention,
     checkpoint,
+    choices,
     compare,
     cpu,
     distillation,
@@ -76,7 +77,7 @@ from tigon.kernels import AttentionMask, attention_ref
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step, train_multi)
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
-BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families)
+BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}

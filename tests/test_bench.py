@@ -31,8 +31,11 @@ from bench import (
     cpu,
     distillation,
     distillation_side,
+    epilogues,
+    epilogues_side,
     estimates,
     evaluation,
+    fp8,
     gated_delta,
     generate,
     generate_cases,
@@ -77,7 +80,7 @@ from tigon.kernels import AttentionMask, attention_ref
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step, train_multi)
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
-BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices)
+BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices, epilogues, fp8)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}
@@ -222,6 +225,15 @@ def tiny_preference(patch: Patch, root: Path) -> list[str]:
 
 def tiny_distillation(patch: Patch, root: Path) -> list[str]:
     patch.setattr(distillation, "spawn", in_process(patch, distillation_side))
+    return ["--tiny"]
+
+
+def tiny_epilogues(patch: Patch, root: Path) -> list[str]:
+    patch.setattr(epilogues, "spawn", in_process(patch, epilogues_side))
+    return ["--tiny"]
+
+
+def tiny_fp8(patch: Patch, root: Path) -> list[str]:
     return ["--tiny"]
 
 
@@ -379,6 +391,22 @@ def check_distillation(record: Record) -> None:
     assert list(distillation.disagreements(record)) == []
 
 
+def check_epilogues(record: Record) -> None:
+    for case, ways in record["cases"].items():
+        for name, way in ways.items():
+            assert "error" in way or max(way["errors"].values(), default=0) < 1e-4, (case, name)
+    assert epilogues.saved(record, epilogues.GATED, epilogues_side.TRITON) is not None
+
+
+def check_fp8(record: Record) -> None:
+    assert [row["name"] for row in record["products"]] == list(fp8.PRODUCTS)
+    for row in record["products"]:
+        for what in ("dx", "dw"):
+            assert 0.02 < row[what]["errors"]["exact"] < 0.06 and row[what]["factor"] > 0.99
+    assert len(record["passes"]) == 6
+    assert all({*row["ms"]} >= {fp8.FUSED} for row in record["passes"])
+
+
 def check_recipes(record: Record) -> None:
     assert [row["part"] for row in record["dpo"]] == [0, 1]
     assert [row["kind"] for row in record["lora"]] == list(recipes.RATES)
@@ -431,6 +459,8 @@ SMOKE: dict[ModuleType, tuple[Callable[[Patch, Path], list[str]], Callable[[Reco
     train_step: (tiny_train_step, check_train_step),
     preference: (tiny_preference, check_preference),
     distillation: (tiny_distillation, check_distillation),
+    epilogues: (tiny_epilogues, check_epilogues),
+    fp8: (tiny_fp8, check_fp8),
     recipes: (tiny_recipes, check_recipes),
     train_curves: (tiny_curves, check_curves),
     generate: (tiny_generate, check_generate),

@@ -2,10 +2,11 @@
 
 A step is that of bench/train_step.py: forward, backward and AdamW in bf16, on the same weights and
 random tokens, without recomputation. Ours runs from CUDA graphs in steps of at most 4,096 tokens;
-the peer has the faster of two attentions there, and flash-attn-4 in longer ones. A model is built
-once for all its points; a time is the median of some steps, and the longest step is made once. What
-does not fit is recorded as such. The prediction is that of `tigon plan`, made when a record is
-shown. Figures of several GPUs are those of bench/train_multi.py and bench/parallel.py.
+the peer has the faster of two attentions there, and in longer ones flash-attn-4 where it is
+installed, else SDPA. A model is built once for all its points; a time is the median of some steps,
+and the longest step is made once. What does not fit is recorded as such. The prediction is that of
+`tigon plan`, made when a record is shown. Figures of several GPUs are those of bench/train_multi.py
+and bench/parallel.py.
 
     python bench/cost_curves.py                  # all
     python bench/cost_curves.py --write-docs     # of docs/performance.md; needs no GPU
@@ -94,9 +95,13 @@ def measure(training: Training, point: Point, device: str, tiny: bool) -> Record
     return found
 
 
-def guarded(training: Training, point: Point, device: str, tiny: bool) -> Record:
-    """The same, or its error; what was allocated is free again."""
+def guarded(
+    training: Training, point: Point, device: str, tiny: bool, attention: str = ""
+) -> Record:
+    """The same, with an attention of the peer's, or its error; what was allocated is free again."""
     try:
+        if attention:
+            training.model.set_attn_implementation(attention)
         return measure(training, point, device, tiny)
     except Exception as error:
         found = {"error": f"{type(error).__name__}: {error}"[:300]}
@@ -112,8 +117,8 @@ def measure_peer(training: Training, point: Point, device: str, tiny: bool) -> R
     for options in options_of(point.case, device):
         if "ms" in best and point.rows * point.tokens > SHORT:
             break
-        training.model.set_attn_implementation(options.attention)
-        found = guarded(training, point, device, tiny) | {"attention": options.attention}
+        found = guarded(training, point, device, tiny, options.attention)
+        found["attention"] = options.attention
         if "OutOfMemoryError" in found.get("error", ""):
             return found  # another one takes no less
         if not best or found.get("ms", float("inf")) < best.get("ms", float("inf")):

@@ -39,8 +39,8 @@ from tigon.tokenizer import Tokenizer
 from tigon.utils.json import quote
 from tigon.utils.memory import total_memory
 
-# With batch_size="auto": tokens of a pass, and of prompts and answers that are written at once. A GPU
-# takes more, as long as their keys and values are at most this share of its memory
+# With batch_size="auto": tokens of a pass, and of prompts and answers written at once. On a GPU
+# more, as long as their keys and values are at most this share of its memory
 TOKENS, TOKENS_SHARE, MOST_TOKENS = 8192, 1 / 32, 32768
 CACHED_TOKENS, CACHED_SHARE, MOST_ROWS = 32768, 1 / 8, 256
 

@@ -138,9 +138,9 @@ def eager() -> Iterator[None]:
         graph.WARM_UP = kept
 
 
-def generating(model: Any, provider: str, ids: Tensor) -> Callable[[int], Tensor]:
+def generating(model: Any, provider: str, ids: Tensor, **more: Any) -> Callable[[int], Tensor]:
     """Greedy generation of so many tokens."""
-    options: dict[str, Any] = {"do_sample": False}
+    options: dict[str, Any] = {"do_sample": False, **more}
     if provider == THEIRS:
         options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "use_cache": True}
     else:

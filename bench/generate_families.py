@@ -2,16 +2,19 @@
 
 Random weights, the same on both sides, of the shapes of bench/train_cases.py. Ours is `generate` as
 it comes, with a static cache and CUDA graphs; transformers' has its dynamic cache and the experts
-that it chooses for decoding. A time is that of a token of all rows: of a long generation less a
-short one. The limit is a copy's time for the bytes that a step must read: weights without tables
-that are looked up, of the experts those that so many rows choose at random, and the states of all
-layers, of which a recurrence also writes its own.
+that it chooses for decoding. A time is that of a token of all rows: with ours of a long generation
+less a short one, with transformers' the median over the steps of one generation. The limit is a
+copy's time for the bytes that a step must read: weights without tables that are looked up, of the
+experts those that so many rows choose at random, and the states of all layers, of which a
+recurrence also writes its own.
 
 # B rows, E experts
 """
 
 import sys
+import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +22,19 @@ if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tigon
-from bench import harness
+from bench import harness, timing
 from bench.compare_side import TINY
 from bench.generate import COPIED, COPY, Decoding
-from bench.generate_cases import OURS, THEIRS, Decode
+from bench.generate_cases import OURS, THEIRS, Decode, generating
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, row_of
 from bench.measure import in_turn
 from bench.train_cases import MODELS, NO_SDPA, TINY_SHARED, Options, fill_ours, peer_model
 from bench.train_side import free, guarded
 
-NAMES = ("Qwen3.5-0.8B", "Qwen3.5-9B", "gpt-oss-20b", "Qwen3.5-35B-A3B", "Gemma4-E4B")
+NAMES = ("Qwen3.5-0.8B", "gpt-oss-20b", "Gemma4-E4B", "Qwen3.5-35B-A3B", "Qwen3.5-9B")
 BATCHES = (1, 64)
 CONTEXT = 1024
 SMALL = TINY | TINY_SHARED | {"num_hidden_layers": 4}  # one of which is full attention
@@ -43,8 +46,27 @@ BANDWIDTH_ON_CPU = 1e10  # with --tiny, where nothing is measured
 
 
 def decoding(batch: int, tiny: bool) -> Decode:
-    context, ours, slow = (5, (2, 4), (2, 4)) if tiny else (CONTEXT, (16, 80), (4, 16))
-    return Decode(f"{batch} x {context}", batch, context, ours, slow, 2)
+    context, ours, slow = (5, (2, 4), (3, 4)) if tiny else (CONTEXT, (16, 80), (4, 14))
+    return Decode(f"{batch} x {context}", batch, context, ours, slow, 1 if tiny else 2)
+
+
+class Stepping(Decoding):
+    """Generation whose steps are timed one by one: the host waits for each anyway."""
+
+    def __init__(self, name: str, model: Any, ids: Tensor, case: Decode, *more: Any) -> None:
+        super().__init__(name, model, ids, case, *more)
+        self.stamps: list[float] = []
+        self.generate = generating(model, name, ids, stopping_criteria=[self.stamp])
+
+    def stamp(self, ids: Tensor, scores: Any) -> Tensor:
+        timing.wait()
+        self.stamps.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    def time(self) -> None:
+        """Of the run that `check` has made, without its first steps."""
+        ends = self.stamps[self.lengths[0] - 1 :]
+        self.samples["ms"] = [1e3 * (b - a) for a, b in pairwise(ends)]
 
 
 def moved(model: Any, case: Decode) -> dict[str, float]:
@@ -85,8 +107,8 @@ def measure(name: str, tiny: bool) -> Record:
         ids = torch.randint(vocab, (batch, case.context), device=models[OURS].device)
         bytes_read = moved(models[OURS], case)
         attempts = [
-            Decoding(side, model, ids, case, bytes_read, judge=models[THEIRS])
-            for side, model in models.items()
+            attempt(side, models[side], ids, case, bytes_read, models[THEIRS])
+            for side, attempt in ((OURS, Decoding), (THEIRS, Stepping))
         ]
         rows = in_turn(f"{name}, {case.name}", attempts, case.rounds)
         found.append({"name": case.name, "batch": batch, "providers": rows})

@@ -28,6 +28,7 @@ from bench import (
     checkpoint,
     choices,
     compare,
+    cost_curves,
     cpu,
     distillation,
     distillation_side,
@@ -80,7 +81,8 @@ from tigon.kernels import AttentionMask, attention_ref
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step, train_multi)
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
-BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices, epilogues, fp8)
+BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices, epilogues)
+BENCHES += (fp8, cost_curves)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}
@@ -263,6 +265,19 @@ def tiny_evaluation(patch: Patch, root: Path) -> list[str]:
 
 def tiny_families(patch: Patch, root: Path) -> list[str]:
     return ["--tiny", "--only", "gpt-oss,35B"]
+
+
+def tiny_cost_curves(patch: Patch, root: Path) -> list[str]:
+    """The longest row does not fit the peer's memory."""
+    measured = cost_curves.measure
+
+    def measure(training: Any, point: Any, *how: Any) -> Record:
+        if point.tokens == 2**17 and not isinstance(training.model, tigon.Llama):
+            raise torch.OutOfMemoryError("tried to allocate")
+        return measured(training, point, *how) | {"allocated_gib": 2.0}
+
+    patch.setattr(cost_curves, "measure", measure)
+    return ["--tiny", "--only", "1B 1 x 1024,1B 1 x 131072,3B"]
 
 
 def tiny_generate(patch: Patch, root: Path) -> list[str]:
@@ -448,6 +463,19 @@ def check_families(record: Record) -> None:
         assert all(row["mean_choice"] < 0.1 for row in case["providers"]), case["providers"]
 
 
+def check_cost_curves(record: Record) -> None:
+    rows = {(row["name"], row["side"]): row for row in record["points"]}
+    assert len(rows) == 6
+    short, long = "Llama-3.2-1B 1 x 1024", "Llama-3.2-1B 1 x 131072"
+    near(*(dict(enumerate(rows[short, side]["losses"])) for side in (PEER, OURS)), 1e-3, 0)
+    assert "ms" in rows[long, OURS] and "ms" not in rows[long, PEER]
+    text = cost_curves.table(record)
+    (line,) = (line for line in text.splitlines() if long in line)
+    assert line.split(" | ")[1] == "out of memory" and ", 2.00 | " in line
+    predicted = cost_curves.predict(cost_curves.POINTS[0])
+    assert f"{1024e3 / predicted['ms']:,.0f}, {predicted['allocated_gib']:.1f}" in text
+
+
 SMOKE: dict[ModuleType, tuple[Callable[[Patch, Path], list[str]], Callable[[Record], None]]] = {
     kernels: (tiny_kernels, check_providers),
     adapters: (tiny_adapters, check_adapters),
@@ -466,6 +494,7 @@ SMOKE: dict[ModuleType, tuple[Callable[[Patch, Path], list[str]], Callable[[Reco
     generate: (tiny_generate, check_generate),
     evaluation: (tiny_evaluation, check_evaluation),
     generate_families: (tiny_families, check_families),
+    cost_curves: (tiny_cost_curves, check_cost_curves),
 }
 
 
@@ -493,7 +522,8 @@ def test_benchmark_runs_at_tiny_size(bench: Any, monkeypatch: Patch, tmp_path: P
     torch.set_num_threads(threads)
     record = json.loads(out.read_text())
     assert (record["commit"], record["uncommitted_changes"]) == ("abc1234", True)
-    missing = [e for e in failures(record) if not re.match(r"(ModuleNotFound|Import)Error", e)]
+    expected = r"(ModuleNotFound|Import|OutOfMemory)Error"
+    missing = [e for e in failures(record) if not re.match(expected, e)]
     assert not missing
     assert "abc1234" in bench.BENCH.show(record)
     check(record)

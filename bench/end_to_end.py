@@ -36,8 +36,9 @@ if not __package__:  # a script: runs where nothing is installed
 
 from bench import end_to_end_files as files
 from bench import harness
-from bench.end_to_end_side import PHASES, STEPS, Request
+from bench.end_to_end_side import COMPILE, STEPS, Request
 from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, progress
+from bench.varlen import VARLEN
 
 HERE = Path(__file__).parent
 DOCUMENT = "docs/performance.md"
@@ -45,7 +46,6 @@ OURS = "Tigon"
 SPEED, MEMORY, FIRST_STEP = 1.5, 0.8, 20.0  # targets beside the best peer; seconds, for 8B
 CHATS, HELD_OUT = 20_000, 200
 LENGTH, ROWS, RANK = 8192, 2, 16
-WARM = 10  # steps, whose time beyond as many median steps is warm-up
 LIBRARIES = {
     "transformers": "transformers",
     "TRL": "trl",
@@ -81,7 +81,6 @@ SIDES: dict[str, dict[str, Any]] = {  # fields of a Request
     TRL: {"library": "TRL"},
     "TRL": {"library": "TRL", "checkpointing": True},  # its default
 }
-ATTENTION = ("flash_attention_4", "sdpa")  # the peer's, in the order in which they are tried
 
 
 @contextmanager
@@ -164,49 +163,49 @@ def import_once(root: Path) -> None:
     """Imports each library, so that no side waits for bytecode or for the disk."""
     if (root / "imported").exists():
         return
-    for name in IMPORTS:
+    for i, name in enumerate(IMPORTS):
         code = name if name.startswith("from") else f"import {name}"
-        run_child(["-c", code], 120, root / "imports.log")
+        env = os.environ | {"PYTHONPATH": harness.python_path()}
+        run_child(["-c", code], 120, root / f"import-{i}.log", env=env)
     (root / "imported").touch()
 
 
+def attention() -> str:
+    """The peer's, for packed rows: flash-attn-4, or where it is not installed FlashAttention-2 as
+    torch has it."""
+    return "flash_attention_4" if installed("flash-attn-4") else VARLEN
+
+
 def run_side(job: Job, root: Path, case: Case, name: str) -> Record:
-    """A side once; the peer with the first kind of attention that works."""
+    """A side once."""
     options = job.options
     chats, tiny = root / f"chats-{300 if options.tiny else CHATS}", options.tiny
-    found: Record = {}
-    is_peer = SIDES[name]["library"] != "tigon"
-    ways = [job.record.get("attention")] if job.record.get("attention") else list(ATTENTION)
-    for way in ways if is_peer and not tiny else [""]:
-        with tempfile.TemporaryDirectory(dir=root) as directory, device_memory() as seen:
-            here, began = Path(directory), time.monotonic()
-            request = Request(
-                **SIDES[name],
-                began=began,
-                model=str(root / case.model),
-                data=str(chats / "train.jsonl"),
-                eval_data=str(chats / "eval.jsonl"),
-                run_dir=str(here / "run"),
-                length=256 if tiny else LENGTH,
-                rows=ROWS,
-                steps=options.steps,
-                lr=2e-4 if case.rank else 1e-5,
-                rank=case.rank,
-                attention=way,
-                tiny=tiny,
-            )
-            log = (job.out.parent / f"end_to_end-{case.model}-{name}.log").resolve()
-            log.parent.mkdir(parents=True, exist_ok=True)
-            arguments = [str(HERE / "end_to_end_side.py"), json.dumps(asdict(request))]
-            env = environment(here / "caches", tiny)
-            found = run_child(arguments, options.limit, log, env=env, cwd=here)
-            found |= {"wall": time.monotonic() - began, "attention": way}
-        found |= {"device_gib": (max(seen) - min(seen)) / 1024} if seen else {}
-        if "error" not in found or "not done" in found["error"]:
-            if is_peer and "error" not in found:
-                job.record["attention"] = way
-            break
-        progress(f"{name}, {way}: {found['error']}")
+    log = (job.out.parent / f"end_to_end-{case.model}-{name}.log").resolve()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root) as directory, device_memory() as seen:
+        here, env = Path(directory), environment(Path(directory, "caches"), tiny)
+        began = time.monotonic()
+        request = Request(
+            **SIDES[name],
+            began=began,
+            model=str(root / case.model),
+            data=str(chats / "train.jsonl"),
+            eval_data=str(chats / "eval.jsonl"),
+            run_dir=str(here / "run"),
+            length=256 if tiny else LENGTH,
+            rows=ROWS,
+            steps=options.steps,
+            lr=2e-4 if case.rank else 1e-5,
+            rank=case.rank,
+            attention=attention(),
+            tiny=tiny,
+        )
+        arguments = [str(HERE / "end_to_end_side.py"), json.dumps(asdict(request))]
+        found = run_child(arguments, options.limit, log, env=env, cwd=here)
+        found["wall"] = time.monotonic() - began
+    found |= {"device_gib": (max(seen) - min(seen)) / 1024} if seen else {}
+    if "error" in found:
+        progress(f"{name}: {found['error']}")
     return found | {"commit": job.record["commit"], "asked": options.steps}
 
 
@@ -224,8 +223,10 @@ def measure(job: Job, root: Path) -> None:
         if not sides:
             progress(f"{name}: is measured")
             continue
+        imports = threading.Thread(target=import_once, args=(root,))
+        imports.start()
         write_files(job, root, CASES[name])
-        import_once(root)
+        imports.join()
         for side in sides:
             progress(f"{name}: {side}")
             found = run_side(job, root, CASES[name], side)
@@ -238,21 +239,15 @@ def measure(job: Job, root: Path) -> None:
 
 
 def seconds_of(found: Record) -> dict[str, float]:
-    """Seconds of each phase, with warm-up, which is the part of the first steps beyond their
-    median, and the end of the process; they add up to its time."""
+    """Seconds of each part, which add up to the time of the process. Warm-up is what steps take
+    beyond so many median steps: kernels that are compiled, and whatever else the first ones do."""
     phases = dict(found["phases"])
-    warm = 0.0
-    if found["gaps"]:
-        usual = median(found["gaps"])
-        warm = max(0.0, sum(found["gaps"][:WARM]) - usual * len(found["gaps"][:WARM]))
-        first = found["first_step"] - sum(phases[p] for p in ("start", "data", "model"))
-        warm += max(0.0, min(first, phases[STEPS]) - usual)
-    warm = min(warm, phases[STEPS])
-    parts = {"start": phases["start"], "data": phases["data"], "model": phases["model"]}
-    parts |= {"warm-up": warm, STEPS: phases[STEPS] - warm, "evaluation": phases["evaluation"]}
-    parts |= {"save": phases["save"]}
-    parts["other"] = found["wall"] - sum(parts.values())
-    return parts
+    steps = phases.pop(STEPS) + phases.pop(COMPILE)
+    usual = min(steps, median(found["gaps"]) * found["steps"]) if found["gaps"] else steps
+    parts = {name: phases[name] for name in ("start", "data", "model")}
+    parts |= {"warm-up": steps - usual, STEPS: usual}
+    parts |= {name: phases[name] for name in ("evaluation", "save")}
+    return parts | {"other": found["wall"] - sum(parts.values())}
 
 
 def speed(found: Record) -> float | None:
@@ -306,7 +301,7 @@ def learned(sides: Record) -> str:
     """How many tokens each side has trained on and learned, of one case."""
     parts = [
         f"{name} {found['tokens'] / found['steps']:,.0f} tokens a step, of which "
-        f"{found['learned'] / found['steps']:,.0f} are learned, {found['command'].split(' model=')[0]}"
+        f"{found['learned'] / found['steps']:,.0f} are learned"
         for name, found in sides.items()
         if "error" not in found
     ]
@@ -315,7 +310,7 @@ def learned(sides: Record) -> str:
 
 def show(record: Record) -> str:
     cases = {name: record["cases"][name] for name in CASES if name in record["cases"]}
-    rows = [row(name, side, found) for name, sides in cases.items() for side, found in sides.items()]
+    rows = [row(name, side, of) for name, sides in cases.items() for side, of in sides.items()]
     notes = [f"{name}: {learned(sides)}." for name, sides in cases.items() if learned(sides)]
     said = [line for name, sides in cases.items() for line in verdicts(name, sides)]
     steps = sorted({found["asked"] for sides in cases.values() for found in sides.values()})
@@ -331,8 +326,6 @@ def run(job: Job) -> str:
         job.out = harness.RESULTS / job.out.name
     known = json.loads(job.out.read_text(encoding="utf-8")) if job.out.exists() else {}
     job.record |= {"machine": job.record.get("gpu", "CPU"), "cases": known.get("cases", {})}
-    if "attention" in known:
-        job.record["attention"] = known["attention"]
     job.record["libraries"] = {name: installed(package) for name, package in LIBRARIES.items()}
     root = options.root / ("tiny" if options.tiny else "files")
     root.mkdir(parents=True, exist_ok=True)

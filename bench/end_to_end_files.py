@@ -28,8 +28,8 @@ from bench.train_cases import MODELS
 from tigon.tokenizer import Tokenizer
 
 WORDS, VOCABULARY = 20_000, 16_384
-ONSETS = "b br c ch d dr f fl g gr h j k l m n p pl qu r s sh sl st t th tr v w z".split()
-RHYMES = "a ai an ar e ea el en er i ie in ing o oa on or ou u um un y".split()
+ONSETS = [*"bcdfghjklmnprstvwz", "br", "ch", "fl", "pl", "qu", "sh", "sl", "st", "th", "tr"]
+RHYMES = [*"aeiouy", "an", "ar", "ea", "el", "en", "er", "in", "ing", "on", "or", "ou", "um"]
 # The markers of what an assistant says are those of transformers, for TRL; Tigon finds it itself
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"

@@ -11,8 +11,9 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,13 @@ if not __package__:  # a script: runs where nothing is installed
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 Record = dict[str, Any]
-START, DATA, MODEL, STEPS = "start", "data", "model", "steps"
+START, DATA, MODEL, COMPILE, STEPS = "start", "data", "model", "compile", "steps"
 EVALUATION, SAVE, OTHER = "evaluation", "save", "other"
-PHASES = (START, DATA, MODEL, STEPS, EVALUATION, SAVE, OTHER)
+PHASES = (START, DATA, MODEL, COMPILE, STEPS, EVALUATION, SAVE, OTHER)
 GIB = 2**30
 # Functions of each library by the phase that they are. What they call belongs to them, unless it
 # has a row of its own
+COMPILERS = ("triton.compiler:compile", "cutlass.cute:compile")  # of all libraries' kernels
 CLOCKS = {
     "tigon": {
         "tigon.train.build:load_tokenizer": DATA,
@@ -72,6 +74,29 @@ class Request:
     tiny: bool = False
 
 
+class Timed:
+    """A function with the clock around its calls; whatever else it has stays."""
+
+    def __init__(self, function: Any, clock: "Clock", phase: str) -> None:
+        self.function, self.clock, self.phase = function, clock, phase
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.clock.enter(self.phase)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            self.clock.leave()
+
+    def __getitem__(self, options: Any) -> Any:  # cute.compile[options](...)
+        return Timed(self.function[options], self.clock, self.phase)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:  # a method, as functions are
+        return self if owner is None else partial(self, owner)
+
+
 class Clock:
     """Seconds of each phase, and when optimizer steps end."""
 
@@ -102,16 +127,7 @@ class Clock:
         *classes, name = name.split(".")
         for part in classes:
             owner = getattr(owner, part)
-        function: Callable[..., Any] = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.enter(phase)
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.leave()
-
-        setattr(owner, name, timed)
+        setattr(owner, name, Timed(getattr(owner, name), self, phase))
 
     def step(self, *_: Any) -> None:
         """Notes the end of an optimizer step; the first is complete on the device."""
@@ -126,13 +142,16 @@ class Clock:
 
         for path, phase in CLOCKS[library].items():
             self.watch(path, phase)
+        for path in COMPILERS:
+            with suppress(ImportError):
+                self.watch(path, COMPILE)
         register_optimizer_step_post_hook(self.step)
 
 
 def tigon(request: Request, clock: Clock) -> Record:
     """`tigon train` with what a new user must say, and bf16 weights and states as the peer has."""
-    from tigon.cli import main
-
+    command: Any = import_module("tigon.cli.main")
+    command._import_interruptibly("tigon.train")  # as the command does, before the clocks
     launch: Any = import_module("tigon.train.launch")
     clock.start("tigon")
     runs: list[Any] = []
@@ -153,11 +172,12 @@ def tigon(request: Request, clock: Clock) -> Record:
     }
     if request.rank:
         values["lora"] = f"{{rank: {request.rank}, alpha: {2 * request.rank}}}"
-    if status := main(["train", *(f"{key}={value}" for key, value in values.items())]):
+    if status := command.main(["train", *(f"{key}={value}" for key, value in values.items())]):
         raise SystemExit(status)
     (run,) = runs
     counts = [run.data.counts(step) for step in range(request.steps)]
-    rows = [json.loads(line) for line in Path(request.run_dir, "metrics.jsonl").open()]
+    lines = Path(request.run_dir, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
     return {
         "tokens": sum(count[0] for count in counts),
         "learned": sum(count[1] for count in counts),
@@ -172,6 +192,10 @@ def trl(request: Request, clock: Clock) -> Record:
     import datasets
     from trl import SFTConfig, SFTTrainer
 
+    from bench.varlen import VARLEN, register_varlen
+
+    if request.attention == VARLEN:
+        register_varlen()
     clock.start("TRL")
     counts: list[Any] = []
     training_step = SFTTrainer.training_step

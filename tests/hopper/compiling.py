@@ -14,7 +14,8 @@ from triton.runtime.jit import JITFunction
 
 from tests.hopper.branches import watch
 from tigon.kernels import runtime, use
-from tigon.kernels.mlp import grouped_product
+from tigon.kernels.mlp import grouped_mlp, grouped_product
+from tigon.kernels.mlp.slot_order import sort_slots_ref
 
 # Accesses of 16 bytes in the launches of each kernel; a number that falls means that Triton no
 # longer knows of an alignment, and elements are moved one by one. AdamW in bfloat16 reads 4 tensors
@@ -98,6 +99,8 @@ def pretend() -> None:
     driver.set_active(Hopper())
     runtime.INTERPRETED = True  # launch on the CPU
     grouped_product._triton_supports = lambda x, weight: grouped_product._aligned(x, weight)
+    # What a launch would have written is indexed with
+    grouped_mlp.sort_slots = lambda experts, number, *_: sort_slots_ref(experts, number)
     torch.set_num_threads(1)
     JITFunction.__getitem__ = _compiling
     CUDABackend.add_stages = _with_an_exit

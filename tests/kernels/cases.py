@@ -49,6 +49,7 @@ from tigon.kernels import (
     sandwich_norm,
     sandwich_norm_ref,
     selected_logprobs,
+    softmax_topk,
 )
 from tigon.kernels.linear.fp8_mlp import fp8_mlp
 from tigon.kernels.linear.lora import LoRATerm
@@ -256,6 +257,22 @@ def experts_case(act: str, sizes: Sequence[Any] = EXPERTS[:1]) -> OpCase:
         [(700, 328, 200, 7, 3)], [(0, 24, 40, 7, 3)],
         halves=HALF if CUDA else HALF[:1],  # the interpreter has no products of bf16
         autocast=("x", "gate_up", "down"), second="grouped_mlp",
+    )  # fmt: skip
+
+
+def topk_case(normalize: bool) -> OpCase:
+    def run(**given: Any) -> tuple[Tensor, Tensor]:
+        probs, _, weights = softmax_topk(**given)
+        return probs, weights
+
+    def make(n: int, e: int, k: int) -> Inputs:
+        # No two as near as half precision's numbers: which is the larger is not a matter of rounding
+        return {"logits": torch.rand(n, e).argsort(1) * (8.0 / e) - 4, "k": k}
+
+    return OpCase(
+        run, exact.softmax_topk, make, None, {"normalize": normalize},
+        [(6, 5, 2), (70, 40, 3), (3, 9, 9), (1, 1, 1), (2, 3000, 5)], [], [(0, 5, 2)],
+        result=torch.float32, second="softmax_topk",
     )  # fmt: skip
 
 
@@ -752,6 +769,8 @@ CASES: dict[str, OpCase] = {
         recurrent, RECURRENT, [(2, 0, 1, 2, 8, 8), (0, 3, 1, 2, 8, 8)]
     ),
     "gated_delta_rule, packed": recurrent_case(packed_recurrent, PACKED, [((0, 0), 1, 2, 8, 8)]),
+    "softmax_topk": topk_case(False),
+    "softmax_topk, normalize": topk_case(True),
     "grouped_mlp, biases": biased_case("gelu", False),
     "grouped_mlp, gpt-oss": biased_case(CLAMPED, True, EXPERTS),
     "lora_linear": lora_case("weight", "bias"),
@@ -785,7 +804,7 @@ KINDS = (
     "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base", "cross_entropy, sum",
     "causal_conv, silu", "causal_conv_qkv, packed",
     "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "selected_logprobs",
-    "divergence, 0.3, sum", "gated_delta_rule",
+    "divergence, 0.3, sum", "gated_delta_rule", "softmax_topk, normalize",
 )  # fmt: skip
 MORE_KINDS = (
     "causal_conv, packed",

@@ -266,7 +266,7 @@ def topk_case(normalize: bool) -> OpCase:
         return probs, weights
 
     def make(n: int, e: int, k: int) -> Inputs:
-        # No two as near as half precision's numbers: which is the larger is not a matter of rounding
+        # No two as near as half precision's numbers: rounding does not choose the larger
         return {"logits": torch.rand(n, e).argsort(1) * (8.0 / e) - 4, "k": k}
 
     return OpCase(

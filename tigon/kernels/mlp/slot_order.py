@@ -70,7 +70,7 @@ def _place_kernel(
     counts and totals are None where one program has all slots.
     """
     ids = tl.arange(0, EXPERTS)
-    slot, expert, flags = _flags(experts, ids, S, BLOCK)
+    slot, _, flags = _flags(experts, ids, S, BLOCK)
     if counts is None:
         total = tl.sum(flags, 0)
         end = tl.cumsum(total)

@@ -776,3 +776,11 @@ def test_verdict_has_digits_enough() -> None:
         (1.0004, 1.0, True, "MISSED: x: 1.0004, target ≤ 1.00"),
     ):
         assert harness.verdict("x", reached, aim, most=most) == text
+
+
+def test_gain_of_flash_attn_4_is_the_newest_record() -> None:
+    """What a run without the package is told."""
+    found = attention.gains(harness.newest(harness.records("attention")))
+    assert json.loads(attention.GAINS.read_text()) == found
+    least, most = found["packed"]
+    assert 1 < least <= most

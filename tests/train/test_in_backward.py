@@ -167,7 +167,7 @@ def test_several_micro_batches_are_refused(workspace):
     said = "batch_size=4 with micro_batch_size=1 has 4 on one rank: give micro_batch_size=4, or "
     for option in ([], ["--dry-run"]):
         with pytest.raises(SystemExit, match=f"optimizer_in_backward=true .*{said}batch_size=1"):
-            main([*workspace.settings("several", **ON), *option])
+            main([*workspace.settings("several", **ON, micro_batch_size=1), *option])
 
 
 RUN = {"steps": 6, "batch_size": 2, "micro_batch_size": 2, "save_every": 2, "keep_last": 0}

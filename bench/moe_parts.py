@@ -125,14 +125,18 @@ def took(run: Run, quick: bool) -> float:
     return median(timing.milliseconds(run, total=1.0 if quick else 40.0, least=3, most=30))
 
 
+def copy_bandwidth(quick: bool) -> float:
+    """Bytes a second, read and written."""
+    source = torch.randn((2**20 if quick else COPY) // 4, dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 1e3 * 4 * len(source) / took(lambda: target.copy_(source), quick)
+
+
 def measure_parts(sizes: tuple[int, ...], quick: bool, device: str = "cuda") -> Record:
     """Milliseconds of each part, of its bound and of torch's operations."""
     torch.manual_seed(0)
     with torch.device(device):
-        source = torch.randn((2**20 if quick else COPY) // 4, dtype=torch.bfloat16)
-        target = torch.empty_like(source)
-        bandwidth = 1e3 * 4 * len(source) / took(lambda: target.copy_(source), quick)
-        del source, target
+        bandwidth = copy_bandwidth(quick)
         found = [measured(part, bandwidth, quick) for part in parts(*sizes)]
     return {"sizes": sizes, "bytes_per_second": bandwidth, "parts": found}
 

@@ -266,7 +266,7 @@ def topk_case(normalize: bool) -> OpCase:
         return probs, weights
 
     def make(n: int, e: int, k: int) -> Inputs:
-        # No two as near as half precision's numbers: which is the larger is not a matter of rounding
+        # No two are as near as half precision's numbers, so that rounding chooses no expert
         return {"logits": torch.rand(n, e).argsort(1) * (8.0 / e) - 4, "k": k}
 
     return OpCase(

@@ -26,12 +26,12 @@ WIDE = {
     "adamw bf16, lines: adamw._adamw_table_kernel": [7],
     "adamw 8 bits: adamw._adamw_table_kernel": [3],  # weight and gradient; 8 codes are 8 bytes
     "squared_norm bf16: grad_norm._squares_kernel": [8],
-    "fp8 rows: fp8._rows_kernel": [6],
-    "fp8 both: fp8._maxima_kernel": [4],
-    "fp8 both: fp8._tiles_kernel": [8],
-    "fp8 both, known: fp8._tiles_kernel": [8, 6],
-    "fp8 rows and maxima, 14336: fp8._rows_kernel": [2],  # it reads by asynchronous copies
-    "fp8 gated silu: fp8._gated_rows_kernel": [2],
+    "fp8 rows: fp8_casts._rows_kernel": [6],
+    "fp8 both: fp8_casts._maxima_kernel": [4],
+    "fp8 both: fp8_casts._tiles_kernel": [8],
+    "fp8 both, known: fp8_casts._tiles_kernel": [8, 6],
+    "fp8 rows and maxima, 14336: fp8_casts._rows_kernel": [2],  # it reads by asynchronous copies
+    "fp8 gated silu: fp8_mlp._gated_rows_kernel": [2],
     "nf4 bf16: quantized._nf4_kernel": [5],
     "block fp8 e4m3: quantized._block_fp8_kernel": [6],
     "gated_act with product: gated_act._gated_act_backward_kernel": [0],  # 8 bytes

@@ -10,16 +10,10 @@ from tests.hopper.compiling import BF16, FP16, FP32, INT32, Forms, backward, zer
 from tigon.kernels import gated_act, gemv, grouped_mlp, softmax_topk
 from tigon.kernels.comm import one_shot_all_reduce
 from tigon.kernels.linear.dropout import Dropout, apply_dropout
-from tigon.kernels.linear.fp8 import (
-    Maxima,
-    cast_both,
-    cast_columns,
-    cast_gated_rows,
-    cast_rows,
-    cast_rows_and_maxima,
-    gradients_and_maxima,
-)
+from tigon.kernels.linear.fp8_casts import cast_both, cast_columns, cast_rows, cast_rows_and_maxima
+from tigon.kernels.linear.fp8_mlp import cast_gated_gradients, cast_gated_rows
 from tigon.kernels.linear.lora import low_rank_gradients, low_rank_product
+from tigon.kernels.linear.maxima import Maxima
 from tigon.kernels.linear.quantized import E4M3, E5M2
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
@@ -86,7 +80,7 @@ def _known() -> None:
 
 def _fp8_gated(act: Activation, inner: int) -> None:
     cast_gated_rows(zeros(8, 2 * inner), act)
-    gradients_and_maxima(zeros(8, inner), zeros(8, 2 * inner), act, True)
+    cast_gated_gradients(zeros(8, inner), zeros(8, 2 * inner), act)
 
 
 def _gated_act(act: Activation, N: int, inner: int, dtype: torch.dtype) -> None:

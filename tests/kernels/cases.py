@@ -51,7 +51,7 @@ from tigon.kernels import (
     selected_logprobs,
     softmax_topk,
 )
-from tigon.kernels.linear.fp8 import fp8_gated_linear
+from tigon.kernels.linear.fp8_mlp import fp8_mlp
 from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.loss.api import Options, scale_and_cap
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
@@ -266,7 +266,7 @@ def topk_case(normalize: bool) -> OpCase:
         return probs, weights
 
     def make(n: int, e: int, k: int) -> Inputs:
-        # No two are as near as half precision's numbers, so that rounding chooses no expert
+        # No two as near as half precision's numbers: rounding does not choose the larger
         return {"logits": torch.rand(n, e).argsort(1) * (8.0 / e) - 4, "k": k}
 
     return OpCase(
@@ -500,22 +500,22 @@ def factors(n: int, c: int, k: int) -> Inputs:
     return {"x": torch.randn(n, c), "weight": torch.randn(k, c)}
 
 
-def gated_factors(n: int, c: int, k: int) -> Inputs:
-    return {"gate_up": torch.randn(n, 2 * c), "weight": torch.randn(k, c)}
+def mlp_factors(n: int, c: int, k: int) -> Inputs:
+    return factors(n, c, 2 * k) | {"down": torch.randn(c, k) / k}
 
 
-def fp8_gated(gate_up: Tensor, weight: Tensor) -> Tensor:
-    return fp8_gated_linear(gate_up * 1, "silu", weight)
+def whole_mlp(x: Tensor, weight: Tensor, down: Tensor) -> Tensor:
+    return fp8_mlp(x, weight, "silu", down)
 
 
-def fp8_gated_ref(gate_up: Tensor, weight: Tensor) -> Tensor:
-    return fp8_linear_ref(gated_act_ref(gate_up, "silu"), weight)
+def mlp_in_steps(x: Tensor, weight: Tensor, down: Tensor) -> Tensor:
+    return fp8_linear_ref(gated_act_ref(fp8_linear_ref(x, weight), "silu"), down)
 
 
-def fp8_case(operator: Call, definition: Call, inputs: Call) -> OpCase:
+def fp8_case(operator: Call, definition: Call, inputs: Call, *parameters: str) -> OpCase:
     return OpCase(
         operator, definition, inputs, sizes=[(3, 48, 32)], empty=[(0, 48, 32)],
-        parameters=("weight",), dtype=torch.bfloat16, second="fp8_\\w*linear",
+        parameters=("weight", *parameters), dtype=torch.bfloat16, second="fp8_\\w+",
     )  # fmt: skip
 
 
@@ -540,7 +540,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 FP8 = {
     "fp8_linear": fp8_case(fp8_linear, fp8_linear_ref, factors),
-    "fp8_gated_linear": fp8_case(fp8_gated, fp8_gated_ref, gated_factors),
+    "fp8_mlp": fp8_case(whole_mlp, mlp_in_steps, mlp_factors, "down"),
 }
 SHAPES = {  # of these nothing but shapes is asked in test_operators.py
     "fp8_linear": FP8["fp8_linear"],

@@ -121,8 +121,8 @@ def test_experts_that_come_more_than_once() -> None:
     assert_exact(PLAIN, inputs)
 
 
-# Slots and experts: one program, several, no slot, one expert, more experts than slots, programs of
-# few slots
+# Slots and experts: one program, several, no slot, one expert, more experts than slots, few slots
+# of a program
 ORDERS = [(39, 7), (800, 128), (0, 3), (700, 1), (40, 300), (200, 3000)]
 
 

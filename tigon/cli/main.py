@@ -1,6 +1,7 @@
 """Language models from a shell: generate, chat, train, plan, report, data, eval, export, ..."""
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -84,16 +85,21 @@ def _needs_headers_alone(args: argparse.Namespace) -> bool:
 
 def _import_interruptibly(name: str) -> Any:
     """Returns a module that needs torch. While it is imported Ctrl-C ends the process at once: a
-    KeyboardInterrupt inside compiled modules may be lost, or become an error with a traceback."""
+    KeyboardInterrupt inside compiled modules may be lost, or become an error with a traceback.
+    """
     before = signal.getsignal(signal.SIGINT)
     main_thread = threading.current_thread() is threading.main_thread()
     # Whoever ignores SIGINT, as nohup's scripts do, goes on
     if name in sys.modules or not main_thread or before is not signal.default_int_handler:
         return import_module(name)
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    collects = gc.isenabled()
+    gc.disable()  # a quarter of the time is a search for garbage among what stays
     try:
         return import_module(name)
     finally:
+        if collects:
+            gc.enable()
         signal.signal(signal.SIGINT, before)
 
 

@@ -165,8 +165,10 @@ def parameter_buckets(model: CausalLM) -> list[list[nn.Parameter]]:
 def check_ranks(config: Config, ranks: int) -> None:
     """Raises ValueError if a step has several micro-batches, whose gradients would add up. `ranks`
     counts those with different rows."""
+    if not config.optimizer_in_backward or config.micro_batch_size == "auto":
+        return  # auto gives it one
     count = config.batch_size // (config.micro_batch_size * ranks)
-    if config.optimizer_in_backward and count > 1:
+    if count > 1:
         raise ValueError(
             "optimizer_in_backward=true updates weights in the only backward pass of a step, and "
             f"batch_size={config.batch_size} with micro_batch_size={config.micro_batch_size} has "

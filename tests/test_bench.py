@@ -37,6 +37,7 @@ from bench import (
     estimates,
     evaluation,
     fp8,
+    fp8_curves,
     gated_delta,
     generate,
     generate_cases,
@@ -82,7 +83,7 @@ BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step,
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
 BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices, epilogues)
-BENCHES += (fp8, cost_curves)
+BENCHES += (fp8, fp8_curves, cost_curves)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}
@@ -232,10 +233,6 @@ def tiny_distillation(patch: Patch, root: Path) -> list[str]:
 
 def tiny_epilogues(patch: Patch, root: Path) -> list[str]:
     patch.setattr(epilogues, "spawn", in_process(patch, epilogues_side))
-    return ["--tiny"]
-
-
-def tiny_fp8(patch: Patch, root: Path) -> list[str]:
     return ["--tiny"]
 
 
@@ -423,6 +420,15 @@ def check_fp8(record: Record) -> None:
     assert all({*row["ms"]} >= {fp8.FUSED} for row in record["passes"])
 
 
+def check_fp8_curves(record: Record) -> None:
+    for seed in fp8_curves.SEEDS:
+        plain, *others = (record["runs"][f"{kind}, seed {seed}"] for kind in fp8_curves.KINDS)
+        for run in others:
+            assert run["losses"] == pytest.approx(plain["losses"], rel=3e-3)
+            assert 0 < abs(run["held_out"] - plain["held_out"]) < 0.05
+    assert len({run["losses"][0] for run in record["runs"].values()}) > len(fp8_curves.SEEDS)
+
+
 def check_recipes(record: Record) -> None:
     assert [row["part"] for row in record["dpo"]] == [0, 1]
     assert [row["kind"] for row in record["lora"]] == list(recipes.RATES)
@@ -489,7 +495,8 @@ SMOKE: dict[ModuleType, tuple[Callable[[Patch, Path], list[str]], Callable[[Reco
     preference: (tiny_preference, check_preference),
     distillation: (tiny_distillation, check_distillation),
     epilogues: (tiny_epilogues, check_epilogues),
-    fp8: (tiny_fp8, check_fp8),
+    fp8: (tiny_curves, check_fp8),
+    fp8_curves: (tiny_curves, check_fp8_curves),
     recipes: (tiny_recipes, check_recipes),
     train_curves: (tiny_curves, check_curves),
     generate: (tiny_generate, check_generate),

@@ -188,6 +188,8 @@ def test_fp8(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     b = nn.Parameter(torch.zeros(16, 4).bfloat16())
     upstream = torch.randn(2, 3, 32).bfloat16()
     y = lora_linear(x, weight, bias, a, [LoRATerm(16, b, 2.0)], base=make_fp8_base())
+    other = nn.Parameter(weight * torch.logspace(-3, 3, 64).bfloat16(), requires_grad=False)
+    lora_linear(x, other, bias, a, [LoRATerm(16, b, 2.0)], base=make_fp8_base())
     base = fp8_linear(x, weight, bias)
     assert torch.equal(y, base)
     (dx, db), (expected,) = (

@@ -6,7 +6,7 @@ Its numbers are those of `fp8_linear`, `gated_act` and `fp8_linear`, bit for bit
 Forward casts act(gate) * up by rows as it is computed. Backward reads gate_up and the gradient d of
 that product twice: one pass finds the largest magnitudes of the gradient of gate_up and of the
 product, and the next computes them again and writes nothing but their casts. Bytes per element of
-the product: forward 5 (9 with separate passes), backward 17 (31 with separate passes).
+the product: forward 5 (9 with separate passes), backward 17 (29 with separate passes).
 """
 
 from typing import Any, NamedTuple

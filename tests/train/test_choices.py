@@ -257,6 +257,24 @@ def test_run_and_dry_run_print_the_choice(workspace, capsys) -> None:
     assert workspace.metrics("auto", "loss") == losses
 
 
+def test_choices_change_no_more_than_rounding(workspace) -> None:
+    """Neither casts of float32 weights once a step, whose bits are those of FSDP2, nor rows."""
+    same = {"dtype": "bfloat16", "schedule": "constant", "steps": 3}
+    ways: dict[str, dict[str, Any]] = {
+        "fsdp": {"micro_batch_size": 1, "sharding": "full"},
+        "zero": {"micro_batch_size": 1, "sharding": "gradients"},
+        "auto": {"memory_budget": 1},
+    }
+    losses = {}
+    for name, changes in ways.items():
+        main(workspace.settings(f"same {name}", **same, **changes))
+        losses[name] = workspace.metrics(f"same {name}", "loss")
+    assert losses["zero"] == losses["fsdp"]
+    assert losses["auto"] == pytest.approx(losses["fsdp"], rel=2e-3)
+    text = (workspace.root / "same auto/config.yaml").read_text()
+    assert "micro_batch_size: 4\n" in text and "sharding: gradients\n" in text
+
+
 # Steps that run out of memory
 
 

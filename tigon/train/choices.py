@@ -220,11 +220,12 @@ def resolve_choices(
     """
     auto, sizes = open_settings(config), mesh_sizes(config, gpus)
     memories = [size for size in world.gather(gpu_memory(world.device)) if size is not None]
-    if config.memory_budget is not None and not auto:
-        raise ValueError(
-            f"memory_budget={config.memory_budget:g} limits what is chosen by memory, and "
-            f"{', '.join(BY_MEMORY)} are all set: set one of them to auto, or leave it out"
-        )
+    with world.raise_on_all_ranks():
+        if config.memory_budget is not None and not auto:
+            raise ValueError(
+                f"memory_budget={config.memory_budget:g} limits what is chosen by memory, and "
+                f"{', '.join(BY_MEMORY)} are all set: set one of them to auto, or leave it out"
+            )
     budget = memory_budget(config, min(memories, default=None))
     if budget is None and auto and device.type == "cuda":
         world.log_rank0(

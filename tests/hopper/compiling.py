@@ -32,6 +32,7 @@ WIDE = {
     "fp8 both, known: fp8_casts._tiles_kernel": [8, 6],
     "fp8 rows and maxima, 14336: fp8_casts._rows_kernel": [2],  # it reads by asynchronous copies
     "fp8 gated silu: fp8_mlp._gated_rows_kernel": [2],
+    "fp8 gated silu: fp8_mlp._gated_tiles_kernel": [22],
     "nf4 bf16: quantized._nf4_kernel": [5],
     "block fp8 e4m3: quantized._block_fp8_kernel": [6],
     "gated_act with product: gated_act._gated_act_backward_kernel": [0],  # 8 bytes

@@ -5,12 +5,19 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.hopper.compiling import BF16, FP16, FP32, INT32, Forms, backward, zeros
 from tigon.kernels import gated_act, gemv, grouped_mlp, softmax_topk
 from tigon.kernels.comm import one_shot_all_reduce
 from tigon.kernels.linear.dropout import Dropout, apply_dropout
-from tigon.kernels.linear.fp8_casts import cast_both, cast_columns, cast_rows, cast_rows_and_maxima
+from tigon.kernels.linear.fp8_casts import (
+    _cast_normed,
+    cast_both,
+    cast_columns,
+    cast_rows,
+    cast_rows_and_maxima,
+)
 from tigon.kernels.linear.fp8_mlp import cast_gated_gradients, cast_gated_rows
 from tigon.kernels.linear.lora import low_rank_gradients, low_rank_product
 from tigon.kernels.linear.maxima import Maxima
@@ -40,6 +47,8 @@ def forms() -> Forms:
     yield "fp8 both", lambda: cast_both(zeros(64, 2048), fused=True)
     yield "fp8 both, known", _known
     yield "fp8 both, odd", lambda: cast_both(zeros(50, 208), fused=True)
+    yield "fp8 normed", lambda: _cast_normed(*_normed(), 0.0, True)
+    yield "fp8 normed, after", lambda: _cast_normed(*_normed(), 1.0, False)
     for act in ACTIVATIONS:
         yield f"fp8 gated {act}", partial(_fp8_gated, act, 14336)
     yield "fp8 gated, narrow", partial(_fp8_gated, "silu", 80)
@@ -76,6 +85,11 @@ def _known() -> None:
     x, rows, columns = zeros(64, 2048), zeros(64, dtype=INT32), zeros(2048, dtype=INT32)
     cast_both(x, Maxima(rows, columns), fused=True)
     cast_columns(x, columns, fused=True)
+
+
+def _normed() -> tuple[Tensor, ...]:
+    of_columns = zeros(2048, dtype=INT32), zeros(64, dtype=FP32), zeros(2048)
+    return zeros(64, 2048), *of_columns
 
 
 def _fp8_gated(act: Activation, inner: int) -> None:

@@ -166,18 +166,17 @@ def timed(run: TrainingRun, seconds: float) -> Record:
     """Steps for so many seconds after the first, which are told apart."""
     cuda = run.world.device.type == "cuda"
     losses, times, tokens = list[float](), list[float](), list[int]()
-    passes, began, warm = 0, time.perf_counter(), 0.0
+    began, warm = time.perf_counter(), 0.0
     while True:
         start_time = time.perf_counter()
         losses.append(step(run, len(losses)))
         if cuda:
             torch.cuda.synchronize()
         now = time.perf_counter()
-        passes += run.config.batch_size // run.data.micro_batch_size
         undecided = isinstance(run.model.graphs, Graphs) and run.model.graphs.meter is not None
         if not warm:
             # Another step or two decide on graphs, and capture
-            ready = not undecided and passes > WARM_UP + PASSES + 2
+            ready = not undecided and len(losses) > WARM_UP + PASSES + 2
             # No launches limit a step of a second
             if len(losses) >= 2 and (ready or now - start_time > 1):
                 warm = now - began

@@ -184,9 +184,9 @@ def tiny_moe(patch: Patch, root: Path) -> list[str]:
     patch.setattr(timing, "milliseconds", lambda run, *_, **__: (run(), [next(ticks)])[1])
     patch.setattr(moe, "STACK_TOKENS", (1, 12))
     patch.setattr(moe, "QWEN3_MOE", QWEN3_MOE | TINY | more)
-    for part in ("layer", "stack"):
+    for part in ("layer", "stack", "measure_parts"):
         patch.setattr(moe, part, partial(getattr(moe, part), device="cpu"))
-    return ["--quick", "--only", f"{name},{moe.STACK}"]
+    return ["--quick", "--only", f"{name},{moe.PARTS},{moe.STACK}"]
 
 
 def tiny_padding(patch: Patch, root: Path) -> list[str]:
@@ -335,6 +335,7 @@ def check_moe(record: Record) -> None:
     assert layer["flops_forward"] == 6 * 24 * 2 * 16 * 8
     for name in ("tigon", "transformers eager"):
         assert 0 < max(layer["providers"][name]["errors"].values()) < 0.02
+    assert {row.get("bound") for row in record["parts"]["parts"]} == {None, "bytes", "dense GEMM"}
     for name in ("tigon", "transformers"):
         row = record["stack"]["providers"][name]
         assert row["tokens_per_second"] == 12e3 / row["ms"][1] and 3.0 < row["loss"] < 6.0
@@ -783,3 +784,11 @@ def test_verdict_has_digits_enough() -> None:
         (1.0004, 1.0, True, "MISSED: x: 1.0004, target ≤ 1.00"),
     ):
         assert harness.verdict("x", reached, aim, most=most) == text
+
+
+def test_gain_of_flash_attn_4_is_the_newest_record() -> None:
+    """What a run without the package is told."""
+    found = attention.gains(harness.newest(harness.records("attention")))
+    assert json.loads(attention.GAINS.read_text()) == found
+    least, most = found["packed"]
+    assert 1 < least <= most

@@ -93,6 +93,7 @@ def test_spaced_blocks_need_least() -> None:
     assert spread_out <= weigh(range(3)) and spread_out < weigh(range(3, LAYERS))
 
 
+OPTIONS: dict[str, Any] = {"auto": frozenset(choices.BY_MEMORY), "offload": False, "at_once": 4}
 FOUR = [Way(sharding, rows) for sharding in ("gradients", "full") for rows in (4, 2, 1)]
 
 
@@ -114,12 +115,11 @@ def gigabytes(way: Way, blocks: int, offload: bool) -> int:
         (51, 2048, ("full", 2, 3)),  # a micro-batch of 2,048 tokens would be too few
         (70, 512, ("full", 4, 1)),  # too few even with 4: there are no more
         (42, 2048, ("full", 2, 8)),
-        (41, 2048, ("full", 2, 8)),  # with inputs in host memory
+        (41, 2048, ("full", 4, 8)),  # with inputs in host memory
     ],
 )
 def test_fastest_way_that_fits(budget: int, tokens: int, expected: tuple[str, int, int]) -> None:
-    auto = frozenset(choices.BY_MEMORY)
-    found = choose_step(gigabytes, FOUR, tokens, 8, budget * GIB, auto=auto, offload=False)
+    found = choose_step(gigabytes, FOUR, tokens, 8, budget * GIB, **OPTIONS)
     assert (found.sharding, found.rows, found.blocks) == expected
     assert found.offload == (budget == 41)
     assert found.total == gigabytes(Way(*expected[:2]), expected[2], found.offload)
@@ -129,21 +129,33 @@ def test_fastest_way_that_fits(budget: int, tokens: int, expected: tuple[str, in
 def test_set_checkpointing_stays() -> None:
     """Rows are then as many as fit, or the fewest."""
     for budget, rows in ((80, 4), (61, 2), (49, 1), (10, 1)):
-        auto = frozenset({"micro_batch_size"})
+        options = OPTIONS | {"auto": frozenset({"micro_batch_size"})}
         ways = [way for way in FOUR if way.sharding == "full"]
-        found = choose_step(gigabytes, ways, 8192, 8, budget * GIB, auto=auto, offload=False)
+        found = choose_step(gigabytes, ways, 8192, 8, budget * GIB, **options)
         assert (found.rows, found.blocks) == (rows, 0)
         assert found.total == gigabytes(Way("full", rows), 0, False)
+
+
+def test_all_rows_at_once_have_no_gradients_to_add_up() -> None:
+    """Which may be what fits, though so many rows are not faster."""
+
+    def total(way: Way, blocks: int, offload: bool) -> int:
+        return gigabytes(way, blocks, offload) + (GIB * 60 if way.rows < 16 else 0)
+
+    found = choose_step(total, FOUR, 8192, 8, 80 * GIB, **OPTIONS | {"at_once": 16})
+    assert (found.sharding, found.rows, found.blocks) == ("full", 16, 7)
+    assert not found.offload and found.total == gigabytes(Way("full", 16), 7, False)
 
 
 @pytest.mark.parametrize(
     ("changes", "sizes", "block", "expected"),
     [
-        ({"batch_size": 12, "seq_len": 8192}, {}, 2**26, [4, 3, 2, 1]),
-        ({"batch_size": 12, "seq_len": 8192}, {}, 2**20, [6, 4, 3, 2, 1]),
-        ({"batch_size": 12, "seq_len": 8192}, {"fsdp": 3}, 2**26, [4, 2, 1]),
+        ({"batch_size": 12, "seq_len": 4096}, {}, 2**26, [4, 3, 2, 1]),
+        ({"batch_size": 12, "seq_len": 4096}, {}, 2**24, [6, 4, 3, 2, 1]),
+        ({"batch_size": 32, "seq_len": 4096}, {}, 2**20, [16, 8, 4, 2, 1]),
+        ({"batch_size": 12, "seq_len": 4096}, {"fsdp": 3}, 2**26, [4, 2, 1]),
         ({"batch_size": 12, "seq_len": 65536}, {}, 2**26, [1]),
-        ({"batch_size": 4, "seq_len": 65536}, {"context": 4}, 2**26, [2, 1]),
+        ({"batch_size": 4, "seq_len": 32768}, {"context": 4}, 2**26, [2, 1]),
         ({"batch_size": 12, "micro_batch_size": 3}, {}, 2**26, [3]),
         ({"batch_size": 12, "optimizer_in_backward": "true", "max_grad_norm": 0}, {}, 1, [12]),
     ],
@@ -243,6 +255,24 @@ def test_run_and_dry_run_print_the_choice(workspace, capsys) -> None:
     main(workspace.settings("auto", steps=2, memory_budget=none, **auto))
     assert ", no block recomputed; " in capsys.readouterr().out
     assert workspace.metrics("auto", "loss") == losses
+
+
+def test_choices_change_no_more_than_rounding(workspace) -> None:
+    """Neither casts of float32 weights once a step, whose bits are those of FSDP2, nor rows."""
+    same = {"dtype": "bfloat16", "schedule": "constant", "steps": 3}
+    ways: dict[str, dict[str, Any]] = {
+        "fsdp": {"micro_batch_size": 1, "sharding": "full"},
+        "zero": {"micro_batch_size": 1, "sharding": "gradients"},
+        "auto": {"memory_budget": 1},
+    }
+    losses = {}
+    for name, changes in ways.items():
+        main(workspace.settings(f"same {name}", **same, **changes))
+        losses[name] = workspace.metrics(f"same {name}", "loss")
+    assert losses["zero"] == losses["fsdp"]
+    assert losses["auto"] == pytest.approx(losses["fsdp"], rel=2e-3)
+    text = (workspace.root / "same auto/config.yaml").read_text()
+    assert "micro_batch_size: 4\n" in text and "sharding: gradients\n" in text
 
 
 # Steps that run out of memory

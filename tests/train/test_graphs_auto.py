@@ -93,6 +93,16 @@ def steps(model: Any, count: int = WARM_UP + PASSES + 4) -> list[list[torch.Tens
     return found
 
 
+def test_first_micro_batches_are_measured(timed, played) -> None:  # noqa: F811
+    """Others may wait for a full queue."""
+    model, made, _ = timed(1.0)
+    for count in range(1, WARM_UP + PASSES):
+        steps(model, 1)
+        assert made.meter is not None and made.meter.seen == count
+    steps(model, 1)
+    assert made.meter is None  # decided before its second micro-batch
+
+
 @pytest.mark.parametrize(
     ("share", "text"),
     [

@@ -334,6 +334,18 @@ def test_dry_run_times_steps(workspace, capsys, monkeypatch) -> None:
     assert not (workspace.root / "dry").exists()
 
 
+def test_short_passes_take_more_steps_in_a_dry_run() -> None:
+    """Of which the first decide on CUDA graphs."""
+    for tokens, changes, long in (
+        (2048, {}, False),
+        (16384, {}, True),
+        (2048, {"cuda_graphs": False}, True),
+        (2048, {"device": "cpu"}, True),
+    ):
+        config = settings(seq_len=tokens, micro_batch_size=1, batch_size=1, **changes)
+        assert dry_run.passes_are_long(config) == long
+
+
 def test_dry_run_checks_like_a_run(workspace, tmp_path: Path) -> None:
     for changes, message in (
         ({"data": tmp_path / "none.jsonl"}, "none.jsonl"),

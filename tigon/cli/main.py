@@ -1,6 +1,7 @@
 """Language models from a shell: generate, chat, train, plan, report, data, eval, export, ..."""
 
 import argparse
+import atexit
 import gc
 import os
 import signal
@@ -10,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from tigon.utils.terminal import escaping_output, one_line
 from tigon.version import __version__
@@ -18,6 +19,17 @@ from tigon.version import __version__
 CACHES = ("dynamic", "static", "quantized")
 OFFLINE = "set HF_HUB_OFFLINE=1, or name a local directory in place of the model"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def run() -> NoReturn:
+    """Runs the command of a shell and ends the process as soon as threads and exit handlers are
+    done: Python would go on to take apart what torch has made, for up to a second."""
+    status = main()
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.flush()
+    os._exit(status)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,8 +97,7 @@ def _needs_headers_alone(args: argparse.Namespace) -> bool:
 
 def _import_interruptibly(name: str) -> Any:
     """Returns a module that needs torch. While it is imported Ctrl-C ends the process at once: a
-    KeyboardInterrupt inside compiled modules may be lost, or become an error with a traceback.
-    """
+    KeyboardInterrupt inside compiled modules may be lost, or become an error with a traceback."""
     before = signal.getsignal(signal.SIGINT)
     main_thread = threading.current_thread() is threading.main_thread()
     # Whoever ignores SIGINT, as nohup's scripts do, goes on
@@ -94,10 +105,12 @@ def _import_interruptibly(name: str) -> Any:
         return import_module(name)
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     collects = gc.isenabled()
-    gc.disable()  # a quarter of the time is a search for garbage among what stays
+    gc.disable()  # what is imported stays: looking for garbage in it is a quarter of the time
     try:
         return import_module(name)
     finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)
         if collects:
             gc.enable()
         signal.signal(signal.SIGINT, before)

@@ -13,6 +13,7 @@ import torch
 
 from tigon.data import Loader
 from tigon.kernels.attention.api import check_training
+from tigon.kernels.attention.backends import missed_speed
 from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config
 from tigon.models.pretrained.quantization import count_parameters
@@ -263,6 +264,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
     if inputs.choice is not None:
         world.log_rank0(str(inputs.choice))
     for notice in [
+        *find_slow_attention(config, world.device),
         *find_unused_settings(config, steps, world.device),
         *find_layers_without_fp8(config, model),
     ]:
@@ -381,6 +383,14 @@ def find_unused_settings(config: Config, steps: int, device: torch.device) -> li
             f"push_to_hub={config.push_to_hub} needs a token: run `hf auth login`, or set HF_TOKEN"
         )
     return notes
+
+
+def find_slow_attention(config: Config, device: torch.device) -> list[str]:
+    """Returns a note on the backend that attention=auto would take if it were installed, if any."""
+    if config.attention != "auto" or compute_dtype(config, device) != torch.bfloat16:
+        return []
+    missed = missed_speed(device, packed=config.packing)
+    return [] if missed is None else [f"attention=auto: {missed}"]
 
 
 def find_layers_without_fp8(config: Config, model: CausalLM) -> list[str]:

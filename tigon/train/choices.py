@@ -25,11 +25,13 @@ from tigon.train.memory import estimate, format_gib, gpu_memory, memory_budget
 from tigon.train.model import compute_dtype, is_sharded, meta_model, sum_dtype, weights_dtype
 from tigon.train.tasks import Task
 
-# Tokens of a micro-batch, beyond which more are hardly faster: adding the gradients of 8,192 in
-# bfloat16 takes 2 % of a pass, those of float32 weights three times as much
-USEFUL_TOKENS = 2**15
-# Blocks of fewer parameters compute as many in less time than Python launches their kernels
-SMALL_BLOCK, USEFUL_TOKENS_OF_SMALL = 2**23, 2**16
+# Tokens of a micro-batch, beyond which more are hardly faster: adding up the gradients of 16,384 in
+# bfloat16 takes 1 % of a pass. Blocks of fewer than 2^25 parameters compute these in less time than
+# Python needs to launch their kernels, and get as many more, up to a limit
+USEFUL_TOKENS, MOST_TOKENS, USEFUL_WORK = 2**14, 2**16, 2**39  # the last in tokens x parameters
+# Bytes that a pass moves for each parameter besides its kernels, about: FSDP2 casts or gathers
+# weights twice and copies them, sharding=gradients only adds gradients up
+MOVED = {"full": 34, "gradients": 10}
 FEW_TOKENS = 2**12  # with fewer, GEMMs and launches lose more than recomputing blocks
 FACTS = "rows", "sharding", "budget", "blocks", "offload"
 BY_MEMORY = ("micro_batch_size", "sharding", "activation_checkpointing")
@@ -109,7 +111,7 @@ def useful_rows(config: Config, sizes: MeshSizes, block: int) -> list[int]:
     rows = max(1, config.batch_size // sizes.data)
     if config.optimizer_in_backward:
         return [rows]
-    most = USEFUL_TOKENS_OF_SMALL if block < SMALL_BLOCK else USEFUL_TOKENS
+    most = min(max(USEFUL_TOKENS, USEFUL_WORK // max(1, block)), MOST_TOKENS)
     tokens = -(-config.seq_len // sizes.context)
     return [n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * tokens <= most)]
 
@@ -134,34 +136,42 @@ def possible_shardings(config: Config, sizes: MeshSizes, compute: torch.dtype) -
 
 def choose_step(
     total: Callable[[Way, int, bool], int], ways: Sequence[Way], tokens: int, layers: int,
-    budget: int, *, auto: frozenset[str], offload: bool, before: Way | None = None,
+    budget: int, *, auto: frozenset[str], offload: bool, at_once: int, before: Way | None = None,
 ) -> StepChoice:  # fmt: skip
     """Returns the first way that fits without recomputed blocks, of those with FEW_TOKENS or more
-    and that which the run had `before`; else the last of these with the fewest recomputed blocks
-    that fit, or the last of all.
+    and that which the run had `before`; else that of the leanest sharding with the fewest
+    recomputed blocks.
 
     `total(way, n, offload)` is the memory of a GPU that recomputes n blocks, `tokens` those of a
-    row on a rank. Raises ValueError if even all blocks with their inputs in host memory do not fit.
+    row on a rank, `at_once` all rows of a step on it. Raises ValueError if even all blocks with
+    their inputs in host memory do not fit.
     """
 
     def chosen(way: Way, blocks: int, size: int, away: bool = offload) -> StepChoice:
         return StepChoice(auto, *way, blocks, layers, away, size, budget)
 
     least = min(FEW_TOKENS, max(way.rows for way in ways) * tokens)
-    full = [way for way in ways if way == before or way.rows * tokens >= least]
-    for way in full:
-        if (size := total(way, 0, offload)) <= budget:
-            return chosen(way, 0, size)
-    if "activation_checkpointing" not in auto:
-        for fewer in ways[ways.index(way) + 1 :]:
-            if size <= budget:
-                break
-            way, size = fewer, total(fewer, 0, offload)
-        return chosen(way, 0, size)
-    for way in dict.fromkeys((full[-1], ways[-1])):
-        found = _fewest_blocks(partial(total, way), layers, budget, offload)
-        if found is not None:
-            return chosen(way, *found)
+    enough = [way for way in ways if way == before or way.rows * tokens >= least]
+    others = [way for way in ways if way not in enough]
+    fixed = "activation_checkpointing" not in auto
+    sizes: dict[Way, int] = {}
+    for way in [*enough, *(others if fixed else ())]:
+        sizes[way] = total(way, 0, offload)
+        if sizes[way] <= budget:
+            return chosen(way, 0, sizes[way])
+    if fixed:  # is tried all the same
+        way = min(sizes, key=lambda way: sizes[way])
+        return chosen(way, 0, sizes[way])
+    # Few rows have few activations, all rows at once no gradients to add up: both are tried
+    for group in (enough, others, [Way(ways[-1].sharding, at_once)]):
+        lean = [way for way in group if way.sharding == ways[-1].sharding]
+        found = [
+            chosen(way, *result)
+            for way in dict.fromkeys((*lean[:1], *lean[-1:]))
+            if (result := _fewest_blocks(partial(total, way), layers, budget, offload))
+        ]
+        if found:
+            return min(found, key=lambda choice: (choice.offload, choice.blocks))
     raise ValueError(_explain(total, ways[-1], layers, budget))
 
 
@@ -210,11 +220,12 @@ def resolve_choices(
     """
     auto, sizes = open_settings(config), mesh_sizes(config, gpus)
     memories = [size for size in world.gather(gpu_memory(world.device)) if size is not None]
-    if config.memory_budget is not None and not auto:
-        raise ValueError(
-            f"memory_budget={config.memory_budget:g} limits what is chosen by memory, and "
-            f"{', '.join(BY_MEMORY)} are all set: set one of them to auto, or leave it out"
-        )
+    with world.raise_on_all_ranks():
+        if config.memory_budget is not None and not auto:
+            raise ValueError(
+                f"memory_budget={config.memory_budget:g} limits what is chosen by memory, and "
+                f"{', '.join(BY_MEMORY)} are all set: set one of them to auto, or leave it out"
+            )
     budget = memory_budget(config, min(memories, default=None))
     if budget is None and auto and device.type == "cuda":
         world.log_rank0(
@@ -255,13 +266,17 @@ def _choose(
     layers = build().model.layers
     rows = useful_rows(config, sizes, sum(p.numel() for p in layers[0].parameters()))
     ways = [Way(how, n) for how in possible_shardings(config, sizes, compute) for n in rows]
+    ways.sort(key=lambda way: MOVED[way.sharding] / way.rows)
     saved = {} if source is None else checkpoint.read_metadata(source)
     known: dict[str, Any] = saved.get("config") or {}
     before = Way(known.get("sharding"), known.get("micro_batch_size", 0))
     ways.sort(key=lambda way: way != before)
     tokens = -(-config.seq_len // sizes.context)
+    at_once = rows[0]
+    if config.micro_batch_size == "auto" and config.batch_size % sizes.data == 0:
+        at_once = config.batch_size // sizes.data
     options: dict[str, Any] = {"auto": auto, "offload": config.activation_offload}
-    options["before"] = before
+    options |= {"at_once": at_once, "before": before}
     choice = choose_step(total, ways, tokens, len(layers), budget, **options)
     return as_before(choice, saved.get("choice"))
 

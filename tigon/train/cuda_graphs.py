@@ -423,7 +423,9 @@ class Graphs:
         if self.off or not learns or offload or shares or self._needs_eager():
             return self.decoder(x, position_ids, mask, *rest)
         if self.meter is not None and self._decide(self.meter) is None:
-            with self.meter.measuring():
+            # Before later micro-batches of a step the GPU's queue may be full, where launches wait
+            first = not self.gradients.exist()
+            with self.meter.measuring() if first else nullcontext():
                 return self.decoder(x, position_ids, mask, *rest)
         if self.off or not self.gradients.holders:
             return self.decoder(x, position_ids, mask, *rest)

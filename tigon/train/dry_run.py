@@ -29,8 +29,10 @@ from tigon.train.build import (
     read_inputs,
     resolve_parallel,
 )
+from tigon.train.choices import USEFUL_TOKENS
 from tigon.train.config import Config, mesh_sizes, micro_batch_rows, parallel_settings
 from tigon.train.distributed import InputError, World, local
+from tigon.train.launch_meter import PASSES, WARM_UP
 from tigon.train.memory import GIB, Estimate, estimate, gpu_memory
 from tigon.train.model import compute_dtype, meta_model, parallelize, weights_dtype
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
@@ -48,6 +50,7 @@ SAVING: tuple[dict[str, object], ...] = (
     {"param_dtype": "bfloat16"},
 )
 STEPS = 4  # the first half warms up: kernels, the allocator, optimizer states
+MANY_STEPS = 2 * (WARM_UP + PASSES + 2)  # of short passes, whose first half decides on CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -337,6 +340,12 @@ def targets_gpu(config: Config) -> bool:
     return config.device != "cpu"
 
 
+def passes_are_long(config: Config) -> bool:
+    """Returns whether the passes of a run take too long to wait for launches, or have no graphs."""
+    tokens = micro_batch_rows(config) * config.seq_len
+    return tokens >= USEFUL_TOKENS or config.cuda_graphs is False or not targets_gpu(config)
+
+
 def timing_obstacle(config: Config, world: World, gpus: int) -> str | None:
     """Returns why no step can run on this machine, or None."""
     if targets_gpu(config) and world.device.type == "cpu":
@@ -355,7 +364,7 @@ def time_run(config: Config, inputs: RunInputs, world: World, advised: bool) -> 
             inputs.choice.apply(model)
         optimizer = build_optimizer(model, config)
         run = build_run(config, world, inputs, model, optimizer, build_ema(model, config))
-        timing = time_steps(run)
+        timing = time_steps(run, STEPS if passes_are_long(config) else MANY_STEPS)
     except torch.OutOfMemoryError as error:
         lines = memory_advice(config, inputs, world.size) if world.main and not advised else []
         first = str(error).split(". ")[0]

@@ -2,7 +2,8 @@
 
 The host's time to launch a pass is compared with the GPU's from its first kernel to its last. If
 the GPU were never short of work, it would take longer than the launches, which go ahead of it; if
-it waits for each launch, both take the same time.
+it waits for each launch, both take the same time. Only a pass that begins with a nearly empty queue
+tells, as the first of a step does: a full queue holds launches up.
 """
 
 import time

@@ -30,17 +30,17 @@ def sort_slots_ref(experts: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor
 
 @triton.jit
 def _flags(experts, ids, S, BLOCK: tl.constexpr):
-    """Returns the slots of this program, their experts, and [BLOCK, EXPERTS] flags of them."""
+    """Returns the slots of this program, and [BLOCK, EXPERTS] flags of their experts."""
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts + slot, mask=slot < S, other=-1)
-    return slot, expert, (expert[:, None] == ids[None, :]).to(tl.int32)
+    return slot, (expert[:, None] == ids[None, :]).to(tl.int32)
 
 
 @triton.jit
 def _count_kernel(experts, counts, S, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Counts the slots of each expert among those of a program."""
     ids = tl.arange(0, EXPERTS)
-    _, _, flags = _flags(experts, ids, S, BLOCK)
+    _, flags = _flags(experts, ids, S, BLOCK)
     tl.store(counts + tl.program_id(0) * EXPERTS + ids, tl.sum(flags, 0))
 
 
@@ -70,7 +70,7 @@ def _place_kernel(
     counts and totals are None where one program has all slots.
     """
     ids = tl.arange(0, EXPERTS)
-    slot, _, flags = _flags(experts, ids, S, BLOCK)
+    slot, flags = _flags(experts, ids, S, BLOCK)
     if counts is None:
         total = tl.sum(flags, 0)
         end = tl.cumsum(total)

@@ -408,7 +408,7 @@ def check_epilogues(record: Record) -> None:
     for case, ways in record["cases"].items():
         for name, way in ways.items():
             assert "error" in way or max(way["errors"].values(), default=0) < 1e-4, (case, name)
-    assert epilogues.saved(record, epilogues.GATED, epilogues_side.TRITON) is not None
+    assert epilogues.saved_ms(record, epilogues.GATED, epilogues_side.TRITON) is not None
 
 
 def check_fp8(record: Record) -> None:

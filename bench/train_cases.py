@@ -7,7 +7,7 @@ import importlib
 import json
 import tempfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,6 +23,7 @@ from bench.compare_side import GEMMA3_1B, LLAMA_1B, QWEN3_MOE, TINY, config
 from bench.harness import Record
 from bench.moe import tune_briefly
 from bench.peers import imported
+from bench.varlen import VARLEN, register_varlen
 from tigon.train import load
 from tigon.train.config import Config
 from tigon.train.cuda_graphs import Graphs
@@ -31,6 +32,8 @@ from tigon.train.optim import InBackward, build_in_backward, build_optimizer
 
 LLAMA_8B = config("llama", 128256, 4096, 14336, 32, 32, 8, 128, tie_word_embeddings=False)
 LLAMA_8B |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
+LLAMA_3B = config("llama", 128256, 3072, 8192, 28, 24, 8, 128, tie_word_embeddings=True)
+LLAMA_3B |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
 QWEN3_4B = config("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
 QWEN3_4B |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960}
 GPT_OSS_20B = config("gpt_oss", 201088, 2880, 2880, 8, 64, 8, 64, tie_word_embeddings=False)
@@ -51,6 +54,7 @@ TINY_SHARED = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": TINY["vo
 NO_SDPA = ("gpt_oss",)  # of transformers
 MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Liger; config.json
     "Llama-3.2-1B": ("Llama", "llama", LLAMA_1B),
+    "Llama-3.2-3B": ("Llama", "llama", LLAMA_3B),
     "Llama-3.1-8B": ("Llama", "llama", LLAMA_8B),
     "Qwen3-4B": ("Qwen3", "qwen3", QWEN3_4B),
     "Gemma3-1B": ("Gemma3", "gemma3_text", GEMMA3_1B),
@@ -100,7 +104,7 @@ class Case:
 
 LONG = 8192
 TINY_TOKENS = 48
-VARLEN, LIGER = "torch_varlen", "Liger"
+LIGER = "Liger"
 GRAPHS = ("cuda_graphs=true",)
 IN_BACKWARD = ("optimizer_in_backward=true",)  # where gradients are alive at the peak
 CASES = {
@@ -410,22 +414,3 @@ def patched(kind: str, chosen: Options, liger: bool) -> Iterator[None]:
         yield
     finally:
         setattr(module, experts, kept)
-
-
-def register_varlen() -> None:
-    """torch's varlen_attn, FlashAttention-2 for packed rows, as an attention of transformers, which
-    has no other way to that kernel without the package flash-attn."""
-    known: Any = imported("transformers:AttentionInterface")
-    known.register(VARLEN, varlen)
-
-
-def varlen(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-    *, cu_seq_lens_q: Tensor, max_length_q: int, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]"""
-    attend: Callable[..., Any] = imported("torch.nn.attention.varlen:varlen_attn")
-    more = {"enable_gqa": True} if "enable_gqa" in attend.__annotations__ else {}
-    flat = [x[0].transpose(0, 1) for x in (query, key, value)]
-    bounds = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
-    return attend(*flat, *bounds, window_size=(-1, 0), **more)[None], None

@@ -264,6 +264,38 @@ def test_interrupt_during_the_import_of_torch(arguments, tmp_path):
     assert process.communicate(timeout=30) == ("", "") and process.returncode == 130
 
 
+def test_process_ends_after_threads_and_exit_handlers() -> None:
+    """As Python's own end has it, buffered output too, but without taking modules apart."""
+    program = (
+        "import atexit, threading, time; from unittest.mock import patch\n"
+        "from tigon.cli import run\n"
+        "class Late:\n    def __del__(self): print('taken apart')\n"
+        "late = Late()\n"
+        "def wait(): time.sleep(0.3); print('thread')\n"
+        "def main(): threading.Thread(target=wait).start(); return 7\n"
+        "atexit.register(print, 'exit')\n"
+        "with patch.dict(run.__globals__, main=main): run()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "thread\nexit\n", "")
+
+
+def test_imported_objects_are_not_garbage(tmp_path: Path) -> None:
+    """While a module is imported nothing is collected, after it what it has made is not visited,
+    and at the end of the process all is as it was."""
+    (tmp_path / "module.py").write_text("import gc\nenabled = gc.isenabled()\n")
+    program = (
+        "import atexit, gc, importlib; cli = importlib.import_module('tigon.cli.main')\n"
+        "atexit.register(lambda: print(gc.get_freeze_count()))\n"
+        "module = cli._import_interruptibly('module')\n"
+        "print(module.enabled, gc.isenabled(), gc.get_freeze_count() > 0)"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(tigon.__file__).parents[1])])
+    env = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    assert (done.stdout, done.stderr) == ("False True True\n0\n", "")
+
+
 def test_closed_pipe_is_quiet(directory: Path) -> None:
     read, write = os.pipe()
     os.close(read)

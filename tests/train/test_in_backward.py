@@ -121,7 +121,8 @@ def test_the_kernel_updates_in_backward_too(finite):
             continue
         loss_of(its, number).backward()
         with tigon.kernels.use("triton"):
-            assert torch.equal(norm, clip(its, after, 0)[0])
+            expected, _ = clip(its, after, 0)
+            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)  # of other partial sums
             after.step()
         after.zero_grad()
     assert_equal(dict(model.named_parameters()), dict(its.named_parameters()))

@@ -118,11 +118,15 @@ class InBackward:
         if self.tensor is not None:
             self.tensor.all_reduce_grads(named.items())
         by_kernel = self.optimizer.uses_kernel(named.values())
-        self.norm.add(part.number, named, by_kernel=by_kernel)
+        # Where each gradient counts once, the kernel that uses it sums its squares as well
+        squares: list[Tensor] | None = [] if by_kernel and self.tensor is None else None
+        if squares is None:
+            self.norm.add(part.number, named, by_kernel=by_kernel)
         if by_kernel or self._is_finite():
             scale = self.scale if by_kernel else None
-            self.optimizer.update(part.groups.items(), part.number, scale)
+            self.optimizer.update(part.groups.items(), part.number, scale, squares)
             self._updated += named.values()
+        self.norm.add_squares(squares or ())
         for p in named.values():
             p.grad = None
 

@@ -1,0 +1,355 @@
+"""From the command to the fine-tuned model: each library as it comes, on the same files.
+
+A checkpoint with random weights and 20,000 ragged chats lie on the disk. Each side is a process of
+its own: it starts, tokenizes and packs, loads, trains some steps, evaluates once, and writes the
+model. Weights, gradients and states are bf16 on all sides; rows, tokens of a row, steps and
+learning rate are the same, only assistants' turns are learned, and tokens are those of chats,
+without padding. Files are in the page cache and Python's bytecode is compiled beforehand; caches of
+compiled kernels and of data are empty for each side.
+
+A side that the record has at this commit, with as many steps, is not measured again: a run that is
+cut off goes on with the same command.
+
+    python bench/end_to_end.py --only "1B full" --steps 60
+    python bench/end_to_end.py --tiny            # tiny models on the CPU
+    python bench/end_to_end.py --write-docs      # needs no GPU
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from bench import end_to_end_files as files
+from bench import harness
+from bench.end_to_end_side import COMPILE, STEPS, Request
+from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, progress
+from bench.varlen import VARLEN
+
+HERE = Path(__file__).parent
+DOCUMENT = "docs/performance.md"
+OURS = "Tigon"
+SPEED, MEMORY, FIRST_STEP = 1.5, 0.8, 20.0  # targets beside the best peer; seconds, for 8B
+CHATS, HELD_OUT = 20_000, 200
+LENGTH, ROWS, RANK = 8192, 2, 16
+LIBRARIES = {
+    "transformers": "transformers",
+    "TRL": "trl",
+    "datasets": "datasets",
+    "Liger": "liger-kernel",
+    "PEFT": "peft",
+    "flash-attn-4": "flash-attn-4",
+    "triton": "triton",
+}
+IMPORTS = ("tigon.train", "from trl import SFTTrainer", "peft", "liger_kernel.transformers")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and what of it is trained."""
+
+    model: str  # of bench/train_cases.py's MODELS
+    rank: int = 0  # of adapters
+    limit: float | None = None  # the most seconds from start to first step
+
+
+CASES = {
+    "1B full": Case("Llama-3.2-1B"),
+    "8B LoRA": Case("Llama-3.1-8B", RANK, FIRST_STEP),
+    "8B full": Case("Llama-3.1-8B", 0, FIRST_STEP),
+    "Qwen3-MoE full": Case("Qwen3-30B-A3B"),
+    "1B LoRA": Case("Llama-3.2-1B", RANK),
+    "Qwen3-MoE LoRA": Case("Qwen3-30B-A3B", RANK),
+}
+TRL = "TRL, gradient_checkpointing=False"
+SIDES: dict[str, dict[str, Any]] = {  # fields of a Request
+    OURS: {"library": "tigon"},
+    TRL: {"library": "TRL"},
+    "TRL": {"library": "TRL", "checkpointing": True},  # its default
+}
+
+
+@contextmanager
+def device_memory() -> Iterator[list[int]]:
+    """Collects MiB that the GPU has in use, as nvidia-smi sees it, five times a second."""
+    seen: list[int] = []
+    if shutil.which("nvidia-smi") is None:
+        yield seen
+        return
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms"]
+    process = subprocess.Popen([*query, "200"], stdout=subprocess.PIPE, text=True)
+
+    def read() -> None:
+        assert process.stdout is not None
+        seen.extend(int(line) for line in process.stdout if line.strip().isdigit())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        process.terminate()
+        thread.join()
+
+
+def environment(caches: Path, tiny: bool) -> dict[str, str]:
+    """The environment of a side, whose caches are empty."""
+    names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_DATASETS_CACHE", "TIGON_CACHE")
+    names += ("XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "TMPDIR")
+    found = os.environ | {"PYTHONPATH": harness.python_path(), "HF_HUB_OFFLINE": "1"}
+    for name in names:
+        found[name] = str(caches / name.lower())
+        Path(found[name]).mkdir(parents=True)
+    return found | ({"CUDA_VISIBLE_DEVICES": ""} if tiny else {})
+
+
+def run_child(arguments: Sequence[str], seconds: float, log: Path, **options: Any) -> Record:
+    """The JSON that a child prints last, or {"error": the last line of what it said}."""
+    with log.open("w+") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-P", *arguments],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            **options,
+        )
+        try:
+            status = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return {"error": f"not done after {seconds:.0f} s"}
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        out.seek(0)
+        lines = [line.strip() for line in out if line.strip()]
+    for line in reversed(lines):
+        if line.startswith('{"kind"'):
+            return json.loads(line)
+    said = [line for line in lines if "Error" in line] or lines or [""]
+    return {"error": f"status {status}: {said[-1][:300]}"}
+
+
+def write_files(job: Job, root: Path, case: Case) -> None:
+    tiny = job.options.tiny
+    request = files.Request(
+        str(root), case.model, 300 if tiny else CHATS, 20 if tiny else HELD_OUT, tiny
+    )
+    environment = os.environ | {"PYTHONPATH": harness.python_path()}
+    arguments = [str(HERE / "end_to_end_files.py"), json.dumps(asdict(request))]
+    began = time.monotonic()
+    found = run_child(arguments, 300, root / "files.log", env=environment)
+    if not (root / f"{case.model}.{files.DONE}").exists():
+        raise SystemExit(f"no files: {found}")
+    progress(f"files of {case.model}: {time.monotonic() - began:.1f} s")
+
+
+def import_once(root: Path) -> None:
+    """Imports each library, so that no side waits for bytecode or for the disk."""
+    if (root / "imported").exists():
+        return
+    for i, name in enumerate(IMPORTS):
+        code = name if name.startswith("from") else f"import {name}"
+        env = os.environ | {"PYTHONPATH": harness.python_path()}
+        run_child(["-c", code], 120, root / f"import-{i}.log", env=env)
+    (root / "imported").touch()
+
+
+def attention() -> str:
+    """The peer's, for packed rows: flash-attn-4, or where it is not installed FlashAttention-2 as
+    torch has it."""
+    return "flash_attention_4" if installed("flash-attn-4") else VARLEN
+
+
+def run_side(job: Job, root: Path, case: Case, name: str) -> Record:
+    """A side once."""
+    options = job.options
+    chats, tiny = root / f"chats-{300 if options.tiny else CHATS}", options.tiny
+    log = (job.out.parent / f"end_to_end-{case.model}-{name}.log").resolve()
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root) as directory, device_memory() as seen:
+        here, env = Path(directory), environment(Path(directory, "caches"), tiny)
+        began = time.monotonic()
+        request = Request(
+            **SIDES[name],
+            began=began,
+            model=str(root / case.model),
+            data=str(chats / "train.jsonl"),
+            eval_data=str(chats / "eval.jsonl"),
+            run_dir=str(here / "run"),
+            length=256 if tiny else LENGTH,
+            rows=ROWS,
+            steps=options.steps,
+            lr=2e-4 if case.rank else 1e-5,
+            rank=case.rank,
+            attention=attention(),
+            tiny=tiny,
+        )
+        arguments = [str(HERE / "end_to_end_side.py"), json.dumps(asdict(request))]
+        found = run_child(arguments, options.limit, log, env=env, cwd=here)
+        found["wall"] = time.monotonic() - began
+    found |= {"device_gib": (max(seen) - min(seen)) / 1024} if seen else {}
+    if "error" in found:
+        progress(f"{name}: {found['error']}")
+    return found | {"commit": job.record["commit"], "asked": options.steps}
+
+
+def missing(job: Job, case: str, side: str) -> bool:
+    known = job.record["cases"].get(case, {}).get(side)
+    if known is None or "error" in known or job.options.again:
+        return True
+    same = (job.record["commit"], job.options.steps)
+    return (known["commit"], known["asked"]) != same
+
+
+def measure(job: Job, root: Path) -> None:
+    for name in job.only:
+        sides = [side for side in job.options.sides.split(";") if missing(job, name, side)]
+        if not sides:
+            progress(f"{name}: is measured")
+            continue
+        imports = threading.Thread(target=import_once, args=(root,))
+        imports.start()
+        write_files(job, root, CASES[name])
+        imports.join()
+        for side in sides:
+            progress(f"{name}: {side}")
+            found = run_side(job, root, CASES[name], side)
+            job.record["cases"].setdefault(name, {})[side] = found
+            job.add()
+            print(markdown(HEAD, [row(name, side, found)]), flush=True)
+
+
+# What the figures say
+
+
+def seconds_of(found: Record) -> dict[str, float]:
+    """Seconds of each part, which add up to the time of the process. Warm-up is what steps take
+    beyond so many median steps: kernels that are compiled, and whatever else the first ones do."""
+    phases = dict(found["phases"])
+    steps = phases.pop(STEPS) + phases.pop(COMPILE)
+    usual = min(steps, median(found["gaps"]) * found["steps"]) if found["gaps"] else steps
+    parts = {name: phases[name] for name in ("start", "data", "model")}
+    parts |= {"warm-up": steps - usual, STEPS: usual}
+    parts |= {name: phases[name] for name in ("evaluation", "save")}
+    return parts | {"other": found["wall"] - sum(parts.values())}
+
+
+def speed(found: Record) -> float | None:
+    """Tokens a second over all."""
+    return None if "error" in found else found["tokens"] / found["wall"]
+
+
+def peak(found: Record) -> float | None:
+    """GiB, as the allocator of torch counts them."""
+    return found.get("allocated_gib")
+
+
+HEAD = ["case", "side", "tokens/s over all", "peak GiB", "to the first step, s", "all, s"]
+PARTS = ["start", "data", "model", "warm-up", STEPS, "evaluation", "save", "other"]
+HEAD += PARTS
+
+
+def row(case: str, side: str, found: Record) -> list[str]:
+    if "error" in found:
+        return [case, side, harness.failure(found)]
+    parts = seconds_of(found)
+    cells = [f"{speed(found):,.0f}", figure(peak(found)), figure(found["first_step"])]
+    return [case, side, *cells, figure(found["wall"]), *(figure(parts[p]) for p in PARTS)]
+
+
+def best_peer(sides: Record) -> Record | None:
+    """The peer with the most tokens a second over all."""
+    known = [found for name, found in sides.items() if name != OURS and "error" not in found]
+    return max(known, key=lambda found: found["tokens"] / found["wall"], default=None)
+
+
+def verdicts(name: str, sides: Record) -> list[str]:
+    ours, theirs = sides.get(OURS, {"error": ""}), best_peer(sides)
+    if "error" in ours:
+        return [f"not measured: {name}: {OURS}"]
+    rates = [speed(found) if found else None for found in (ours, theirs)]
+    peaks = [peak(found) if found else None for found in (ours, theirs)]
+    ratio = rates[0] / rates[1] if rates[0] and rates[1] else None
+    memory = peaks[0] / peaks[1] if peaks[0] and peaks[1] else None
+    said = [
+        harness.verdict(f"{name}: tokens/s over all, over the best peer's", ratio, SPEED),
+        harness.verdict(f"{name}: peak memory over its", memory, MEMORY, most=True),
+    ]
+    if (limit := CASES[name].limit) is not None:
+        what = f"{name}: seconds from start to first step"
+        said.append(harness.verdict(what, ours["first_step"], limit, most=True))
+    return said
+
+
+def learned(sides: Record) -> str:
+    """How many tokens each side has trained on and learned, of one case."""
+    parts = [
+        f"{name} {found['tokens'] / found['steps']:,.0f} tokens a step, of which "
+        f"{found['learned'] / found['steps']:,.0f} are learned"
+        for name, found in sides.items()
+        if "error" not in found
+    ]
+    return "; ".join(parts)
+
+
+def show(record: Record) -> str:
+    cases = {name: record["cases"][name] for name in CASES if name in record["cases"]}
+    rows = [row(name, side, of) for name, sides in cases.items() for side, of in sides.items()]
+    notes = [f"{name}: {learned(sides)}." for name, sides in cases.items() if learned(sides)]
+    said = [line for name, sides in cases.items() for line in verdicts(name, sides)]
+    steps = sorted({found["asked"] for sides in cases.values() for found in sides.values()})
+    title = f"{heading(record, record['libraries'])}; {' or '.join(map(str, steps))} steps."
+    return "\n\n".join([title, markdown(HEAD, rows), *notes, "\n".join(said)])
+
+
+def run(job: Job) -> str:
+    options = job.options
+    if unknown := [side for side in options.sides.split(";") if side not in SIDES]:
+        raise SystemExit(f"no side {unknown[0]}; there are {'; '.join(SIDES)}")
+    if options.out is None and not options.tiny:  # parts add up to a whole run
+        job.out = harness.RESULTS / job.out.name
+    known = json.loads(job.out.read_text(encoding="utf-8")) if job.out.exists() else {}
+    job.record |= {"machine": job.record.get("gpu", "CPU"), "cases": known.get("cases", {})}
+    job.record["libraries"] = {name: installed(package) for name, package in LIBRARIES.items()}
+    root = options.root / ("tiny" if options.tiny else "files")
+    root.mkdir(parents=True, exist_ok=True)
+    measure(job, root.resolve())
+    job.whole = not options.tiny and all(
+        side in job.record["cases"].get(name, {}) for name in CASES for side in SIDES
+    )
+    return show(job.record)
+
+
+OPTIONS = (
+    ("--sides", {"default": ";".join(SIDES), "help": "with semicolons; default: %(default)s"}),
+    ("--steps", {"type": int, "default": 200, "help": "optimizer steps of a side"}),
+    ("--limit", {"type": float, "default": 200.0, "help": "seconds that a side may take"}),
+    ("--root", {"type": Path, "default": Path(tempfile.gettempdir(), "end_to_end")}),
+    ("--again", {"action": "store_true", "help": "measure what the record has"}),
+    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
+)
+USUAL = ("1B full", "8B LoRA", "8B full", "Qwen3-MoE full")
+BENCH = Bench(
+    *("end_to_end", __doc__, run, show, list(CASES), DOCUMENT),
+    unasked=[name for name in CASES if name not in USUAL],
+    options=OPTIONS,
+)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

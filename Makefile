@@ -48,5 +48,5 @@ format: .venv/.installed-test  ## format and fix what ruff can
 clean:  ## remove the environment and everything built
 	rm -rf .venv .assets .cache dist runs site .mypy_cache .pytest_cache .ruff_cache
 
-bench-%: .venv/.installed-bench  ## kernels, moe, attention, padding, generate, train_step, train_multi, parallel, train_curves, trainer, preference, distillation, adapters, recipes, long_sums, gated_delta, data, optimizers or cpu beside peers; compare (ARGS="--help")
+bench-%: .venv/.installed-bench  ## a script of bench/ beside its peers, such as kernels or train_step (ARGS="--help")
 	$(BIN)/python bench/$*.py $(ARGS)

@@ -3,6 +3,7 @@
 docs/attention.md says what is compared, and how; --write-docs puts the figures there.
 """
 
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from bench.measure import ONCE, Effort, host_time, measure
 from bench.timing import quantiles
 from tigon.kernels import AttentionMask, attention
 
+GAINS = harness.ROOT / "tigon/kernels/attention/fa4_gains.json"
 HOST = "host time per call"
 EFFORT = Effort(rounds=2, total=80.0, least=5, most=40)
 PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "transformers", "triton")
@@ -127,7 +129,29 @@ def run(job: Job) -> str:
     return "\n\n".join([host_table(HOST, named(job.record["host"])), *verdicts(job.record)])
 
 
-BENCH = Bench("attention", __doc__, run, show, [c.name for c in CASES], "docs/attention.md")
+def gains(record: Record) -> Record:
+    """What flash-attn-4 makes of a step of attention, in times of what is taken without: the least
+    and the most of packed sequences of many lengths, and of whole rows."""
+    found: dict[str, list[float]] = {"packed": [], "rows": []}
+    for case in record["cases"]:
+        kind = "rows" if len(set(case["lengths"])) == 1 else "packed"
+        plain = case["window"] is None and case["softcap"] is None and case["head_dim"] <= 128
+        ours, without = (took(case, name, "both") for name in (OURS, TORCH_ONLY))
+        if plain and ours and without:
+            found[kind].append(without / ours)
+    ranges = {
+        kind: [round(min(values), 2), round(max(values), 2)] for kind, values in found.items()
+    }
+    return {"gpu": record["gpu"], "commit": record["commit"], **ranges}
+
+
+def write_gains(record: Record) -> None:
+    """Puts them where `attention` reads them, to say what a machine without misses."""
+    GAINS.write_text(json.dumps(gains(record), indent=2) + "\n")
+
+
+CASE_NAMES = [case.name for case in CASES]
+BENCH = Bench("attention", __doc__, run, show, CASE_NAMES, "docs/attention.md", draw=write_gains)
 
 if __name__ == "__main__":
     harness.main(BENCH)

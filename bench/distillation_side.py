@@ -216,6 +216,7 @@ def our_steps(request: Request) -> Iterator[tuple[str, Record]]:
         values["activation_checkpointing"] = "false"
         config = load(None, [f"{key}={value}" for key, value in values.items()])
         inputs = read_inputs(config, world)
+        config = inputs.config
         student = apply_model_settings(tigon.Llama.from_config(student_shape, **options), config)
         teacher.use_attention(config.attention)
         objective: Any = inputs.task

@@ -146,6 +146,9 @@ def settings(root: Path, case: str, tiny: bool) -> dict[str, Any]:
         "micro_batch_size": rows,
         "param_dtype": dtype,
         "device": "cpu" if tiny else "cuda",
+        "sharding": "full",
+        "activation_checkpointing": "false",
+        "cuda_graphs": "false",
         **changes,
     }
 

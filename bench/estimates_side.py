@@ -22,6 +22,7 @@ def main(out: str, *arguments: str) -> None:
     config = load(None, arguments)
     with start(config.device) as world:
         inputs = read_inputs(config, world)
+        config = inputs.config
         model = random_model(config, world)
         optimizer = build_optimizer(model, config)
         run = build_run(config, world, inputs, model, optimizer, build_ema(model, config))

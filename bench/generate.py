@@ -53,23 +53,31 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 class Decoding(Attempt):
-    """Greedy generation; a round is the time of a step of the whole batch, in ms."""
+    """Greedy generation; a round is the time of a step of the whole batch, in ms.
 
-    def __init__(self, name: str, model: Any, ids: Tensor, case: Decode) -> None:
+    `moved` are the bytes of a step. `judge` is the model whose logits tell whether tokens are right
+    and which may be another side's: its own, where none is given, must not find them wrong.
+    """
+
+    def __init__(
+        self, name: str, model: Any, ids: Tensor, case: Decode, moved: Record, judge: Any = None
+    ) -> None:
         super().__init__(name)
         self.model, self.case, self.lengths = model, case, case.lengths(name)
+        self.result["bytes"], self.judge = moved, judge
         self.generate = cases.generating(model, name, ids)
 
     def check(self) -> None:
         """A wrong answer is not worth timing."""
-        self.result["bytes"] = Size(LLAMA_8B).step(self.case, self.result["name"])
         tokens: list[Tensor] = []
         new, start = self.lengths[1], time.perf_counter()
         with timing.deadline(PATIENCE):
             self.result["extra_mib"] = timing.peak_mib(lambda: tokens.append(self.generate(new)))
         self.result["first_run_s"] = time.perf_counter() - start
-        self.result["worst_choice"] = worst = cases.worst_choice(self.model, tokens[0], new)
-        if not worst <= cases.DOUBT:
+        gaps = cases.choice_gaps(self.judge or self.model, tokens[0], new)
+        self.result["worst_choice"] = worst = float(gaps.max())
+        self.result["mean_choice"] = float(gaps.mean())
+        if self.judge is None and not worst <= cases.DOUBT:
             raise RuntimeError(f"chose a token {worst:.3g} deviations below the best")
 
     def time(self) -> None:
@@ -103,8 +111,13 @@ def prompts(batch: int, tokens: int, device: torch.device) -> Tensor:
 
 def decode(case: Decode, models: dict[str, Any], quick: bool) -> Record:
     ids = prompts(case.batch, case.context, models[OURS].device)
-    attempts = [Decoding(name, models[OURS], ids, case) for name in cases.CACHES]
-    attempts.append(Decoding(THEIRS, models[THEIRS], ids, case))
+    size = Size(LLAMA_8B)
+    attempts = [
+        Decoding(
+            name, models[OURS if name in cases.CACHES else name], ids, case, size.step(case, name)
+        )
+        for name in (*cases.CACHES, THEIRS)
+    ]
     found = in_turn(case.name, attempts, 1 if quick else case.rounds)
     return {**asdict(case), "kind": "decode", "providers": found}
 

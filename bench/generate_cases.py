@@ -138,11 +138,11 @@ def eager() -> Iterator[None]:
         graph.WARM_UP = kept
 
 
-def generating(model: Any, provider: str, ids: Tensor) -> Callable[[int], Tensor]:
+def generating(model: Any, provider: str, ids: Tensor, **more: Any) -> Callable[[int], Tensor]:
     """Greedy generation of so many tokens."""
-    options: dict[str, Any] = {"do_sample": False}
+    options: dict[str, Any] = {"do_sample": False, **more}
     if provider == THEIRS:
-        options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+        options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "use_cache": True}
     else:
         options |= {"eos_token_id": []}
         if CACHES[provider] is not None:
@@ -159,15 +159,15 @@ def generating(model: Any, provider: str, ids: Tensor) -> Callable[[int], Tensor
 
 
 @torch.inference_mode()
-def worst_choice(model: Any, tokens: Tensor, new: int, rows: int = 4) -> float:
-    """How far a generated token's logit is below the best at most, in the logits' deviations.
+def choice_gaps(model: Any, tokens: Tensor, new: int, rows: int = 4) -> Tensor:
+    """How far each generated token's logit is below the best, in the logits' deviations.
 
     The logits are those of a forward pass without a cache.
     """
     tokens = tokens[:rows]
     logits = model(tokens[:, :-1], use_cache=False, logits_to_keep=new).logits.float()
     chosen = logits.gather(2, tokens[:, -new:, None]).squeeze(2)
-    return float(((logits.amax(2) - chosen) / logits.std(2)).max())
+    return (logits.amax(2) - chosen) / logits.std(2)
 
 
 def forward(model: Any, ids: Tensor) -> Run:

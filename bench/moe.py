@@ -2,8 +2,8 @@
 
 Measures `grouped_mlp` with a given random routing at two shapes, forward and backward, against the
 experts of transformers and of Liger; what the products would take if they were dense, as one
-large matrix product each; and a training step of a stack of 4 layers of the shape of
-Qwen3-30B-A3B. --write-docs puts the figures into docs/kernels.md.
+large matrix product each; every launch of a layer (`bench/moe_parts.py`); and a training step of a
+stack of 4 layers of the shape of Qwen3-30B-A3B. --write-docs puts the figures into docs/kernels.md.
 
 Liger tunes its kernels over far more than a hundred configurations, which takes minutes for each
 shape: here only over those that `likely` names, in any number of stages, and at the first shape.
@@ -29,6 +29,7 @@ from bench import harness, measure
 from bench.compare_side import QWEN3_MOE
 from bench.harness import Bench, Job, Record, failure, heading, markdown, named, provider_table
 from bench.measure import ONCE, Effort, Problem, Provider
+from bench.moe_parts import measure_parts, parts_table
 from bench.peers import PACKAGES, call, imported, random_model
 from tigon.kernels import grouped_mlp_ref
 
@@ -38,7 +39,7 @@ EXPERTS = {
     "Qwen3-30B-A3B": "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts",
     "Mixtral-8x7B": "transformers.models.mixtral.modeling_mixtral:MixtralExperts",
 }
-STACK, STACK_TOKENS = "stack", (2, 4096)
+STACK, STACK_TOKENS, PARTS = "stack", (2, 4096), "parts"
 LAYER = Effort(rounds=3, total=60.0, least=3, most=20)
 STEP = Effort(rounds=1, total=1500.0, least=5, most=8)
 PATIENCE = 600.0  # seconds; Liger tunes
@@ -216,6 +217,8 @@ def show(record: Record) -> str:
     parts = [f"{heading(record, record['peers'])}."]
     if record.get("layers"):
         parts.append(layer_table(record["layers"]))
+    if PARTS in record:
+        parts.append(parts_table(record[PARTS]))
     if "stack" in record:
         parts.append(stack_table(record["stack"]))
     return "\n\n".join(parts)
@@ -228,12 +231,14 @@ def run(job: Job) -> str:
     for name in SHAPES:
         if name in job.only:
             job.add(layers={**job.record["layers"], name: layer(name, job.quick)})
+    if PARTS in job.only:
+        job.add(parts=measure_parts(next(iter(SHAPES.values())), job.quick))
     if STACK in job.only:
         job.add(stack=stack(QWEN3_MOE, job.quick))
     return show(job.record)
 
 
-BENCH = Bench("moe", __doc__, run, show, (*SHAPES, STACK), "docs/kernels.md")
+BENCH = Bench("moe", __doc__, run, show, (*SHAPES, PARTS, STACK), "docs/kernels.md")
 
 if __name__ == "__main__":
     harness.main(BENCH)

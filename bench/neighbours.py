@@ -133,7 +133,7 @@ def measured(case: str, job: Job) -> Record:
         config, rows, tokens, device = LLAMA, 2, 32, "cpu"
     steps = BEGIN + job.options.steps
     ids = torch.randint(config["vocab_size"], (steps, rows, tokens))
-    found: Record = {"name": case, "sides": {}}
+    found: Record = {"name": case, "commit": job.record["commit"], "sides": {}}
     for n in range(job.options.rounds):
         for name, run_side in sides(config, ids, device).items():
             progress(f"{case}, round {n + 1}: {name}")
@@ -153,10 +153,10 @@ def ratio(case: Record, other: str) -> float | None:
 
 def show(record: Record) -> str:
     rows = [
-        [case["name"], *(figure(median(speeds), 5) for speeds in case["sides"].values())]
+        [case["name"], case["commit"], *(figure(median(v), 5) for v in case["sides"].values())]
         for case in record["cases"]
     ]
-    head = ["tokens/s", *record["cases"][0]["sides"]]
+    head = ["tokens/s", "commit", *record["cases"][0]["sides"]]
     ends = [
         verdict(f"{case['name']}: tokens/s of {OURS} over {other}", ratio(case, other), least)
         for case in record["cases"]
@@ -181,7 +181,9 @@ OPTIONS = (
     ("--steps", {"type": int, "default": 20, "help": "steps that are timed"}),
     ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
-BENCH = Bench("neighbours", __doc__, run, show, list(CASES), options=OPTIONS)
+BENCH = Bench(
+    "neighbours", __doc__, run, show, list(CASES), "docs/neighbours.md", options=OPTIONS
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -68,8 +68,12 @@ def milliseconds(
 
 
 def peak_mib(run: Run, before: Run = nothing) -> float:
-    """MiB that one run allocates at most beyond what was there, its results included."""
+    """MiB that one run allocates at most beyond what was there, its results included; 0 where there
+    is no GPU, and nothing counts them."""
     before()
+    if not torch.cuda.is_available():
+        run()
+        return 0.0
     gc.collect()
     torch.cuda.synchronize()
     base = torch.cuda.memory_allocated()

@@ -32,6 +32,8 @@ from tigon.train.optim import InBackward, build_in_backward, build_optimizer
 
 LLAMA_8B = config("llama", 128256, 4096, 14336, 32, 32, 8, 128, tie_word_embeddings=False)
 LLAMA_8B |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
+LLAMA_3B = config("llama", 128256, 3072, 8192, 28, 24, 8, 128, tie_word_embeddings=True)
+LLAMA_3B |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
 QWEN3_4B = config("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, tie_word_embeddings=True)
 QWEN3_4B |= {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960}
 GPT_OSS_20B = config("gpt_oss", 201088, 2880, 2880, 8, 64, 8, 64, tie_word_embeddings=False)
@@ -52,6 +54,7 @@ TINY_SHARED = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": TINY["vo
 NO_SDPA = ("gpt_oss",)  # of transformers
 MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Liger; config.json
     "Llama-3.2-1B": ("Llama", "llama", LLAMA_1B),
+    "Llama-3.2-3B": ("Llama", "llama", LLAMA_3B),
     "Llama-3.1-8B": ("Llama", "llama", LLAMA_8B),
     "Qwen3-4B": ("Qwen3", "qwen3", QWEN3_4B),
     "Gemma3-1B": ("Gemma3", "gemma3_text", GEMMA3_1B),
@@ -286,7 +289,7 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
         add_lora(made, chosen)
     fill_ours(made)
     model = apply_model_settings(made, chosen)
-    if chosen.cuda_graphs and device != "cpu":
+    if chosen.cuda_graphs is True and device != "cpu":
         Graphs(model)
     return model, adamw(model) if theirs else build_optimizer(model, chosen)
 

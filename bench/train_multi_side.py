@@ -64,6 +64,7 @@ def fill(model: Any) -> None:
 def tigon(config: Config, world: World, count: int) -> Record:
     """The trainer's steps: forward, backward, the norm of all gradients, update."""
     inputs = read_inputs(config, world)
+    config = inputs.config
     model = random_model(config, world)
     fill(model)
     run = build_run(

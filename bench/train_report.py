@@ -158,7 +158,7 @@ def summary(record: Record) -> str:
         note += f" Not measured: {'; '.join(missing)}."
     if any(CASES[case["name"]].own for case in record["cases"]):
         note += f" fp8 cases are compared with Tigon's own bf16 step, not with {PEER}."
-    return f"{heading(record, record['libraries'])}.\n\n{table}{note}"
+    return f"{heading(record, {})}, the last run.\n\n{table}{note}"
 
 
 def case_lines(case: Record) -> str:
@@ -204,6 +204,7 @@ def time_table(case: Record) -> str:
     return markdown(["ms", "limit", mine, other], rows)
 
 
+LEFT = 0.3  # where the bars of the picture begin
 LEAST = 1e-3  # GiB that a table shows; the scalars of a step take some bytes
 
 
@@ -257,7 +258,8 @@ def details(record: Record) -> str:
         used = "; ".join(f"{side}: {attention(case, side)}" for side in sides_of(case))
         rounds = len(good(case, sides_of(case)[1]))
         stamp = f"Commit {case['commit']}, {case['date'][:10]}, {format_count(rounds, 'round')}. "
-        stamp += f"Attention: {used}."
+        versions = ", ".join(f"{name} {v}" for name, v in case["libraries"].items() if v)
+        stamp += f"{versions}. Attention: {used}."
         tried = "; ".join(f"{name} {found(t)}" for name, t in case["tried"].items())
         stamp += f" Settings tried for the peer: {tried}." if tried else ""
         parts += [f"### {case['name']}", stamp, *filter(None, sections)]
@@ -294,10 +296,12 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
             axes.barh(place + at, value, 0.38, color=shade, label=label if place == 0 else None)
             style: dict[str, Any] = {"color": "white", "fontsize": 7, "va": "center"}
             axes.annotate(
-                f"{value:.2f}", (0, place + at), (4, 0), textcoords="offset points", **style
+                f"{value:.2f}", (LEFT, place + at), (4, 0), textcoords="offset points", **style
             )
             if aim is not None:
                 axes.plot([aim, aim], [place + at - 0.19, place + at + 0.19], "k-", linewidth=1.2)
+    axes.set_xscale("log")
+    axes.set_xlim(left=LEFT)
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
     axes.set_yticks(range(len(shown)), [case["name"] for case in shown])
     axes.invert_yaxis()

@@ -46,6 +46,7 @@ from tigon.train.optim import InBackward
 GIB = 2**30
 FIRST = 3  # steps that are not timed, whose losses are compared
 PROFILED = 2
+SLOW = 2000.0  # milliseconds of a step with so many launches that to tell them apart takes minutes
 
 
 @dataclass(frozen=True)
@@ -253,7 +254,7 @@ def measured(sides: Sides) -> None:
                 row = training.first() | training.timed(request.seconds)
                 row["attention"] = attention_of(side, options)
                 if profiles:
-                    row["profile"] = training.profiled()
+                    row["profile"] = training.profiled() if row["ms"] < SLOW else {}
                 return row
 
             row = guarded(lambda s=side, m=measure: sides.turn(s, options, m))

@@ -94,6 +94,7 @@ def begun(name: str, case: Case, job: Job) -> Record:
     if known is None or job.options.again or any(known[k] != v for k, v in same.items()):
         return {"name": name, **same, "tokens": tokens, "tried": {}, "profile": {}} | {
             "date": job.record["date"],
+            "libraries": job.record["libraries"],
             "rounds": {side: [] for side in case.sides},
         }
     rounds = {

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import tigon
-from tigon.generation import Sampling
+from tigon.generation import Sampling, row_sampling
 from tigon.generation.row_sampling import RowSampling, SamplingNeeds
 from tigon.generation.settings import DEFAULTS, GenerationSettings
 from tigon.kernels.loss.argmax import NOT_FINITE
@@ -122,7 +122,7 @@ ROW_SETTINGS = [
     {"do_sample": True, "top_k": 0},
     {"do_sample": True, "top_k": 7, "temperature": 0.6},
     {"do_sample": True, "top_k": 0, "top_p": 0.6, "repetition_penalty": 1.4},
-    {"do_sample": True, "top_k": 9, "top_p": 0.8, "min_p": 0.1, "temperature": 1.8},
+    {"do_sample": True, "top_k": 9, "top_p": 0.8, "min_p": 0.5, "temperature": 1.8},
     {"do_sample": True, "top_k": 150, "top_p": 0.95, "temperature": 3.0},
     {"repetition_penalty": 3.0, "temperature": 0.1},
     {"min_new_tokens": 3},
@@ -142,8 +142,10 @@ def sampled_rows(order: list[int], logits: Tensor, most: int, seed: int) -> list
     return [list(by_row[order.index(i)]) if i in order else [] for i in range(len(ROW_SETTINGS))]
 
 
-def test_rows_sample_by_settings_of_their_own() -> None:
+@pytest.mark.parametrize("block", [1024, 16])
+def test_rows_sample_by_settings_of_their_own(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a row may choose is what `Sampling` leaves of its scores, as often as it says."""
+    monkeypatch.setattr(row_sampling, "BLOCK", block)
     logits, most = 2 * torch.randn(len(ROW_SETTINGS), V), 1500
     logits[7, 3] = 20  # eos
     tokens = sampled_rows(list(range(len(ROW_SETTINGS))), logits, most, seed=5)
@@ -182,6 +184,17 @@ def test_rows_draw_alone() -> None:
     for i in range(len(ROW_SETTINGS)):
         assert sampled_rows([i], logits, 30, seed=-7)[i] == together[i]
     assert sampled_rows([1], logits, 30, seed=8)[1] != together[1]
+
+
+def test_few_columns_are_drawn_from_as_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that all have a small top_k draw from its columns alone, and get the same tokens."""
+    monkeypatch.setattr(row_sampling, "FEW", 12)
+    logits = 2 * torch.randn(len(ROW_SETTINGS), V)
+    with_all = sampled_rows([1, 2, 4], logits, 40, seed=9)
+    alone = sampled_rows([2, 4], logits, 40, seed=9)
+    assert [alone[2], alone[4]] == [with_all[2], with_all[4]]
+    assert sampled_rows([1], logits, 40, seed=9)[1] == with_all[1]
+    assert len({*alone[2]}) > 2
 
 
 def test_rows_without_finite_scores() -> None:

@@ -1,6 +1,7 @@
 """Static caches say what dynamic ones say: every family, ragged prompts, ends, seeds, chunks."""
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,23 @@ def _long_texts() -> Any:
 def ragged() -> dict[str, Tensor]:
     ids, mask = padded((3, 11, 1, 7, 11), 97)
     return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_capture_has_the_mode_of_its_call(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever keeps a cache generates outside of inference mode, and without gradients."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
+    monkeypatch.setattr(steps, "side_stream", lambda device: None)
+    found = []
+
+    def step() -> Tensor:
+        found.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return torch.zeros(1)
+
+    with mode():
+        steps.GraphedStep(torch.zeros(1), None)._capture(step)
+    assert found == [(False, mode is torch.inference_mode)]
 
 
 @pytest.mark.slow(first=FAMILIES)

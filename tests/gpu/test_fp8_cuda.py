@@ -8,7 +8,8 @@ import torch
 from tests.support.numbers import relative_error
 from tests.train.conftest import workspace
 from tigon.kernels import fp8_linear, fp8_linear_ref, use
-from tigon.kernels.linear.fp8 import MIN_CAPABILITY, cast_both, cast_columns, cast_rows
+from tigon.kernels.linear.fp8 import MIN_CAPABILITY
+from tigon.kernels.linear.fp8_casts import cast_both, cast_columns, cast_rows
 from tigon.train import main
 
 __all__ = ["workspace"]

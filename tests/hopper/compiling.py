@@ -14,7 +14,8 @@ from triton.runtime.jit import JITFunction
 
 from tests.hopper.branches import watch
 from tigon.kernels import runtime, use
-from tigon.kernels.mlp import grouped_product
+from tigon.kernels.mlp import grouped_mlp, grouped_product
+from tigon.kernels.mlp.slot_order import sort_slots_ref
 
 # Accesses of 16 bytes in the launches of each kernel; a number that falls means that Triton no
 # longer knows of an alignment, and elements are moved one by one. AdamW in bfloat16 reads 4 tensors
@@ -25,12 +26,13 @@ WIDE = {
     "adamw bf16, lines: adamw._adamw_table_kernel": [7],
     "adamw 8 bits: adamw._adamw_table_kernel": [3],  # weight and gradient; 8 codes are 8 bytes
     "squared_norm bf16: grad_norm._squares_kernel": [8],
-    "fp8 rows: fp8._rows_kernel": [6],
-    "fp8 both: fp8._maxima_kernel": [4],
-    "fp8 both: fp8._tiles_kernel": [8],
-    "fp8 both, known: fp8._tiles_kernel": [8, 6],
-    "fp8 rows and maxima, 14336: fp8._rows_kernel": [2],  # it reads by asynchronous copies
-    "fp8 gated silu: fp8._gated_rows_kernel": [2],
+    "fp8 rows: fp8_casts._rows_kernel": [6],
+    "fp8 both: fp8_casts._maxima_kernel": [4],
+    "fp8 both: fp8_casts._tiles_kernel": [8],
+    "fp8 both, known: fp8_casts._tiles_kernel": [8, 6],
+    "fp8 rows and maxima, 14336: fp8_casts._rows_kernel": [2],  # it reads by asynchronous copies
+    "fp8 gated silu: fp8_mlp._gated_rows_kernel": [2],
+    "fp8 gated silu: fp8_mlp._gated_tiles_kernel": [22],
     "nf4 bf16: quantized._nf4_kernel": [5],
     "block fp8 e4m3: quantized._block_fp8_kernel": [6],
     "gated_act with product: gated_act._gated_act_backward_kernel": [0],  # 8 bytes
@@ -98,6 +100,8 @@ def pretend() -> None:
     driver.set_active(Hopper())
     runtime.INTERPRETED = True  # launch on the CPU
     grouped_product._triton_supports = lambda x, weight: grouped_product._aligned(x, weight)
+    # What a launch would have written is indexed with
+    grouped_mlp.sort_slots = lambda experts, number, *_: sort_slots_ref(experts, number)
     torch.set_num_threads(1)
     JITFunction.__getitem__ = _compiling
     CUDABackend.add_stages = _with_an_exit

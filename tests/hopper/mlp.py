@@ -5,26 +5,28 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.hopper.compiling import BF16, FP16, FP32, INT32, Forms, backward, zeros
-from tigon.kernels import gated_act, gemv, grouped_mlp
+from tigon.kernels import gated_act, gemv, grouped_mlp, softmax_topk
 from tigon.kernels.comm import one_shot_all_reduce
 from tigon.kernels.linear.dropout import Dropout, apply_dropout
-from tigon.kernels.linear.fp8 import (
-    Maxima,
+from tigon.kernels.linear.fp8_casts import (
+    _cast_normed,
     cast_both,
     cast_columns,
-    cast_gated_rows,
     cast_rows,
     cast_rows_and_maxima,
-    gradients_and_maxima,
 )
+from tigon.kernels.linear.fp8_mlp import cast_gated_gradients, cast_gated_rows
 from tigon.kernels.linear.lora import low_rank_gradients, low_rank_product
+from tigon.kernels.linear.maxima import Maxima
 from tigon.kernels.linear.quantized import E4M3, E5M2
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
 from tigon.kernels.mlp.grouped_mlp import ExpertBiases
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
+from tigon.kernels.mlp.slot_order import sort_slots
 from tigon.layers import FP8Weight, NF4Weight
 
 
@@ -45,6 +47,8 @@ def forms() -> Forms:
     yield "fp8 both", lambda: cast_both(zeros(64, 2048), fused=True)
     yield "fp8 both, known", _known
     yield "fp8 both, odd", lambda: cast_both(zeros(50, 208), fused=True)
+    yield "fp8 normed", lambda: _cast_normed(*_normed(), 0.0, True)
+    yield "fp8 normed, after", lambda: _cast_normed(*_normed(), 1.0, False)
     for act in ACTIVATIONS:
         yield f"fp8 gated {act}", partial(_fp8_gated, act, 14336)
     yield "fp8 gated, narrow", partial(_fp8_gated, "silu", 80)
@@ -60,6 +64,11 @@ def forms() -> Forms:
     for name, options in EXPERTS.items():
         yield f"grouped_mlp {name}", partial(_grouped_mlp, **options)
     yield "expert_rows", _expert_rows
+    for slots in 64, 1024:
+        chosen = zeros(slots, dtype=torch.int64)
+        yield f"slot_order {slots}", partial(sort_slots, chosen, 128, False, zeros(1))
+    for normalize in (True, False):
+        yield f"softmax_topk, normalize={normalize}", partial(_softmax_topk, normalize)
     for dtype in one_shot_all_reduce.BITS:
         yield f"one_shot_sum {dtype}", partial(_one_shot_sum, dtype)
         yield f"one_shot_join {dtype}", partial(_one_shot_sum, dtype, 128)
@@ -78,9 +87,14 @@ def _known() -> None:
     cast_columns(x, columns, fused=True)
 
 
+def _normed() -> tuple[Tensor, ...]:
+    of_columns = zeros(2048, dtype=INT32), zeros(64, dtype=FP32), zeros(2048)
+    return zeros(64, 2048), *of_columns
+
+
 def _fp8_gated(act: Activation, inner: int) -> None:
     cast_gated_rows(zeros(8, 2 * inner), act)
-    gradients_and_maxima(zeros(8, inner), zeros(8, 2 * inner), act, True)
+    cast_gated_gradients(zeros(8, inner), zeros(8, 2 * inner), act)
 
 
 def _gated_act(act: Activation, N: int, inner: int, dtype: torch.dtype) -> None:
@@ -171,6 +185,14 @@ def _expert_rows() -> None:
     for columns, dtype in (2048, BF16), (16, FP32):
         rows = spread_rows(zeros(64, columns, dtype=dtype), places, 3, 150)
         combine_rows(rows, places, None, 3)
+
+
+def _softmax_topk(normalize: bool) -> None:
+    """With a loss on all probabilities, and without."""
+    logits = zeros(64, 128, grad=True)
+    for used in (0, 2), (2,):
+        found = softmax_topk(logits, 8, normalize=normalize)
+        backward(*(found[i] for i in used))
 
 
 def _buffers(dtype: torch.dtype) -> one_shot_all_reduce.SymmetricBuffers:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tests.hopper.compiling import BF16, FP16, FP32, Forms, backward, zeros
 from tigon.kernels import rms_norm, sandwich_norm
+from tigon.kernels.linear.maxima import request_maxima
 from tigon.kernels.norm.rms_norm import recompute_norm
 
 
@@ -20,12 +21,19 @@ def forms() -> Forms:
         "rms_norm again, gate",
         lambda: recompute_norm(*_saved(), zeros(8, 2048), None, 1.0, False),
     )
+    yield "rms_norm with maxima", _with_maxima
     for name, options in SANDWICH.items():
         yield f"sandwich_norm {name}", partial(_sandwich_norm, **options)
 
 
 def _saved() -> tuple[Tensor, Tensor]:
     return zeros(8, 2048), zeros(8, dtype=FP32)
+
+
+def _with_maxima() -> None:
+    x = zeros(8, 2048, grad=True)
+    request_maxima(x)
+    backward(rms_norm(x, zeros(2048, grad=True), 1e-6))
 
 
 AFTER: dict[str, Any] = {"cast": "after_weight", "offset": 1.0}

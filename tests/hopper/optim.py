@@ -38,6 +38,7 @@ def forms() -> Forms:
     yield "adamw unscaled", partial(_adamw, FP32, FP32, FP32, scale=False)
     for name in ("fp32", "bf16", "8 bits"):
         yield f"adamw alone, {name}", partial(_adamw, *KINDS[name], alone=True)
+        yield f"adamw and squares, {name}", partial(_adamw, *KINDS[name], squares=True)
     yield "adamw alone, to nearest, odd", partial(nearest, count=1001, alone=True)
     yield (
         "adamw alone, unscaled, one",
@@ -58,6 +59,7 @@ def _adamw(
     count: int = 2048,
     alone: bool = False,  # in a launch of its own
     lines: tuple[int, int] | None = None,
+    squares: bool = False,
 ) -> None:
     codes = None
     if states == CODES:
@@ -73,4 +75,5 @@ def _adamw(
         [AdamWSlot(*tensors, *scales, lines=lines)],
         SETTINGS,
         zeros(dtype=FP32) if scale else None,
+        [] if squares else None,
     )

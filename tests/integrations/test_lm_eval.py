@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 import tigon
 from tests.support.benchmarks import TASKS, write_tasks
 from tests.support.small import TEXT, add_bos, write_model
-from tigon.integrations.lm_eval import TigonLM
+from tigon.integrations import lm_eval
+from tigon.integrations.lm_eval import Prompt, TigonLM
 from tigon.integrations.tasks import evaluate_tasks, flatten_metrics, load_tasks
 from tigon.integrations.transformers import as_transformers
 from tigon.models import MODELS, build
@@ -188,6 +189,21 @@ def test_batches_move_nothing(ours: TigonLM, root: Path, size: int | str) -> Non
     lm = TigonLM(ours.model, ours.tokenizer, batch_size=size)
     one, other = (ask(x, root, num_fewshot=1) for x in (lm, ours))
     assert_same(one, other)
+
+
+def test_batches_grow_with_the_memory_of_a_gpu(ours: TigonLM, monkeypatch: Any) -> None:
+    lm = TigonLM(ours.model, ours.tokenizer)
+    asked = {"until": ["x"], "max_gen_toks": 100}
+    prompts = [Prompt(i, "", [5] * 60, asked) for i in range(3000)]
+    # Two layers of keys and values of 2 heads of 16 numbers in fp32: 512 bytes of a token
+    sizes = ("cpu", 9, 8192, 204), ("cuda", 0, 8192, 204), ("cuda", 0.15, 9830, 245)
+    for device, gib, read, rows in (*sizes, ("cuda", 9, 32768, 256)):
+        lm._device = torch.device(device)
+        monkeypatch.setattr(lm_eval, "total_memory", lambda _, gib=gib: int(gib * 2**30))
+        assert lm._pass_tokens(10**6) == read
+        assert len(next(iter(lm._batches(prompts)))) == rows
+    lm.rows = 7
+    assert lm._pass_tokens(100) == 700 and len(next(iter(lm._batches(prompts)))) == 7
 
 
 def test_contexts_are_cut_as_in_hf(ours: TigonLM, root: Path) -> None:

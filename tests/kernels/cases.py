@@ -49,8 +49,9 @@ from tigon.kernels import (
     sandwich_norm,
     sandwich_norm_ref,
     selected_logprobs,
+    softmax_topk,
 )
-from tigon.kernels.linear.fp8 import fp8_gated_linear
+from tigon.kernels.linear.fp8_mlp import fp8_mlp
 from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.loss.api import Options, scale_and_cap
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
@@ -256,6 +257,22 @@ def experts_case(act: str, sizes: Sequence[Any] = EXPERTS[:1]) -> OpCase:
         [(700, 328, 200, 7, 3)], [(0, 24, 40, 7, 3)],
         halves=HALF if CUDA else HALF[:1],  # the interpreter has no products of bf16
         autocast=("x", "gate_up", "down"), second="grouped_mlp",
+    )  # fmt: skip
+
+
+def topk_case(normalize: bool) -> OpCase:
+    def run(**given: Any) -> tuple[Tensor, Tensor]:
+        probs, _, weights = softmax_topk(**given)
+        return probs, weights
+
+    def make(n: int, e: int, k: int) -> Inputs:
+        # No two as near as half precision's numbers: rounding does not choose the larger
+        return {"logits": torch.rand(n, e).argsort(1) * (8.0 / e) - 4, "k": k}
+
+    return OpCase(
+        run, exact.softmax_topk, make, None, {"normalize": normalize},
+        [(6, 5, 2), (70, 40, 3), (3, 9, 9), (1, 1, 1), (2, 3000, 5)], [], [(0, 5, 2)],
+        result=torch.float32, second="softmax_topk",
     )  # fmt: skip
 
 
@@ -483,22 +500,22 @@ def factors(n: int, c: int, k: int) -> Inputs:
     return {"x": torch.randn(n, c), "weight": torch.randn(k, c)}
 
 
-def gated_factors(n: int, c: int, k: int) -> Inputs:
-    return {"gate_up": torch.randn(n, 2 * c), "weight": torch.randn(k, c)}
+def mlp_factors(n: int, c: int, k: int) -> Inputs:
+    return factors(n, c, 2 * k) | {"down": torch.randn(c, k) / k}
 
 
-def fp8_gated(gate_up: Tensor, weight: Tensor) -> Tensor:
-    return fp8_gated_linear(gate_up * 1, "silu", weight)
+def whole_mlp(x: Tensor, weight: Tensor, down: Tensor) -> Tensor:
+    return fp8_mlp(x, weight, "silu", down)
 
 
-def fp8_gated_ref(gate_up: Tensor, weight: Tensor) -> Tensor:
-    return fp8_linear_ref(gated_act_ref(gate_up, "silu"), weight)
+def mlp_in_steps(x: Tensor, weight: Tensor, down: Tensor) -> Tensor:
+    return fp8_linear_ref(gated_act_ref(fp8_linear_ref(x, weight), "silu"), down)
 
 
-def fp8_case(operator: Call, definition: Call, inputs: Call) -> OpCase:
+def fp8_case(operator: Call, definition: Call, inputs: Call, *parameters: str) -> OpCase:
     return OpCase(
         operator, definition, inputs, sizes=[(3, 48, 32)], empty=[(0, 48, 32)],
-        parameters=("weight",), dtype=torch.bfloat16, second="fp8_\\w*linear",
+        parameters=("weight", *parameters), dtype=torch.bfloat16, second="fp8_\\w+",
     )  # fmt: skip
 
 
@@ -523,7 +540,7 @@ def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 FP8 = {
     "fp8_linear": fp8_case(fp8_linear, fp8_linear_ref, factors),
-    "fp8_gated_linear": fp8_case(fp8_gated, fp8_gated_ref, gated_factors),
+    "fp8_mlp": fp8_case(whole_mlp, mlp_in_steps, mlp_factors, "down"),
 }
 SHAPES = {  # of these nothing but shapes is asked in test_operators.py
     "fp8_linear": FP8["fp8_linear"],
@@ -752,6 +769,8 @@ CASES: dict[str, OpCase] = {
         recurrent, RECURRENT, [(2, 0, 1, 2, 8, 8), (0, 3, 1, 2, 8, 8)]
     ),
     "gated_delta_rule, packed": recurrent_case(packed_recurrent, PACKED, [((0, 0), 1, 2, 8, 8)]),
+    "softmax_topk": topk_case(False),
+    "softmax_topk, normalize": topk_case(True),
     "grouped_mlp, biases": biased_case("gelu", False),
     "grouped_mlp, gpt-oss": biased_case(CLAMPED, True, EXPERTS),
     "lora_linear": lora_case("weight", "bias"),
@@ -785,7 +804,7 @@ KINDS = (
     "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base", "cross_entropy, sum",
     "causal_conv, silu", "causal_conv_qkv, packed",
     "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "selected_logprobs",
-    "divergence, 0.3, sum", "gated_delta_rule",
+    "divergence, 0.3, sum", "gated_delta_rule", "softmax_topk, normalize",
 )  # fmt: skip
 MORE_KINDS = (
     "causal_conv, packed",

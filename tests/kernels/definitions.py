@@ -257,6 +257,19 @@ def rounded_grouped_mlp(
     return torch.stack(rows)
 
 
+def softmax_topk(logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """Row by row: all probabilities, and the largest, of which the first stands for its equals."""
+    rows = []
+    for x in logits.double():
+        p = (x - x.max()).exp() / (x - x.max()).exp().sum()
+        order = sorted(range(len(p)), key=lambda e: (-p[e].item(), e))[:k]
+        rows.append((p, p[order] / p[order].sum() if normalize else p[order]))
+    probs = [p for p, _ in rows], [w for _, w in rows]
+    if not rows:
+        return logits.double(), logits.double()[:, :k]
+    return torch.stack(probs[0]), torch.stack(probs[1])
+
+
 def losses(logits: Tensor, targets: Tensor, options: Any) -> Tensor:
     """Cross-entropy of each row; 0 where the target is -100."""
     rows = []

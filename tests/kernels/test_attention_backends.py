@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -388,3 +389,25 @@ def test_rounding_takes_no_other_backend_or_window():
                 names = [choose_backend(request._replace(longest=n)).name for n in (longest, size)]
                 assert names[0] == names[1], (longest, size, request)
     assert sizes == {100, 255, 256, 512, 1024, 1300, 2048, 4096, 5000}
+
+
+def test_what_a_machine_without_flash_attn_4_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it would be taken, and what was measured applies."""
+    cuda = torch.device("cuda", 0)
+    for sm, missing, packed, said in (
+        (
+            90,
+            NO_FA4,
+            True,
+            r"flash-attn-4 is not installed.*; with it .* packed rows was 1\.\d\d to",
+        ),
+        (90, NO_FA4, False, r"with it attention over rows was 1\.\d\d to .* as fast on an NVIDIA"),
+        (90, {}, True, None),
+        (100, NO_FA4, True, None),
+        (80, {}, True, None),
+    ):
+        monkeypatch.setattr(backends, "capability", lambda _, sm=sm: sm)
+        monkeypatch.setattr(backends, "missing", lambda _, missing=missing: missing)
+        found = backends.missed_speed(cuda, packed=packed)
+        assert (found is None) if said is None else re.search(said, found or "")
+    assert backends.missed_speed(torch.device("cpu"), packed=True) is None

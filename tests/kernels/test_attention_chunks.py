@@ -17,6 +17,12 @@ SEGMENTS = torch.tensor([[0] * 6 + [1] * 5, [2] * 1 + [3] * 9 + [4] * 1])
 CU = torch.tensor([0, 6, 11, 12, 21, 22], dtype=torch.int32)
 
 
+@pytest.fixture(autouse=True)
+def on_the_host(path: str) -> None:
+    """Masks compute alike wherever they are."""
+    torch.set_default_device("cpu")
+
+
 def seen(segments: Tensor, real: Tensor, past: int, first: int = 0) -> Tensor:
     """[B, T, S], token by token."""
     b, s = real.shape

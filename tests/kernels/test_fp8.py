@@ -13,22 +13,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.numbers import relative_error
-from tigon.kernels import fp8_linear, fp8_linear_ref, gated_act
-from tigon.kernels.linear import fp8
-from tigon.kernels.linear.fp8 import (
-    Maxima,
+from tigon.kernels import fp8_linear, fp8_linear_ref, gated_act, rms_norm
+from tigon.kernels.linear import fp8, fp8_casts, fp8_mlp
+from tigon.kernels.linear.fp8_casts import (
     ScaledMatrix,
     cast_both,
     cast_columns,
-    cast_gated_rows,
     cast_rows,
     cast_rows_and_maxima,
-    fp8_gated_linear,
-    gradients_and_maxima,
 )
+from tigon.kernels.linear.fp8_mlp import cast_gated_gradients, cast_gated_rows
+from tigon.kernels.linear.maxima import Maxima
 from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
+from tigon.kernels.norm import rms_norm as rms_norm_module
+from tigon.kernels.norm.rms_norm import CASTS, Cast
+from tigon.kernels.recompute import recompute_above
 from tigon.layers import GatedMLP
 
+SMALL = fp8_casts.Tile(16, 16, 1)
 SHAPES = [(1, 16), (5, 80), (20, 144)]  # columns that end inside a tile
 
 
@@ -92,8 +94,8 @@ def test_every_bf16_mantissa_rounds_to_nearest_even(path: str) -> None:
 
 def test_rows_too_wide_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no maxima of columns."""
-    monkeypatch.setattr(fp8, "MAX_COLUMNS", 64)
-    monkeypatch.setattr(fp8, "STEP", 32)
+    monkeypatch.setattr(fp8_casts, "MAX_COLUMNS", 64)
+    monkeypatch.setattr(fp8_casts, "STEP", 32)
     x = spread(5, 80)
     for fused in (False, True):
         rows, bits = cast_rows_and_maxima(x, fused=fused)
@@ -103,8 +105,8 @@ def test_rows_too_wide_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_matrix_of_several_tiles(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, size in (("TILE_R", 16), ("TILE_C", 16), ("STRIP", 32)):
-        monkeypatch.setattr(fp8, name, size)
+    monkeypatch.setattr(fp8_casts, "TILE", SMALL)
+    monkeypatch.setattr(fp8_casts, "STRIP", 32)
     x = spread(37, 40)
     rows, columns = cast_both(x, fused=path == "triton")
     assert_same(rows, exactly(x))
@@ -140,7 +142,7 @@ def test_casts_with_maxima_that_are_known(
     kernels_only: None, shape: tuple[int, int], bad: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Found by the row cast, of programs with several rows each, or by another operator."""
-    monkeypatch.setattr(fp8, "COLUMNS_PER_SM", 16)
+    monkeypatch.setattr(fp8_casts, "COLUMNS_PER_SM", 16)
     x = spread(*shape)
     if bad is not None:
         x[-1, 5] = bad
@@ -153,7 +155,7 @@ def test_casts_with_maxima_that_are_known(
     def again(*_: object) -> None:
         raise AssertionError("the maxima are known")
 
-    monkeypatch.setattr(fp8, "_maxima", again)
+    monkeypatch.setattr(fp8_casts, "_maxima", again)
     assert_same(cast_columns(x, bits, fused=True), expected[1])
     for found, wanted in zip(cast_both(x, known, fused=True), expected, strict=True):
         assert_same(found, wanted)
@@ -228,8 +230,8 @@ def test_maxima_of_the_forward_product_serve_backward(
     """Alone those of the gradient are computed then, in a recomputed layer, too."""
     x, weight, dy = operands(3, K=32, N=16)
     first = nn.Parameter(torch.randn(32, 32).bfloat16())
-    made, maxima_of = [], fp8._maxima
-    monkeypatch.setattr(fp8, "_maxima", lambda x, *how: made.append(x) or maxima_of(x, *how))
+    made, maxima_of = [], fp8_casts._maxima
+    monkeypatch.setattr(fp8_casts, "_maxima", lambda x, *how: made.append(x) or maxima_of(x, *how))
 
     def layers(x: Tensor) -> Tensor:
         return fp8_linear(fp8_linear(x, first), weight)
@@ -275,9 +277,10 @@ def numbers(*shape: int, bad: float | None = None) -> Tensor:
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs for the columns and for the rows, and rows that end within one."""
-    monkeypatch.setattr(fp8, "ROWS", 4)
-    monkeypatch.setattr(fp8, "BACKWARD", (64, 1))
-    monkeypatch.setattr(fp8, "GATED_COLUMNS_PER_SM", 16)
+    monkeypatch.setattr(fp8_mlp, "ROWS", 4)
+    monkeypatch.setattr(fp8_mlp, "BACKWARD", (64, 1))
+    monkeypatch.setattr(fp8_mlp, "GATED_COLUMNS_PER_SM", 16)
+    monkeypatch.setattr(fp8_mlp, "TILE", SMALL)
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -300,33 +303,18 @@ def test_rows_are_those_of_the_product(
 @pytest.mark.parametrize("act", ACTIVATIONS)
 @pytest.mark.parametrize("shape", GATED_SHAPES, ids=str)
 @pytest.mark.parametrize("bad", [None, math.nan])
-def test_gradients_and_their_maxima(
-    kernels_only: None,
-    shape: tuple[int, int],
-    act: Activation,
-    bad: float | None,
-    monkeypatch: pytest.MonkeyPatch,
+def test_casts_are_those_of_the_gradients(
+    kernels_only: None, shape: tuple[int, int], act: Activation, bad: float | None
 ) -> None:
     (R, size), x = shape, numbers(shape[0], 2 * shape[1])
     dy = numbers(R, size, bad=bad)
-    expected = gradient_and_product(dy.clone(), x.clone(), act, overwrite=False)
-    strided = torch.cat((x, x), 1)[:, : 2 * size] if R > 1 else x.clone()
-    monkeypatch.setattr(
-        importlib.import_module("tigon.kernels.mlp.gated_act"), "retains_graph", bool
-    )
-    for gate_up, overwrite in ((x.clone(), False), (x.clone(), True), (strided, True)):
-        d = dy.clone()
-        found = gradients_and_maxima(d, gate_up, act, overwrite)
-        assert torch.allclose(found.gate_up, expected[0], 0, 0, equal_nan=True)
-        assert torch.equal(found.product, expected[1]) and found.product is d
-        over = found.gate_up.data_ptr() == gate_up.data_ptr()
-        assert over == (overwrite and gate_up.is_contiguous())
-        for ours, theirs in (
-            (found.maxima.rows, bits(expected[0], 1)),
-            (found.maxima.columns, bits(expected[0], 0)),
-            (found.product_maxima, bits(expected[1], 0)),
-        ):
-            assert ours is not None and torch.equal(ours, theirs)
+    gradient, product = gradient_and_product(dy.clone(), x.clone(), act, overwrite=False)
+    for gate_up in (x, torch.cat((x, x), 1)[:, : 2 * size]):  # rows of a larger matrix, too
+        found = cast_gated_gradients(dy, gate_up, act)
+        assert_same(found.rows, cast_rows(gradient, fused=False))
+        assert_same(found.columns, cast_columns(gradient, fused=False))
+        assert_same(found.product, cast_columns(product, fused=False))
+        assert found.rows.scale.isnan().sum() == (bad is not None)
 
 
 def gated_operands(*lead: int, bad: float | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -343,7 +331,7 @@ def in_steps(x: Tensor, up: Tensor, down: Tensor, act: Activation, bias: Any = N
 
 
 def together(x: Tensor, up: Tensor, down: Tensor, act: Activation, bias: Any = None) -> Tensor:
-    return fp8_gated_linear(fp8_linear(x, up), act, down, bias)
+    return fp8_mlp.fp8_mlp(x, up, act, down, bias)
 
 
 def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
@@ -395,7 +383,7 @@ def test_bits_of_other_inputs(case: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     """What is not finite goes through; rows that are too wide are cast in steps."""
     x, up, down, dy = gated_operands(3, 7, bad=None if case == "wide" else case)
     if case == "wide":
-        monkeypatch.setattr(fp8, "MAX_COLUMNS", 32)
+        monkeypatch.setattr(fp8_casts, "MAX_COLUMNS", 32)
     runs = (run(x, up, down, "silu") for run in (together, in_steps))
     results = [(y, *torch.autograd.grad(y, (x, up, down), dy)) for y in runs]
     assert same(*results)
@@ -409,8 +397,10 @@ def test_bits_of_other_inputs(case: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_maxima_are_computed_of_the_last_gradient_alone(
     path: str, again: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, maxima_of = [], fp8._maxima
-    monkeypatch.setattr(fp8, "_maxima", lambda x, *how: made.append(x.shape) or maxima_of(x, *how))
+    made, maxima_of = [], fp8_casts._maxima
+    monkeypatch.setattr(
+        fp8_casts, "_maxima", lambda x, *how: made.append(x.shape) or maxima_of(x, *how)
+    )
     x, *_, dy = gated_operands(2, 5)
     mlp = GatedMLP(N, K, "silu").bfloat16()
     mlp.gate_up_proj.fp8 = mlp.down_proj.fp8 = True
@@ -419,17 +409,80 @@ def test_maxima_are_computed_of_the_last_gradient_alone(
     assert made == ([(10, N)] if path == "triton" else [])
 
 
-def hooked(x: Tensor, up: Tensor, down: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
-    gate_up = fp8_linear(x, up)
-    gate_up.register_hook(hook)
-    return fp8_gated_linear(gate_up, "silu", down)
+def test_a_graph_that_is_used_again(path: str) -> None:
+    x, up, down, dy = gated_operands(2, 5)
+    y, wanted = together(x, up, down, "silu"), (x, up, down)
+    first = torch.autograd.grad(y, wanted, dy, retain_graph=True)
+    assert same(torch.autograd.grad(y, wanted, dy), first)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(together(x, up, down, "silu").sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("seen_by", ["nobody", "a hook", "its bias"])
+def test_an_mlp_whose_activation_nobody_sees(
+    path: str, seen_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bf16 product is never there; one that a hook or a bias needs is, and is the same."""
+    mlp = GatedMLP(N, K, "gelu_tanh").bfloat16()
+    mlp.gate_up_proj.fp8 = mlp.down_proj.fp8 = True
+    mlp.down_proj.bias = nn.Parameter(torch.randn(N).bfloat16())
+    if seen_by == "its bias":
+        mlp.gate_up_proj.bias = nn.Parameter(torch.randn(2 * K).bfloat16())
+    x, _, _, dy = gated_operands(2, 5)
+    seen: list[Tensor] = []
+    if seen_by == "a hook":
+        mlp.down_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    module = importlib.import_module("tigon.kernels.mlp.gated_act")
+    made, forward = [], module._forward
+    monkeypatch.setattr(module, "_forward", lambda *given: made.append(1) or forward(*given))
+    wanted = x, *mlp.parameters()
+    y = mlp(x)
+    found = (y, *torch.autograd.grad(y, wanted, dy))
+    assert bool(seen) == (seen_by == "a hook")
+    assert bool(made) == (seen_by != "nobody" and path == "triton")
+    up, down = mlp.gate_up_proj, mlp.down_proj
+    y = fp8_linear(gated_act(up.product(x), "gelu_tanh"), down.weight, down.bias)
+    assert same(found, (y, *torch.autograd.grad(y, wanted, dy)))
+    with torch.no_grad():
+        assert torch.equal(mlp(x), y)
+
+
+# Maxima of gradients that a norm writes
+
+
+def normed(x: Tensor, weight: Tensor, hook: Callable[[Tensor], Any] | None = None) -> Tensor:
+    """A product, and the norm that adds it to a stream; the gradients of both outputs differ."""
+    scale = torch.linspace(-1, 2, len(weight), dtype=x.dtype).requires_grad_()
+    y = fp8_linear(x, weight)
+    if hook is not None:
+        y.register_hook(hook)
+    stream = torch.linspace(-3, 3, y.numel()).to(y).view(y.shape)
+    return torch.cat(rms_norm(y, scale, 1e-6, residual=stream), -1)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
+@pytest.mark.parametrize("shape", [(2, 5, 32), (1, 1, 80), (4, 30, 208)], ids=str)
+def test_norms_find_the_maxima_of_gradients(
+    path: str, shape: tuple[int, ...], again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    *lead, size = shape
+    x, weight, _ = operands(*lead, K=48, N=size)
+    dy = torch.randn(*lead, 2 * size).bfloat16() * torch.logspace(-3, 3, 2 * size).bfloat16()
+    made, maxima_of = [], fp8_casts._maxima
+    monkeypatch.setattr(fp8_casts, "_maxima", lambda *given: made.append(1) or maxima_of(*given))
+    y = checkpoint(normed, x, weight, use_reentrant=False) if again else normed(x, weight)
+    found = torch.autograd.grad(y, (x, weight), dy)
+    assert not made
+    monkeypatch.setattr(rms_norm_module, "are_maxima_requested", lambda _: False)
+    assert same(torch.autograd.grad(normed(x, weight), (x, weight), dy), found)
+    assert len(made) == (path == "triton")
 
 
 def test_a_gradient_that_is_changed_has_other_maxima() -> None:
     """By a hook, in place or by another tensor."""
-    x, up, down, dy = gated_operands(2, 5)
-    y = hooked(x, up, down, lambda g: g * 8)
-    expected = torch.autograd.grad(y, (x, up), dy)
+    x, weight, _ = operands(2, 5, K=48, N=32)
+    dy = torch.randn(2, 5, 64).bfloat16()
+    expected = torch.autograd.grad(normed(x, weight, lambda g: g * 8), (x, weight), dy)
 
     def in_place(g: Tensor) -> None:
         g.mul_(8)
@@ -438,45 +491,32 @@ def test_a_gradient_that_is_changed_has_other_maxima() -> None:
         g.data = g * 8
 
     for change in (in_place, other_memory):
-        y = hooked(x, up, down, change)
-        assert same(torch.autograd.grad(y, (x, up), dy), expected)
-    plain = torch.autograd.grad(together(x, up, down, "silu"), (x, up), dy)
-    assert not same(plain, expected)
+        assert same(torch.autograd.grad(normed(x, weight, change), (x, weight), dy), expected)
+    assert not same(torch.autograd.grad(normed(x, weight), (x, weight), dy), expected)
 
 
-def test_a_graph_that_is_used_again(path: str) -> None:
-    x, up, down, dy = gated_operands(2, 5)
-    y, wanted = together(x, up, down, "silu"), (x, up, down)
-    first = torch.autograd.grad(y, wanted, dy, retain_graph=True)
-    assert same(torch.autograd.grad(y, wanted, dy), first)
-    if path == "triton":  # gate_up is overwritten now
-        with pytest.raises(RuntimeError, match="a second time"):
-            torch.autograd.grad(y, wanted, dy)
-    with pytest.raises(RuntimeError, match="has no second derivative"):
-        torch.autograd.grad(together(x, up, down, "silu").sum(), x, create_graph=True)
-
-
-@pytest.mark.parametrize("hook", [False, True])
-def test_an_mlp_whose_activation_nobody_sees(
-    path: str, hook: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_norm_is_cast_without_being_written(
+    path: str, offset: float, cast: Cast, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its bf16 product is never there; one that a hook looks at is, and is the same."""
-    mlp = GatedMLP(N, K, "gelu_tanh", bias=True).bfloat16()
-    mlp.gate_up_proj.fp8 = mlp.down_proj.fp8 = True
-    x, _, _, dy = gated_operands(2, 5)
-    seen: list[Tensor] = []
-    if hook:
-        mlp.down_proj.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-    module = importlib.import_module("tigon.kernels.mlp.gated_act")
-    made, forward = [], module._forward
-    monkeypatch.setattr(module, "_forward", lambda *given: made.append(1) or forward(*given))
-    wanted = x, *mlp.parameters()
-    y = mlp(x)
-    found = (y, *torch.autograd.grad(y, wanted, dy))
-    assert bool(seen) == hook
-    assert bool(made) == (hook and path == "triton")
-    up, down = mlp.gate_up_proj, mlp.down_proj
-    y = fp8_linear(gated_act(up.product(x), "gelu_tanh"), down.weight, down.bias)
-    assert same(found, (y, *torch.autograd.grad(y, wanted, dy)))
-    with torch.no_grad():
-        assert torch.equal(mlp(x), y)
+    """Where backward computes it again; of rows of a larger matrix, too, but not behind a gate."""
+    monkeypatch.setattr(fp8_casts, "TILE", SMALL)
+    made: list[Any] = []
+    cast_normed = fp8_casts._cast_normed
+    monkeypatch.setattr(fp8_casts, "_cast_normed", lambda *g: made.append(1) or cast_normed(*g))
+    gate = torch.randn(2, 9, 80).bfloat16() if gated else None
+    for strided in (False, True):
+        x = torch.randn(2, 9, 80).bfloat16().requires_grad_()
+        scale = nn.Parameter(torch.randn(80).bfloat16())
+        weight, dy = nn.Parameter(torch.randn(16, 80).bfloat16()), torch.randn(2, 9, 16).bfloat16()
+        results = []
+        for least in (0, math.inf):
+            rows = torch.cat((x, x), -1)[..., :80] if strided else x * 1
+            with recompute_above(least):
+                y = rms_norm(rows, scale, 1e-5, offset=offset, cast=cast, gate=gate)
+                y = fp8_linear(y, weight)
+            results.append(torch.autograd.grad(y, (x, scale, weight), dy))
+        assert same(*results)
+    assert len(made) == (2 if path == "triton" and not gated else 0)

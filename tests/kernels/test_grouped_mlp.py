@@ -22,6 +22,7 @@ from tigon.kernels.mlp.grouped_mlp import (
     unchecked_grouped_mlp,
 )
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
+from tigon.kernels.mlp.slot_order import sort_slots, sort_slots_ref
 
 # C and I are multiples of 8, which the kernel needs in 16 bits
 N, C, I, E, K = SIZE = 13, 24, 40, 7, 3  # noqa: E741
@@ -118,6 +119,24 @@ def test_experts_that_come_more_than_once() -> None:
     assert_exact(PLAIN, inputs)
     inputs["experts"] = torch.full((N, K), 4)
     assert_exact(PLAIN, inputs)
+
+
+# Slots and experts: one program, several, no slot, one expert, more experts than slots, few slots
+# of a program
+ORDERS = [(39, 7), (800, 128), (0, 3), (700, 1), (40, 300), (200, 3000)]
+
+
+@pytest.mark.parametrize("absent", [False, True], ids=["all", "absent"])
+@pytest.mark.parametrize(("slots", "experts"), ORDERS)
+def test_slots_are_sorted_by_expert(
+    slots: int, experts: int, absent: bool, kernels_only: None
+) -> None:
+    """Equal ones stay in their order; some experts have no slot, and one has many."""
+    chosen = torch.randint(0, experts + absent, (slots,))
+    chosen[torch.rand(slots) < 0.3] = experts // 2
+    found = sort_slots(chosen, experts, absent, torch.zeros(()))
+    for y, expected in zip(found, sort_slots_ref(chosen, experts), strict=True):
+        assert y.dtype == expected.dtype and torch.equal(y, expected)
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["", "low-rank"])

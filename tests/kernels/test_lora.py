@@ -16,13 +16,14 @@ from tests.kernels.test_rebuilt import kept
 from tests.support.numbers import assert_as_near, relative_error
 from tests.train.test_rounding import WORD, splitmix64
 from tigon.kernels import fp8_linear, gated_act, lora_linear, lora_linear_ref, rms_norm
+from tigon.kernels.linear import fp8_casts
 from tigon.kernels.linear.dropout import Dropout, apply_dropout, apply_dropout_ref, keep_mask_ref
 from tigon.kernels.linear.lora import (
-    FP8_BASE,
     PLAIN_BASE,
     LoRATerm,
     low_rank_gradients,
     low_rank_product,
+    make_fp8_base,
     supports_gradients,
     supports_product,
 )
@@ -174,23 +175,28 @@ def test_what_is_kept(kernels_only: None) -> None:
         assert kept(run, *own) == [C]
 
 
-def test_fp8(path: str) -> None:
-    """The base's products are those of fp8_linear, and the additions as ever."""
+def test_fp8(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base's products are those of fp8_linear, and the additions as ever. Of the weight, which
+    has no gradient, the maxima are found once."""
     torch.manual_seed(0)
+    made, maxima_of = [], fp8_casts._maxima
+    monkeypatch.setattr(fp8_casts, "_maxima", lambda *given: made.append(1) or maxima_of(*given))
     x = torch.randn(2, 3, 64).bfloat16().requires_grad_()
     weight = nn.Parameter(torch.randn(32, 64).bfloat16(), requires_grad=False)
     bias = nn.Parameter(torch.randn(32).bfloat16(), requires_grad=False)
     a = nn.Parameter(torch.randn(4, 64).bfloat16())
     b = nn.Parameter(torch.zeros(16, 4).bfloat16())
     upstream = torch.randn(2, 3, 32).bfloat16()
-    y = lora_linear(x, weight, bias, a, [LoRATerm(16, b, 2.0)], base=FP8_BASE)
+    y = lora_linear(x, weight, bias, a, [LoRATerm(16, b, 2.0)], base=make_fp8_base())
+    other = nn.Parameter(weight * torch.logspace(-3, 3, 64).bfloat16(), requires_grad=False)
+    lora_linear(x, other, bias, a, [LoRATerm(16, b, 2.0)], base=make_fp8_base())
     base = fp8_linear(x, weight, bias)
     assert torch.equal(y, base)
     (dx, db), (expected,) = (
         torch.autograd.grad(y, [x, b], upstream),
         torch.autograd.grad(base, [x], upstream),
     )
-    assert torch.equal(dx, expected)
+    assert torch.equal(dx, expected) and not made
     u = (x.detach().float() @ a.float().t()).view(-1, 4)
     torch.testing.assert_close(
         db.float(), 2 * upstream.view(-1, 32)[:, 16:].float().t() @ u, rtol=0.05, atol=0.5

@@ -75,7 +75,7 @@ def test_normed_input_is_computed_again() -> None:
 def test_autocast_and_one_row_use_linear() -> None:
     weights, biases = make(False)
     x = torch.randn(3, 9)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(x.device.type, torch.bfloat16):
         assert packed_linear(x, weights, biases).dtype == torch.bfloat16
     with torch.no_grad():
         torch.testing.assert_close(

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.kernels.conftest import CUDA
 from tigon.kernels.linear import quantized
-from tigon.kernels.linear.lora import FP8_BASE, PLAIN_BASE, BaseLinear
+from tigon.kernels.linear.lora import PLAIN_BASE, BaseLinear, make_fp8_base
 from tigon.kernels.linear.quantized import (
     E4M3,
     E5M2,
@@ -182,7 +182,7 @@ def test_every_code_times_its_scale(stored: torch.dtype, width: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("inner", [PLAIN_BASE, FP8_BASE])
+@pytest.mark.parametrize("inner", [PLAIN_BASE, make_fp8_base()])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products(inner: BaseLinear, bias: bool) -> None:
     """As those of the dequantised weight; backward makes it again and keeps nothing of it."""
@@ -208,7 +208,7 @@ def test_products(inner: BaseLinear, bias: bool) -> None:
     found = torch.autograd.grad(y, wanted, dy)
     assert len(made) == 2
 
-    linear: Callable[..., Tensor] = F.linear if inner is PLAIN_BASE else FP8_BASE.linear
+    linear: Callable[..., Tensor] = F.linear if inner is PLAIN_BASE else inner.linear
     expected = linear(x, weight, b)
     assert torch.equal(y, expected)
     gradients = torch.autograd.grad(expected, wanted, dy)

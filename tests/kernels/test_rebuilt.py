@@ -325,10 +325,10 @@ def test_a_recomputed_block_has_no_last_product(
     mlp = GatedMLP(32, 48, "silu", bias=bias).to(dtype)
     mlp.gate_up_proj.fp8 = mlp.down_proj.fp8 = fp8
     x, w = leaf(2, 3, 32, dtype=dtype), leaf(32, dtype=dtype)
-    fp8_linear = importlib.import_module("tigon.kernels.linear.fp8")
-    module: Any = fp8_linear if fp8 else F
     made: list[Tensor] = []
-    for name in ("_forward", "_gated_forward") if fp8 else ("linear",):
+    one, whole = (importlib.import_module(f"tigon.kernels.linear.{n}") for n in ("fp8", "fp8_mlp"))
+    products = [(one, "cast_product"), (whole, "cast_product"), (whole, "_down")]
+    for module, name in products if fp8 else [(F, "linear")]:
         product = getattr(module, name)
         noted = lambda *args, of=product: made.append(args[1]) or of(*args)  # noqa: E731
         monkeypatch.setattr(module, name, noted)

@@ -26,7 +26,7 @@ from tigon.kernels import (
 )
 from tigon.kernels.attention.decode import append_tokens
 from tigon.kernels.linear.dropout import Dropout
-from tigon.kernels.linear.fp8 import fp8_gated_linear
+from tigon.kernels.linear.fp8_mlp import fp8_mlp
 from tigon.kernels.loss.api import Options
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, gather_logits
 
@@ -79,7 +79,9 @@ def drop(keys: Tensor) -> None:
 
 HALF, BF16, META, INT8 = torch.float16, torch.bfloat16, "meta", torch.int8
 SHARD = VocabularyShard("none", ranks=2, first=66, rows=65, size=131)
-GATED = {"gate_up": ones(3, 96, dtype=BF16), "act": "silu", "weight": ones(32, 48, dtype=BF16)}
+WHOLE_MLP = {"x": ones(3, 32, dtype=BF16), "up": ones(96, 32, dtype=BF16), "act": "silu"} | {
+    "down": ones(32, 48, dtype=BF16)
+}
 ONE_ROW = {"q": ones(1, 3, 2, 8), "k": ones(1, 3, 2, 8), "v": ones(1, 3, 4, 8)} | {
     name: -ones(1, 3, 4) for name in ("g", "beta")
 }
@@ -92,8 +94,8 @@ BASES: dict[str, tuple[Callable[..., Any], Given]] = {
     "append_tokens": (at_positions, {"k": ones(3, 2, 16), "v": ones(3, 2, 16)}),
     "attention": (masked, {name: ones(1, 3, 2, 4) for name in "qkv"}),
     "dropout": (drop, {}),
-    "fp8_gated_linear": (fp8_gated_linear, GATED),
     "fp8_linear": (fp8_linear, {"x": ones(4, 32, dtype=BF16), "weight": ones(16, 32, dtype=BF16)}),
+    "fp8_mlp": (fp8_mlp, WHOLE_MLP),
     "gated_delta_rule": (gated_delta_rule, ONE_ROW),
     "gated_delta_step": (gated_delta_step, ONE_ROW | {"state": ones(1, 4, 8, 8)}),
     "gemv": (gemv, {"x": ones(1, 1, 64), "weight": ones(8, 64)}),
@@ -218,8 +220,9 @@ ROWS: list[tuple[str, Given, str]] = [
     ("fp8_linear", {"x": ones(4, 32)}, "x is torch.float32, the weight torch.bfloat16"),
     ("fp8_linear", {"x": ones(4, 16, dtype=BF16)}, "16 columns"),
     ("fp8_linear", {"weight": ones(8, 32, dtype=BF16)}, "(8, 32) are not multiples of 16"),
-    ("fp8_gated_linear", {"gate_up": ones(3, 192, dtype=BF16)}, "96 columns"),
-    ("fp8_gated_linear", {"act": "relu"}, "act='relu'"),
+    ("fp8_mlp", {"x": ones(3, 48, dtype=BF16)}, "48 columns"),
+    ("fp8_mlp", {"down": ones(32, 32, dtype=BF16)}, "48 columns"),
+    ("fp8_mlp", {"act": "relu"}, "act='relu'"),
     ("dropout", {"keys": zeros(4)}, "one int64 for each row of (3, 5, 8)"),
     ("dropout", {"keys": zeros(3, 5).int()}, "one int64 for each row of (3, 5, 8)"),
     *(

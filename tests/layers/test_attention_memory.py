@@ -19,6 +19,8 @@ from tigon.kernels import AttentionMask
 from tigon.layers import Attention, BlockInputs, FusedLinear, KVCache, Linear, Rotation
 
 CUDA = torch.cuda.is_available()
+# What runs in backward's thread or is compiled does not see the default device
+DEVICE = "cuda" if CUDA else "cpu"
 B, T, C, H, K, D = 2, 5, 12, 4, 2, 6
 ROW = (H + 2 * K) * D
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -34,7 +36,7 @@ variants = pytest.mark.parametrize("variant", VARIANTS)
 
 @pytest.fixture(autouse=True)
 def triton() -> Iterator[None]:
-    torch.set_default_device("cuda" if CUDA else "cpu")
+    torch.set_default_device(DEVICE)
     with tigon.kernels.use("triton"):
         yield
     torch.set_default_device(None)
@@ -55,7 +57,8 @@ def make(variant: str = "llama") -> Attention:
 
 
 def rotation(turned: int = D, tokens: int = T) -> Rotation:
-    theta = torch.linspace(0.1, 6, tokens * turned // 2).view(1, tokens, turned // 2)
+    theta = torch.linspace(0.1, 6, tokens * turned // 2, device=DEVICE)
+    theta = theta.view(1, tokens, turned // 2)
     return Rotation(theta.cos(), theta.sin())
 
 
@@ -64,7 +67,7 @@ def inputs() -> Tensor:
 
 
 def run(layer: Attention, x: Tensor, turned: int = D) -> Tensor:
-    context = BlockInputs(torch.arange(T)[None], AttentionMask(T))
+    context = BlockInputs(torch.arange(T, device=DEVICE)[None], AttentionMask(T))
     return layer(x, rotation(turned), None, context)
 
 

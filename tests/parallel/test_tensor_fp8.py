@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import batches, random_model
 from tests.support.numbers import assert_as_near
-from tigon.kernels.linear.fp8 import fp8_gated_linear
+from tigon.kernels.linear.fp8_mlp import fp8_mlp
 from tigon.kernels.recompute import recompute_above
 from tigon.layers import mlp
 from tigon.models import CausalLM
@@ -22,7 +22,7 @@ from tigon.train.model import apply_model_settings, named_projections
 
 # Biases that ranks add up; 4 ranks have a kv head in twos, and units that they share unevenly
 SIZES = {"hidden_size": 64, "intermediate_size": 112, "head_dim": 16, "num_key_value_heads": 2}
-BIASES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True}
+BIASES = {"attention_bias": True, "attention_out_bias": True}
 
 
 def trained(model: CausalLM, least: float) -> dict[str, Tensor]:
@@ -54,8 +54,8 @@ def of_rank(cut: CausalLM, whole: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def compare(count: int) -> dict[str, Any]:
-    gated: list[Any] = []  # products with the casts that gated activations make
-    mlp.fp8_gated_linear = lambda *given: (gated.append(1), fp8_gated_linear(*given))[1]
+    gated: list[Any] = []  # MLPs as one operator
+    mlp.fp8_mlp = lambda *given: (gated.append(1), fp8_mlp(*given))[1]
     mesh = init_device_mesh("cpu", (count,))
     config = load(None, ["run_dir=x", "data=x", "model=x", "fp8=true", "dtype=bfloat16"])
     one = apply_model_settings(random_model("seed_oss", SIZES | BIASES).bfloat16(), config)

@@ -65,7 +65,7 @@ def test_memory_equals_dry_run(job, layout: Layout, settings: list[str]) -> None
     found = estimate_memory(one, layout).kinds
     config = configured(one, " ".join([layout.settings, *settings]))
     objective = find_task("pretrain")(config, World(0, 1, torch.device("cpu")))
-    inputs: Any = SimpleNamespace(source=None, task=objective)
+    inputs: Any = SimpleNamespace(source=None, task=objective, choice=None)
     assert dry_run.estimate_run(config, inputs, 4).kinds == found
     # By hand: half of the layers, whole in bfloat16, and states of half of that
     numbers, item = one.shapes.counts(2).total, 4 if settings == FP32 else 2

@@ -37,6 +37,8 @@ MEMORY_WITHIN = 0.03
 TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was
 # With shared experts the host waits: two runs of one step on two H200 took 153 and 180 ms
 SHARED_EXPERTS_WITHIN = 0.12
+# gpt-oss's sinks were computed by FlashAttention-2, and rates are those of flash-attn-4
+SINKS_WITHIN = 0.14
 # What CUDA graphs share is known to the allocator alone: the estimate counts too much
 GRAPHS_WITHIN = 0.2
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
@@ -66,7 +68,7 @@ def test_predictions_match_measurements() -> None:
     constants, cases = Constants.read(), bench.measured()
     found = [bench.compare(case, constants) for case in cases]
     as_documented("errors", bench.comparison(found))
-    assert len({case.model for case in cases}) == 5
+    assert len({case.model for case in cases}) == 8
     assert {case.layout.sharding for case in cases if case.layout.fsdp == 2} == {
         "full",
         "gradients",
@@ -74,6 +76,7 @@ def test_predictions_match_measurements() -> None:
     for one in found:
         shared = one.case.layout.expert > 1 and not one.case.fitted
         bar = SHARED_EXPERTS_WITHIN if shared else TIME_WITHIN[one.case.fitted]
+        bar = SINKS_WITHIN if one.case.model.startswith("gpt-oss") else bar
         assert abs(one.time_error) < bar, one.case.name
         graphs = "cuda_graphs=true" in one.case.settings
         within = GRAPHS_WITHIN if graphs else MEMORY_WITHIN

@@ -12,10 +12,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from tests.serve import loop
 from tests.serve.server import TEXT, chunks
 from tigon.cli import main
+from tigon.cli.serve import CPU_ROWS, GPU_ROWS
 from tigon.serve.run import listen
 
 
@@ -33,7 +35,8 @@ def started(
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith(f"{directory.name} at http://127.0.0.1:"), line
-        assert line.endswith(": 8 rows of 256 tokens\n")
+        rows = GPU_ROWS if torch.cuda.is_available() else CPU_ROWS
+        assert line.endswith(f": {rows} rows of 256 tokens\n")
         yield line.split()[2].rstrip(":"), process
     finally:
         process.kill()

@@ -7,7 +7,7 @@ import pytest
 import tigon
 from tests.serve.server import CHAT, TEXT, Server
 from tigon.serve import protocol
-from tigon.serve.protocol import ChatRequest, RequestError, TextRequest, read_request
+from tigon.serve.protocol import ChatRequest, Request, RequestError, TextRequest, read_request
 from tigon.tokenizer import Tokenizer
 
 MESSAGE = {"role": "user", "content": "hi"}
@@ -46,10 +46,17 @@ BOTH: list[tuple[str, Any, str]] = [
     ("stream_options", {"include": True}, "unknown setting 'stream_options.include'"),
     ("stream_options", {"include_usage": 1}, "is not true or false"),
     ("user", 3, "user=3 is not text"),
-    ("logit_bias", {"5": 1}, "unknown field 'logit_bias', which is not supported"),
-    ("presence_penalty", 0, "unknown field 'presence_penalty'"),
-    ("frequency_penalty", None, "unknown field 'frequency_penalty'"),
-    ("tools", [], "unknown field 'tools'"),
+    ("logit_bias", {"5": 1}, "logit_bias={'5': 1} is not supported: leave it out"),
+    ("presence_penalty", 0.5, "presence_penalty=0.5 is not supported"),
+    ("frequency_penalty", -1, "frequency_penalty=-1 is not supported"),
+    ("tools", [{"type": "function"}], "tools=[{'type': 'function'}] is not supported"),
+    ("tool_choice", "required", "tool_choice='required' is not supported"),
+    ("response_format", {"type": "json_object"}, "response_format={'type': 'json_object'} is not"),
+    ("best_of", 2, "best_of=2 is not supported"),
+    ("echo", True, "echo=True is not supported"),
+    ("suffix", "x", "suffix='x' is not supported"),
+    ("max_completion_tokens", 0, "max_completion_tokens=0 must be at least 1"),
+    ("reasoning_effort", "low", "unknown field 'reasoning_effort', which is not supported"),
     ("temprature", 1, "unknown field 'temprature': did you mean 'temperature'?"),
     ("x" * 5000, 1, "unknown field 'xxx"),
 ]
@@ -61,14 +68,13 @@ CHATS: list[tuple[str, Any, str]] = [
     ("messages", [{"role": "robot", "content": "hi"}], "messages[0].role='robot' is not one of"),
     ("messages", [MESSAGE, {"role": "user"}], "messages[1].content=None is not text"),
     ("messages", [{"role": "user", "content": 3}], "messages[0].content=3 is not text"),
-    ("messages", [MESSAGE | {"tool_calls": []}], "messages[0] has 'tool_calls'"),
+    ("messages", [MESSAGE | {"tool_calls": [{}]}], "messages[0] has 'tool_calls'"),
     ("messages", [MESSAGE | {"name": 3}], "messages[0].name=3 is not text"),
     (
         "messages",
         [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
         "messages[0].content[0]={'type': 'image_url'",
     ),
-    ("max_completion_tokens", 0, "max_completion_tokens=0 must be at least 1"),
     ("logprobs", 3, "logprobs=3 is not true or false"),
     ("top_logprobs", 3, "top_logprobs needs logprobs=true"),
     ("top_logprobs", 21, "top_logprobs=21 must be at most 20"),
@@ -90,8 +96,6 @@ TEXTS: list[tuple[str, Any, str]] = [
     ("logprobs", 21, "logprobs=21 must be at most 20"),
     ("logprobs", True, "logprobs=True is not a whole number"),
     ("messages", [MESSAGE], "unknown field 'messages'"),
-    ("max_completion_tokens", 3, "unknown field 'max_completion_tokens'"),
-    ("echo", True, "unknown field 'echo'"),
 ]
 
 
@@ -109,11 +113,29 @@ def test_every_bad_field_is_named(path: str, server: Server) -> None:
     assert server.refused(path)[1]["message"].endswith("is missing")
 
 
-def test_limits_of_a_chat() -> None:
-    body = {"messages": [MESSAGE], "max_tokens": 3, "max_completion_tokens": 4}
+@pytest.mark.parametrize("kind", [ChatRequest, TextRequest])
+def test_two_limits(kind: type[Request]) -> None:
+    body = {kind.answers_by: [MESSAGE], "max_tokens": 3, "max_completion_tokens": 4}
     with pytest.raises(RequestError, match=r"max_tokens=3 and max_completion_tokens=4"):
-        read_request(ChatRequest, body)
-    read_request(ChatRequest, body | {"max_completion_tokens": 3})
+        read_request(kind, body)
+    read_request(kind, body | {"max_completion_tokens": 3})
+
+
+NOTHING_BESIDES: dict[str, Any] = {
+    "n": 1, "frequency_penalty": 0, "presence_penalty": 0.0, "logit_bias": {}, "tools": [],
+    "tool_choice": "auto", "parallel_tool_calls": True, "response_format": {"type": "text"},
+    "functions": None, "metadata": {}, "store": False, "service_tier": "auto", "stop": [],
+    "modalities": ["text"], "echo": False, "best_of": 1, "suffix": None, "user": "me",
+}  # fmt: skip
+
+
+def test_values_that_change_nothing(server: Server) -> None:
+    prompt = {"prompt": "the model", "max_completion_tokens": 7}
+    alone, beside = (server.post(TEXT, **prompt | more) for more in ({}, NOTHING_BESIDES))
+    assert alone["choices"] == beside["choices"] and beside["usage"]["completion_tokens"] == 7
+    reply = server.post(CHAT, messages=[MESSAGE], max_tokens=3)["choices"][0]["message"]
+    said = reply | {"tool_calls": [], "function_call": None, "annotations": []}
+    server.post(CHAT, messages=[MESSAGE, said, MESSAGE], max_tokens=3, **NOTHING_BESIDES)
 
 
 def settings(model: tigon.CausalLM, **fields: Any) -> dict[str, Any]:
@@ -130,7 +152,10 @@ def test_sampling(model: tigon.CausalLM, monkeypatch: Any) -> None:
     found = settings(model, temperature=2, seed=-1, top_k=-1, stop="a")
     assert found["do_sample"] and found["top_k"] == 0 and found["seed"] == -1
     assert found["stop_strings"] == ("a",) and found["eos_token_id"] == (0, 2)
-    assert settings(model, temperature=2)["top_k"] == 50
+    assert settings(model, temperature=2)["top_k"] == settings(model)["top_k"] == 0
+    monkeypatch.setattr(model, "generation_config", {"do_sample": True, "top_p": 0.5})
+    found = settings(model)
+    assert found["do_sample"] and (found["top_p"], found["top_k"]) == (0.5, 0)
     file = {"do_sample": True, "temperature": 0.3, "top_k": 7, "stop_strings": ["x"]}
     monkeypatch.setattr(model, "generation_config", file)
     found = settings(model, top_k=None)

@@ -342,6 +342,30 @@ def test_other_sites(server: Server) -> None:
                 assert response.json()["error"]["type"] == "permission_error"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_of_http_1_0(stream: bool, server: Server) -> None:
+    """They may have no Host, which browsers always send; the connection's end is the reply's."""
+    content = json.dumps({"prompt": "the", "max_tokens": 3, "stream": stream}).encode()
+
+    def ask(version: str, more: str = "") -> bytes:
+        head = f"POST {TEXT} HTTP/{version}\r\nContent-Length: {len(content)}\r\n{more}\r\n"
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.settimeout(20)
+            connection.sendall(head.encode() + content)
+            return b"".join(iter(lambda: connection.recv(1 << 16), b""))
+
+    head, _, body = ask("1.0").partition(b"\r\n\r\n")
+    assert head.split()[1] == b"200"
+    if stream:
+        assert b"transfer-encoding" not in head.lower()
+        assert list(chunks(iter(body.decode().splitlines())))
+    else:
+        assert json.loads(body)["usage"]["completion_tokens"] == 3
+    assert ask("1.0", "Host: evil.example\r\n").split()[1] == b"403"
+    assert ask("1.0", "Origin: http://evil.example\r\n").split()[1] == b"403"
+    assert ask("1.1", "Connection: close\r\n").split()[1] == b"400"
+
+
 def test_a_key(model: tigon.CausalLM, tokenizer: Tokenizer) -> None:
     with serving(model, tokenizer, rows=1, queue=1, key="sesame é", local=False) as server:
         for given, status in (

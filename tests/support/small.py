@@ -43,17 +43,18 @@ EXPERTS = LLAMA | {  # five, so that two ranks share them unevenly
 }
 
 
-def write_tokenizer(directory: Path) -> Path:
+def write_tokenizer(directory: Path, text: str = TEXT, vocab_size: int = 300) -> Path:
+    """A BPE tokenizer that has learned the words of a text."""
     tokenizer = tokenizers.Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=vocab_size,
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([TEXT], trainer)
+    tokenizer.train_from_iterator([text], trainer)
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {"eos_token": "<|endoftext|>", "chat_template": CHATML}

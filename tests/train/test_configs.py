@@ -12,10 +12,9 @@ from bench.train_cases import MODELS, config
 from tests.support.small import LLAMA, write_chats, write_model, write_tokenizer
 from tests.train import preferences
 from tigon.train import load, main
+from tigon.train.choices import StepChoice, resolve_choices
 from tigon.train.distributed import World
 from tigon.train.logging import read_metrics
-from tigon.train.memory import estimate
-from tigon.train.model import meta_model, weights_dtype
 from tigon.train.tasks import find_task
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -58,6 +57,7 @@ LOSSES = {  # between which the first two are
 }
 
 
+BUDGETS = {80: 74, 24: 20.5}  # GiB for tensors of GPUs with so many GB: of an H100 and an RTX 4090
 TASKS = {load(path).task: path for path in READY}
 BY_TASK = [*TASKS.values(), *(path for path in READY if path not in TASKS.values())]
 
@@ -107,25 +107,37 @@ def test_two_steps(path: Path, files: Path, tmp_path: Path) -> None:
     assert Path(config.run_dir).name == path.stem
 
 
+def chosen_for(path: Path, changes: list[str], gpus: int, gigabytes: int, root: Path) -> StepChoice:
+    """What a config's run chooses on GPUs with so much memory, with these changes."""
+    (root / "config.json").write_text(json.dumps(SIZES[path.stem.rsplit("_", 1)[0]]))
+    own = [
+        "model=",
+        f"init={root}/config.json",
+        "tokenizer=x",
+        f"memory_budget={BUDGETS[gigabytes]}",
+    ]
+    if load(path).teacher:
+        (root / "teacher").mkdir(exist_ok=True)
+        (root / "teacher/config.json").write_text(json.dumps(SIZES["llama_3_1_8b"]))
+        own.append(f"teacher={root}/teacher")
+    config, world = load(path, [*own, *changes]), World(0, 1, torch.device("cpu"))
+    task = find_task(config.task)(config, world)
+    task.share_prompts = task.one_prompt
+    choice = resolve_choices(config, world, task, None, gpus, torch.device("cuda"))[1]
+    assert choice is not None
+    return choice
+
+
 @pytest.mark.slow(first=len(TASKS))
 @pytest.mark.parametrize("path", BY_TASK, ids=lambda path: path.stem)
 def test_memory_in_the_first_lines(path: Path, tmp_path: Path) -> None:
-    """As the estimate has it: on the GPUs that the first line names, and of the change for one."""
+    """As it is chosen on the GPUs that the first line names, and with the change for one."""
     text = path.read_text()
-    (tmp_path / "config.json").write_text(json.dumps(SIZES[path.stem.rsplit("_", 1)[0]]))
-    first = re.match(r".*, on (one|8) GPUs? of (?:80|24) GB: (\d+) GiB each, estimated\.\n", text)
+    first = re.match(r".*, on (one|8) GPUs? of (80|24) GB: (\d+) GiB each, estimated\.\n", text)
     assert first is not None
-    said = [(1 if first[1] == "one" else 8, "", first[2])]
+    said = [(1 if first[1] == "one" else 8, "", first[3])]
     said += [(1, *found) for found in re.findall(r"# On one: (.*), (\d+) GiB\.\n", text)]
-    own = ["model=", f"init={tmp_path}/config.json", "tokenizer=x"]
-    if load(path).teacher:
-        (tmp_path / "teacher").mkdir()
-        (tmp_path / "teacher/config.json").write_text(json.dumps(SIZES["llama_3_1_8b"]))
-        own.append(f"teacher={tmp_path}/teacher")
     for gpus, changes, gib in said:
-        chosen = load(path, [*own, *changes.split()])
-        objective = find_task(chosen.task)(chosen, World(0, 1, torch.device("cpu")))
-        objective.share_prompts = objective.one_prompt
-        model = meta_model(chosen, weights_dtype(chosen, torch.device("cuda")))
-        found = estimate(model, objective, chosen, gpus, torch.bfloat16).total / 2**30
-        assert abs(found - int(gib)) <= 0.6, found
+        choice = chosen_for(path, changes.split(), gpus, int(first[2]), tmp_path)
+        assert abs(choice.total / 2**30 - int(gib)) <= 0.6, choice
+        assert not choice.offload

@@ -329,9 +329,12 @@ def test_gradients_that_come_between_are_an_error(model, played):
         loss.backward()
 
 
+SHARED = {"device": "auto", "sharding": "full"}
+
+
 def test_settings_that_do_not_fit(workspace):
     def settings(**changes: Any) -> list[str]:
-        return workspace.settings("x", cuda_graphs="true", **{"device": "auto", **changes})
+        return workspace.settings("x", cuda_graphs="true", **SHARED | changes)
 
     one = SimpleNamespace(device=torch.device("cuda"), size=1)
     for world, changes, why in (

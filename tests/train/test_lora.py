@@ -68,6 +68,8 @@ def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
     assert command(["export", str(run / "adapter"), str(tmp_path / "merged")]) == 1
     hint = f"`tigon export {run}/adapter DIRECTORY --merge`"
     assert hint in capsys.readouterr().err
+    assert command(["export", str(run / "adapter"), "x", "--base", "y"]) == 1
+    assert "--base y needs --merge, which writes adapter and base" in capsys.readouterr().err
     assert command(["export", str(run / "adapter"), str(tmp_path / "merged"), "--merge"]) == 0
     named = f"named by {run}/adapter/adapter_config.json"
     assert capsys.readouterr().err == f"base: {workspace.model}, {named}\n"

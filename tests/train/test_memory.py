@@ -33,6 +33,7 @@ SHORT = 4  # tokens that the interpreter of kernels computes
 
 def settings(**changes: Any) -> Config:
     values = {"seq_len": T, "micro_batch_size": B, "batch_size": B, "param_dtype": "bfloat16"}
+    values |= {"activation_checkpointing": False}
     given: Any = values | changes
     return Config(run_dir="run", data=("data",), model="model", task="pretrain", **given)
 
@@ -291,12 +292,12 @@ def test_dry_run_says_what_ranks_send(workspace, capsys, parallel, seq_len, text
         write_model(experts, **EXPERTS | sizes)
     more = {"device": "auto", "model": experts, "batch_size": 8, "seq_len": seq_len}
     given = workspace.settings("dry", **more, parallel=json.dumps(parallel))
-    auto = [*given, "activation_checkpointing=auto", "memory_budget=9"]
+    auto = [*given, "memory_budget=9", "micro_batch_size=1"]
     main(["--dry-run", "--nproc", "8", *(auto if seq_len == 512 else given)])
     said = capsys.readouterr().out
     assert all(text in said for text in texts), said
     assert ("sends" in said) == (parallel != {"fsdp": 8})
-    assert ("auto: no block computed again; " in said) == (seq_len == 512)
+    assert (", no block recomputed; " in said) == (seq_len == 512)
 
 
 def test_indivisible_fp8_layers_stay_bfloat16() -> None:
@@ -331,6 +332,18 @@ def test_dry_run_times_steps(workspace, capsys, monkeypatch) -> None:
     speed, mfu = re.search(r"([\d,]+) tokens/s, ([\d.]+)% MFU", said).groups()
     assert float(mfu) / 100 == pytest.approx(each * float(speed.replace(",", "")), rel=0.05)
     assert not (workspace.root / "dry").exists()
+
+
+def test_short_passes_take_more_steps_in_a_dry_run() -> None:
+    """Of which the first decide on CUDA graphs."""
+    for tokens, changes, long in (
+        (2048, {}, False),
+        (16384, {}, True),
+        (2048, {"cuda_graphs": False}, True),
+        (2048, {"device": "cpu"}, True),
+    ):
+        config = settings(seq_len=tokens, micro_batch_size=1, batch_size=1, **changes)
+        assert dry_run.passes_are_long(config) == long
 
 
 def test_dry_run_checks_like_a_run(workspace, tmp_path: Path) -> None:

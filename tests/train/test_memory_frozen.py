@@ -16,9 +16,10 @@ from tigon.layers import Experts
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, keep_rank_zero
 from tigon.train import start
+from tigon.train.choices import StepChoice, resolve_choices
 from tigon.train.config import Config, Lora, Parallel
 from tigon.train.distributed import World
-from tigon.train.memory import CheckpointingChoice, Estimate, estimate, resolve_checkpointing
+from tigon.train.memory import Estimate, estimate
 from tigon.train.model import add_lora
 from tigon.train.tasks import find_task
 
@@ -158,10 +159,13 @@ def test_auto_checkpointing_makes_room_for_teacher(folder: Folder) -> None:
     alone = settings(task="sft", model=model)
     tight = (planned(alone).total + 2**16) / 2**30
     given: Any = {"model": model, "activation_checkpointing": "auto", "memory_budget": tight}
+    given |= {"sharding": "full"}
 
-    def chosen(config: Config) -> CheckpointingChoice | None:
-        objective = find_task(config.task)(config, WORLD)
-        return resolve_checkpointing(config, WORLD, objective, None, 1, torch.device("cuda"))
+    def chosen(config: Config) -> StepChoice:
+        task, cuda = find_task(config.task)(config, WORLD), torch.device("cuda")
+        choice = resolve_choices(config, WORLD, task, None, 1, cuda)[1]
+        assert choice is not None
+        return choice
 
     with start("cpu"):
         assert chosen(settings(task="sft", **given)).blocks == 0

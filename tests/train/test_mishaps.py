@@ -12,7 +12,8 @@ from tests.train.ranks import Ranks
 from tigon.train import callbacks, checkpoint, main, trainer
 from tigon.train.checkpoint import files
 from tigon.train.checkpoint.files import KeepPolicy
-from tigon.train.logging import read_metrics
+from tigon.train.config import Config
+from tigon.train.logging import RunLog, read_metrics
 
 
 def test_predictions_on_a_full_disk_leave_no_file(tmp_path, monkeypatch, world):
@@ -24,6 +25,18 @@ def test_predictions_on_a_full_disk_leave_no_file(tmp_path, monkeypatch, world):
     with pytest.raises(OSError, match=said), callbacks.PredictionsWriter(tmp_path, 3, None, world):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch, world):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "config.yaml").write_text("of the run before")
+    monkeypatch.setattr(os, "fsync", full)
+    said = r"^the disk became full while .*/config.yaml was written: .* free$"
+    with pytest.raises(OSError, match=said):
+        RunLog(Config(model="m", data=("d",), run_dir=str(tmp_path)), world, 0, 1)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["of the run before"]
 
 
 def test_a_rollback_does_not_read_a_damaged_checkpoint(workspace, poisoned, monkeypatch, capsys):

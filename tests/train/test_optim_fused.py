@@ -361,6 +361,24 @@ def test_states_are_loaded_as_they_are_kept(mode, states):
         learner(**changes | {"optimizer": kind})[1].load_state_dict(optimizer.state_dict())
 
 
+@pytest.mark.parametrize(("param", "states"), [("float32", "adamw"), ("bfloat16", "adamw_8bit")])
+@pytest.mark.parametrize("launch", [None, 0], ids=["table", "tensors"])
+def test_squares_are_those_of_unscaled_gradients(param, states, launch, monkeypatch):
+    monkeypatch.setattr(adamw, "OWN_LAUNCH", launch)
+    for factor in (0.25, math.nan):
+        model, optimizer = learner(param_dtype=param, optimizer=states)
+        model.learn(0)
+        parts = [(i, group["params"]) for i, group in enumerate(optimizer.param_groups)]
+        sums = []
+        optimizer.update(parts, scale=torch.tensor(factor, device=DEVICE), squares=sums)
+        found = torch.stack(sums).sum()
+        if factor != factor:
+            assert found.isnan()
+            continue
+        expected = sum(p.grad.double().square().sum() for p in model.parameters())
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 def test_codes_of_8_bits_are_needed():
     codes = torch.zeros(4, 32, dtype=torch.uint8, device=DEVICE)
     scale = torch.ones(4, 1, device=DEVICE)

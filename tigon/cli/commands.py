@@ -275,6 +275,9 @@ def export(args: Namespace) -> int:
         options["base"] = args.base
         dtype = export_merged(args.model, args.directory, args.revision, dtype, **options)
     else:
+        if args.base is not None and is_adapter(args.model, args.revision):
+            message = f"--base {args.base} needs --merge, which writes adapter and base as one"
+            raise ValueError(message)
         refuse_base(args)
         place, options["gguf_file"] = parse_gguf_path(args.model)
         repository, tokenizer = Repository(place, revision=args.revision), load_tokenizer(args)

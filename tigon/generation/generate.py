@@ -65,7 +65,7 @@ def generate(
 
 def generate(
     model: GenerationModel,
-    input_ids: Tensor,  # [B, T]
+    input_ids: Any = None,  # int [B, T]; without a default `inputs=` would not be named
     *,
     attention_mask: Tensor | None = None,  # [B, T], 0 on padding, which is on the left
     generation_config: Any = None,  # a dict, or an object with to_dict()

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.generation.sampling import keep_min_p, penalize_repetition
+from tigon.generation.sampling import penalize_repetition
 from tigon.generation.settings import GenerationSettings
 from tigon.kernels.loss.argmax import NOT_FINITE, argmax
 
 FEW = 128  # up to which the largest scores are found without sorting a vocabulary
+BLOCK = 1024  # weights of a running sum: over a whole vocabulary it would be slow
 
 
 @dataclass(frozen=True)
@@ -22,9 +24,14 @@ class SamplingNeeds:
 
     scores: bool = False  # some row samples or changes its logits; else all take the argmax
     ranked: int = 0  # how many of the largest scores top_k and top_p look at: 0, FEW or all
+    drawn: int = 0  # how many of the largest scores a token is drawn from: 0, FEW or all
 
     def __or__(self, other: Self) -> Self:
-        return type(self)(self.scores or other.scores, max(self.ranked, other.ranked))
+        return type(self)(
+            self.scores or other.scores,
+            max(self.ranked, other.ranked),
+            max(self.drawn, other.drawn),
+        )
 
 
 class RowSampling:
@@ -80,9 +87,13 @@ class RowSampling:
             generator.seed() if s.seed is None else generator.manual_seed(s.seed)
             draws = torch.rand(tokens, generator=generator)
             self._draws[row, :tokens] = draws.to(self._draws.device)
-        filters = sampled and (top_k < self._vocab or s.top_p < 1)
-        ranked = (FEW if top_k <= FEW else self._vocab) if filters else 0
-        return SamplingNeeds(sampled or penalized or s.min_new_tokens > 0, min(ranked, self._vocab))
+        drawn = min(FEW, self._vocab) if top_k <= FEW else self._vocab
+        filters = top_k < self._vocab or s.top_p < 1
+        return SamplingNeeds(
+            scores=sampled or penalized or s.min_new_tokens > 0,
+            ranked=drawn if sampled and filters else 0,
+            drawn=drawn if sampled else 0,
+        )
 
     def __call__(self, logits: Tensor, work: SamplingNeeds, start: int = 0) -> Tensor:
         """The next tokens [b] of the rows from `start` on, from their logits [b, V]; NOT_FINITE
@@ -118,12 +129,33 @@ class RowSampling:
 
     def _sample(self, scores: Tensor, work: SamplingNeeds, rows: slice) -> Tensor:
         """Samples a token of each row from its scores [b, V]: [b], or NOT_FINITE."""
-        scores = scores / self._temperature[rows]
+        scores, columns = scores / self._temperature[rows], None
         if work.ranked:
-            ranked = scores.topk(work.ranked).values
-            scores = scores.masked_fill(scores < self._least_score(ranked, rows), float("-inf"))
-        sums = keep_min_p(scores, self._min_p[rows]).softmax(-1).cumsum(-1, dtype=torch.float64)
+            ranked, ranks = scores.topk(work.ranked)
+            least = self._least_score(ranked, rows)
+            if work.drawn < self._vocab:
+                # In the vocabulary's order, in which the same draw picks the same token
+                columns, order = ranks.sort()
+                scores = ranked.gather(1, order)
+            scores = scores.masked_fill(scores < least, float("-inf"))
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        weights = weights.masked_fill(weights < self._min_p[rows], 0)
         at = self._generated[rows].clamp(max=self._draws.shape[1] - 1)
-        draw = self._draws[rows].gather(1, at) * sums[:, -1:]
-        token = torch.searchsorted(sums, draw, right=True)[:, 0]
-        return token.masked_fill(~sums[:, -1].isfinite(), NOT_FINITE)
+        column, total = pick_column(weights, self._draws[rows].gather(1, at))
+        token = column if columns is None else columns.gather(1, column)
+        return token.masked_fill(~total.isfinite(), NOT_FINITE)[:, 0]
+
+
+def pick_column(weights: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the column [b, 1] whose part of a row's sum holds `draw`, [b, 1] in [0, 1), of it,
+    and the sum [b, 1]; weights [b, V] are not negative."""
+    size = weights.shape[1]
+    blocks = F.pad(weights.double(), (0, -size % BLOCK)).unflatten(1, (-1, BLOCK))
+    ends = blocks.sum(-1).cumsum(-1)
+    total = ends[:, -1:]
+    block = torch.searchsorted(ends, draw * total, right=True).clamp(max=blocks.shape[1] - 1)
+    rest = draw * total - F.pad(ends, (1, 0)).gather(1, block)
+    sums = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1)
+    rest = rest.minimum(sums[:, -1:] * (1 - 2**-50))  # both are rounded
+    column = block * BLOCK + torch.searchsorted(sums, rest, right=True)
+    return column.clamp(max=size - 1), total

@@ -216,7 +216,7 @@ def _check_unsupported(
     call or config, with values that change the output."""
     unknown = [name for name in unsupported if name not in UNSUPPORTED]
     if unknown:
-        hints = (suggest(name, DEFAULTS) for name in unknown)
+        hints = (suggest(name, ("input_ids", *DEFAULTS)) for name in unknown)
         message = f"generate has no argument {', '.join(map(repr, unknown))}"
         raise TypeError("; ".join([message, *filter(None, hints)]))
     values = {**configured, **unsupported}

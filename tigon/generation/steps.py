@@ -245,7 +245,8 @@ class GraphedStep:
     def _capture(self, step: Callable[[], Tensor]) -> None:
         """Captures the step in a CUDA graph, and the tensor that it returns, without running it."""
         graph = torch.cuda.CUDAGraph()
-        inference = torch.is_inference_mode_enabled()
+        # Leaving inference mode turns gradients on, also within no_grad
+        mode = torch.inference_mode() if torch.is_inference_mode_enabled() else torch.no_grad()
         # Generators create tensors here, which graphs outside of inference mode may use later
         with torch.inference_mode(False):
             if self._generator is not None:
@@ -253,7 +254,7 @@ class GraphedStep:
             stream = side_stream(self._device)
             # Other threads may allocate and sync meanwhile
             capture = torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local")
-            with capture, torch.inference_mode(inference):
+            with capture, mode:
                 self._result = step()
         self._graph = graph
 

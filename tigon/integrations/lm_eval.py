@@ -33,12 +33,16 @@ from tqdm import tqdm
 
 from tigon.eval.likelihood import gathers_weights, log_likelihoods
 from tigon.integrations.ranks import ALONE, DataRanks, equal_passes, evaluation_mode
+from tigon.layers import StaticCache
 from tigon.models import CausalLM, from_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.utils.json import quote
+from tigon.utils.memory import total_memory
 
-TOKENS = 8192  # of a forward pass, with batch_size="auto"
-CACHED_TOKENS = 32768  # prompts and answers of a batch that generates, with batch_size="auto"
+# With batch_size="auto": tokens of a pass, and of prompts and answers written at once. On a GPU
+# more, as long as their keys and values are at most this share of its memory
+TOKENS, TOKENS_SHARE, MOST_TOKENS = 8192, 1 / 32, 32768
+CACHED_TOKENS, CACHED_SHARE, MOST_ROWS = 32768, 1 / 8, 256
 
 Pair = tuple[list[int], list[int]]  # tokens of a context and of its continuation
 EncodedRequest = tuple[tuple[str, str] | None, list[int], list[int]]
@@ -250,7 +254,7 @@ class TigonLM(TemplateLM):
         """Returns the log-likelihood of each continuation, and whether it is greedy; each rank
         computes those of some contexts."""
         longest = max((len(c) + len(t) - 1 for c, t in pairs), default=1)
-        tokens = TOKENS if self.rows is None else self.rows * longest
+        tokens = self._pass_tokens(longest)
         costs: dict[tuple[int, ...], int] = {}  # of a context with all its continuations
         for context, continuation in pairs:
             key = tuple(context)
@@ -264,6 +268,18 @@ class TigonLM(TemplateLM):
             return {i: (s.logprob, s.greedy) for i, s in zip(places, scores, strict=True)}
 
         return self._on_all_ranks(score, len(pairs))
+
+    def _pass_tokens(self, longest: int) -> int:
+        """Returns the tokens of a forward pass whose longest request has so many."""
+        if self.rows is not None:
+            return self.rows * longest
+        return min(MOST_TOKENS, self._fit_tokens(TOKENS_SHARE, TOKENS))
+
+    def _fit_tokens(self, share: float, least: int) -> int:
+        """Returns the tokens whose keys and values take a share of the GPU's memory, or `least`."""
+        if self._device.type != "cuda":
+            return least
+        return max(least, int(share * total_memory(self._device) / cached_bytes(self.model)))
 
     def _on_all_ranks(self, answer: Any, count: int) -> list[Any]:
         """Returns the `count` results that the ranks have by place, in order."""
@@ -321,11 +337,11 @@ class TigonLM(TemplateLM):
         return normalize_gen_kwargs(gen_kwargs, self.max_gen_toks)["max_gen_toks"]
 
     def _batches(self, prompts: Sequence[Prompt]) -> Iterable[Sequence[Prompt]]:
-        """Yields prompts, longest first, in batches of `rows`, or of CACHED_TOKENS tokens."""
-        begin = 0
+        """Yields prompts, longest first, in batches of `rows`, or of as many tokens as fit."""
+        begin, tokens = 0, self._fit_tokens(CACHED_SHARE, CACHED_TOKENS)
         while begin < len(prompts):
             longest = len(prompts[begin].ids) + self._limit(prompts[begin].gen_kwargs)
-            rows = max(1, CACHED_TOKENS // longest) if self.rows is None else self.rows
+            rows = self.rows or max(1, min(MOST_ROWS, tokens // longest))
             yield prompts[begin : begin + rows]
             begin += rows
 
@@ -358,6 +374,12 @@ class TigonLM(TemplateLM):
             text = self.tokenizer.decode(row, skip_special_tokens=True)
             answers[prompt.place] = postprocess_generated_text(text, until, None)
         return answers
+
+
+def cached_bytes(model: CausalLM, tokens: int = 1024) -> float:
+    """Returns the bytes that a cache holds of each of a row's `tokens`."""
+    make, dtype = model.model.make_states, model.compute_dtype or model.dtype
+    return StaticCache(make, 1, tokens, dtype=dtype, device="meta").nbytes / tokens
 
 
 def _load(

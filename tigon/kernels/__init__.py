@@ -36,6 +36,7 @@ from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows, e
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
 from tigon.kernels.mlp.grouped_mlp import ExpertBiases, grouped_mlp, grouped_mlp_ref
+from tigon.kernels.mlp.softmax_topk import softmax_topk, softmax_topk_ref
 from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref, sandwich_norm, sandwich_norm_ref
 from tigon.kernels.rope.rope import qk_norm_rope, qk_norm_rope_ref, rope, rope_ref
 from tigon.kernels.runtime import checks, use
@@ -97,5 +98,7 @@ __all__ = [
     "sandwich_norm_ref",
     "selected_logprobs",
     "selected_logprobs_ref",
+    "softmax_topk",
+    "softmax_topk_ref",
     "use",
 ]

@@ -10,7 +10,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.kernels.linear.dropout import Dropout
 from tigon.kernels.linear.linear import gemv, uses_gemv
-from tigon.kernels.linear.lora import FP8_BASE, PLAIN_BASE, lora_linear
+from tigon.kernels.linear.lora import PLAIN_BASE, lora_linear, make_fp8_base
 from tigon.kernels.mlp.gated_act import Activation, gated_act
 from tigon.layers.lora import Adapters
 from tigon.layers.quantized import QuantizedWeight
@@ -76,7 +76,7 @@ class Linear(nn.Linear):
 
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
         """Returns x W^T with the bias and the active adapter, without exchange between ranks."""
-        base = FP8_BASE if self.fp8 and self.training else PLAIN_BASE
+        base = make_fp8_base() if self.fp8 and self.training else PLAIN_BASE
         weight, own_bias = self.weight, self.local_bias
         if self.quantized is not None:
             weight, base = self.quantized.weight_meta, self.quantized.base(base)

@@ -110,6 +110,11 @@ class LMHead(nn.Module):
             )
         return HeadOutput(values, scale_and_cap(raw, self.options), logits_at)
 
+    @property
+    def takes_criteria(self) -> bool:
+        """Whether a call takes criteria, and not states alone."""
+        return True
+
     def raw_logits(self, x: Tensor) -> Tensor:
         """Returns logits [..., V] of states [..., C] as the weights give them, neither scaled nor
         capped."""
@@ -159,12 +164,13 @@ def run_head(
     at: Tensor | None,  # [n, C]
     logits_bytes: int | None,
 ) -> HeadOutput:
-    """Returns the output of an LMHead, or of a module that others have put into its place.
+    """Returns the output of an LMHead, or of a module or a `forward` that others have put into its
+    place.
 
-    Such a module maps states [..., C] to logits [..., V], to which `options` and `criteria` are
+    Such a one maps states [..., C] to logits [..., V], to which `options` and `criteria` are
     applied afterwards: all logits are in memory then.
     """
-    if isinstance(head, LMHead):
+    if isinstance(head, LMHead) and head.takes_criteria:
         output: HeadOutput = head(
             hidden,
             criteria,

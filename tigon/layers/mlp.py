@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.kernels.linear.fp8 import fp8_gated_linear
+from tigon.kernels.linear.fp8_mlp import fp8_mlp
 from tigon.kernels.mlp.gated_act import Activation, act_fn
 from tigon.kernels.recompute import find_recompute
 from tigon.layers.linear import GatedLinear, Linear, is_unpatched
@@ -27,15 +27,20 @@ class GatedMLP(nn.Module):
         up, down = self.gate_up_proj, self.down_proj
         own = isinstance(down, Linear)  # what others put into its place need not have its options
         fp8 = own and down.fp8 and down.training and not torch.compiler.is_compiling()
-        if fp8 and not down.has_adapter and down.quantized is None and self._is_unobserved():
-            gate_up = up.product(up.gather_input(x), *dropout_args)
-            return down.reduce_output(
-                fp8_gated_linear(gate_up, up.act, down.weight, down.local_bias)
-            )
+        if fp8 and self._is_unobserved() and self._has_plain_fp8():
+            gathered = up.gather_input(x)
+            y = fp8_mlp(gathered, up.weight, up.act, down.weight, down.local_bias)
+            return down.reduce_output(y)
         y = up(x, *dropout_args)
         if (recompute := find_recompute(y)) is not None:
             recompute.single_reader = not fp8 and self._is_unobserved()
         return down(y, *dropout_args)
+
+    def _has_plain_fp8(self) -> bool:
+        """Whether both products are of 8-bit floats and of nothing else."""
+        up, down = self.gate_up_proj, self.down_proj
+        plain = all(not p.has_adapter and p.quantized is None for p in (up, down))
+        return plain and up.fp8 and up.local_bias is None
 
     def _is_unobserved(self) -> bool:
         """Whether no hook can see the tensor between the two projections."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.kernels.linear.linear import linear
+from tigon.kernels.mlp.softmax_topk import softmax_topk
 from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.kernels.runtime import without_autocast
 from tigon.layers.float32 import keep_dtype
@@ -76,14 +77,13 @@ class TopKRouter(Router):
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
         """Returns the routing of x [N, C]."""
         logits = self.logits(x)
-        probs = logits.softmax(-1, dtype=torch.float32)
-        weights, experts = (logits if self.sigmoid else probs).topk(self.per_token)
+        dtype = torch.float32 if self.exact_weights else logits.dtype
         if self.sigmoid:
-            weights = weights.float().sigmoid()
-        elif self.normalize:
-            weights = weights / weights.sum(-1, keepdim=True)
-        weights = weights if self.exact_weights else weights.to(logits.dtype)
-        return Routing(probs, experts, weights, logits)
+            weights, experts = logits.topk(self.per_token)
+            probs = logits.softmax(-1, dtype=torch.float32)
+            return Routing(probs, experts, weights.float().sigmoid().to(dtype), logits)
+        best = softmax_topk(logits, self.per_token, normalize=self.normalize, dtype=dtype)
+        return Routing(*best, logits)
 
 
 class ScaledRouter(Router):
@@ -109,9 +109,7 @@ class ScaledRouter(Router):
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
         """Returns the routing of x [N, C], with weights in fp32."""
         logits = self.logits(x, *dropout_args)
-        probs = logits.softmax(-1, torch.float32)
-        weights, experts = probs.topk(self.per_token)
-        weights = weights / weights.sum(-1, keepdim=True)
+        probs, experts, weights = softmax_topk(logits, self.per_token, normalize=True)
         return Routing(probs, experts, weights * self.per_expert_scale[experts], logits)
 
 

@@ -312,6 +312,13 @@ class Zero2:
             self._end_reduction()
         self.release()
 
+    def drop_gradients(self) -> None:
+        """Forgets the gradients of passes that failed on one rank, which may then be repeated."""
+        self.pending = None
+        self.reductions.clear()
+        for weight in self.weights.values():
+            weight.whole.grad = weight.rows.grad = weight.sum = None
+
     def _gather(self, weights: Sequence[ShardedParameter]) -> Any:
         """Starts the all-gather of the rows; returns its handle."""
         group = self.mesh.get_group()

@@ -81,7 +81,7 @@ def read_job(
     config = load(None, [*settings, *fixed])
     check_modeled(config)
     dtype = getattr(torch, config.param_dtype)
-    found = meta_model(replace(config, activation_checkpointing=False, memory_budget=None), dtype)
+    found = meta_model(replace(config, memory_budget=None), dtype)
     if seq_len > (context := found.config.max_position_embeddings):
         print(f"note: rows of {seq_len:,} tokens, and the model's context is {context:,}")
     shapes, rows = Shapes(found.config, dtype), tokens // seq_len

@@ -20,7 +20,7 @@ from tigon.models import CausalLM
 from tigon.utils import memory
 from tigon.utils.memory import format_gib
 
-PREFILL = 2048  # prompt tokens between two steps: more would keep the texts being written waiting
+PREFILL = 4096  # prompt tokens between two steps: more would keep the texts being written waiting
 TOP = 20  # most alternatives to a token that a request can ask for
 GPU_SHARE, HOST_SHARE = (
     0.85,

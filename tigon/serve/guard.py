@@ -40,7 +40,8 @@ class Guard:
 
     A page of another site must not use the server through a visitor's browser: `Origin` must be the
     server itself, and on a loopback address `Host` must name this machine, which a name that
-    another site has pointed here does not. With a key, all but OPEN_PATHS need it.
+    another site has pointed here does not; requests of HTTP/1.0 may have none, which no browser
+    sends. With a key, all but OPEN_PATHS need it.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class Guard:
         """Raises RequestError with status 403 for another site, and 401 for a wrong key."""
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self.local and _split(f"//{host}", "hostname") not in LOOPBACK:
+        named = "host" in headers or scope["http_version"] != "1.0"
+        if self.local and named and _split(f"//{host}", "hostname") not in LOOPBACK:
             raise RequestError(f"Host {quote(host)} is not this machine", status=403)
         if origin is not None and _split(origin, "netloc") != host.lower():
             raise RequestError(f"Origin {quote(origin)} is another site", status=403)

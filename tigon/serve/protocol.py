@@ -19,6 +19,20 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # Fields that choose how to sample, under the names that `generate` has for them
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 SETTINGS = (*SAMPLING, "repetition_penalty", "seed")
+# Fields of OpenAI's that are not supported, by the values besides null that change nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
+    **dict.fromkeys(("tools", "functions"), ([],)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    **dict.fromkeys(("logit_bias", "metadata"), ({},)),
+    **dict.fromkeys(("store", "echo"), (False,)),
+    "best_of": (1,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+}
 
 
 class RequestError(Exception):
@@ -46,6 +60,7 @@ class Request:
 
     model: str | None = None
     max_tokens: int | None = setting(None, ge=1, le=2**31 - 1)
+    max_completion_tokens: int | None = setting(None, ge=1, le=2**31 - 1)
     temperature: float | None = setting(None, ge=0, le=1e30)
     top_p: float | None = setting(None, gt=0, le=1)
     top_k: int | None = setting(None, ge=-1, le=2**31 - 1)
@@ -71,7 +86,6 @@ class ChatRequest(Request):
     answers_by = "messages"
 
     messages: list[Any] | None = None
-    max_completion_tokens: int | None = setting(None, ge=1, le=2**31 - 1)
     logprobs: bool = False
     top_logprobs: int = setting(0, ge=0, le=TOP)
 
@@ -108,10 +122,15 @@ class EngineRequest:
 
 def read_request(kind: type[Request], body: Mapping[str, Any]) -> Request:
     """Reads the fields of a request; raises RequestError that names a field that is unknown or does
-    not fit. A null is a field that is left out."""
+    not fit. A null is a field that is left out, and so is a value of NEUTRAL."""
     values: dict[str, Any] = {}
     known = [f.name for f in fields(kind)]
     for name, value in body.items():
+        if name in NEUTRAL:
+            if value is not None and value not in NEUTRAL[name]:
+                message = f"{name}={quote(value)} is not supported: leave it out"
+                raise RequestError(message, name)
+            continue
         if name not in known:
             closest = find_misspelled(name, known)
             hint = f": did you mean {closest!r}?" if closest else ", which is not supported"
@@ -136,16 +155,15 @@ def _check_together(request: Request) -> None:
         raise RequestError(f"{request.answers_by!r} is missing", request.answers_by)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream=true", "stream_options")
-    if isinstance(request, ChatRequest):
-        if request.top_logprobs and not request.logprobs:
-            raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
-        limits = {request.max_tokens, request.max_completion_tokens} - {None}
-        if len(limits) == 2:
-            raise RequestError(
-                f"max_tokens={request.max_tokens} and max_completion_tokens="
-                f"{request.max_completion_tokens} are the same limit: give one of them",
-                "max_completion_tokens",
-            )
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
+    limits = {request.max_tokens, request.max_completion_tokens} - {None}
+    if len(limits) == 2:
+        raise RequestError(
+            f"max_tokens={request.max_tokens} and max_completion_tokens="
+            f"{request.max_completion_tokens} are the same limit: give one of them",
+            "max_completion_tokens",
+        )
     stops = request.stop or ()
     if len(stops) > MAX_STOPS or any(not 0 < len(s) <= MAX_STOP_CHARACTERS for s in stops):
         raise RequestError(
@@ -166,18 +184,18 @@ def make_engine_request(
     if isinstance(request, ChatRequest):
         assert request.messages is not None
         prompts = [encode_messages(request.messages, tokenizer)]
-        limit = request.max_completion_tokens or request.max_tokens
     else:
         assert isinstance(request, TextRequest)
         prompts = encode_prompts(request.prompt, tokenizer, model.config.vocab_size)
-        limit = request.max_tokens
+    limit = request.max_completion_tokens or request.max_tokens
     rooms = [_room(prompt, limit, capacity, request.answers_by) for prompt in prompts]
     return EngineRequest(request, prompts, resolve(request, model, ends), rooms)
 
 
 def resolve(request: Request | None, model: CausalLM, ends: Sequence[int]) -> GenerationSettings:
     """Returns the settings of a request, by default (and for None) those of the model's
-    generation_config.json. Temperature 0 is greedy; any other setting of sampling samples."""
+    generation_config.json. Temperature 0 is greedy; any other setting of sampling samples, as in
+    OpenAI's protocol from all tokens unless a top_k is given."""
     passed: dict[str, Any] = {name: getattr(request, name, None) for name in SETTINGS}
     passed = {name: value for name, value in passed.items() if value is not None}
     if passed.get("top_k") == -1:  # as other servers have it
@@ -186,6 +204,8 @@ def resolve(request: Request | None, model: CausalLM, ends: Sequence[int]) -> Ge
         passed |= {"do_sample": False, "temperature": None}
     elif any(name in passed for name in SAMPLING):
         passed["do_sample"] = True
+    if (model.generation_config or {}).get("top_k") is None:
+        passed.setdefault("top_k", 0)
     if request is not None and request.stop is not None:
         passed["stop_strings"] = request.stop
     passed |= {"num_return_sequences": 1, "eos_token_id": list(ends)}
@@ -243,10 +263,11 @@ def encode_messages(messages: Sequence[Any], tokenizer: Tokenizer) -> list[int]:
 
 def _check_message(message: Any, name: str) -> dict[str, Any]:
     """Returns a message whose content is text; raises RequestError unless it has a role and text,
-    or parts of text."""
+    or parts of text. Of other keys, such as tool_calls, it may have empty ones."""
     if not isinstance(message, dict):
         raise RequestError(f"{name}={quote(message)} is not an object", "messages")
-    if unknown := message.keys() - {"role", "content", "name"}:
+    given = {key for key, value in message.items() if value not in (None, [])}
+    if unknown := given - {"role", "content", "name"}:
         raise RequestError(f"{name} has {quote(min(unknown))}: only text is supported", "messages")
     role, content, author = (message.get(key) for key in ("role", "content", "name"))
     if role not in ROLES:

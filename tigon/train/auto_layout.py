@@ -1,6 +1,7 @@
 """`parallel=auto`: the run takes the layout that the plan ranks first.
 
-Micro-batches, checkpointing and sharding stay those of the settings.
+Micro-batches, checkpointing and sharding stay those of the settings; what these leave to auto is
+chosen afterwards, by `choices`.
 """
 
 import os
@@ -15,7 +16,7 @@ from tigon.plan.cost import Job, Shapes
 from tigon.plan.gpu import find_gpu
 from tigon.plan.layout import Layout, enumerate_meshes
 from tigon.plan.report import check_modeled, format_reasons
-from tigon.plan.search import LayoutPlan, configured_layouts, make_plan
+from tigon.plan.search import LayoutPlan, configured_layouts, make_plan, planned_sharding
 from tigon.train import checkpoint
 from tigon.train.config import Config, Parallel, mesh_sizes
 from tigon.train.distributed import World
@@ -84,7 +85,7 @@ def choose_layout(
         return kept.choices[0].layout.parallel, f"{describe_best(kept)}, as in {source}"
     # With the sharding of the settings, so that errors name what it excludes
     meshes = enumerate_meshes(gpus, shapes.experts)
-    found = plan([replace(mesh, sharding=config.sharding) for mesh in meshes])
+    found = plan([replace(mesh, sharding=planned_sharding(config)) for mesh in meshes])
     if not found.choices:
         lines = [
             f"parallel=auto: no layout of {gpus} GPUs can have batch_size={config.batch_size}, "
@@ -114,7 +115,7 @@ def checkpoint_layout(config: Config, gpus: int) -> tuple[Path | None, list[Layo
 
 def model_shapes(config: Config, source: Path | None) -> Shapes:
     """Returns the shapes of the model that the run starts with, or of its checkpoint `source`."""
-    config = replace(config, activation_checkpointing=False, memory_budget=None, parallel=None)
+    config = replace(config, memory_budget=None, parallel=None)
     dtype = getattr(torch, config.param_dtype)
     with suppress(ValueError, OSError):  # likewise
         return Shapes(meta_model(config, dtype, source).config, dtype)

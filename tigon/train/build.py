@@ -13,6 +13,7 @@ import torch
 
 from tigon.data import Loader
 from tigon.kernels.attention.api import check_training
+from tigon.kernels.attention.backends import missed_speed
 from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config
 from tigon.models.pretrained.quantization import count_parameters
@@ -21,12 +22,12 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
+from tigon.train.choices import StepChoice, resolve_choices
 from tigon.train.config import Config
-from tigon.train.cuda_graphs import Graphs, check_run
+from tigon.train.cuda_graphs import Graphs, check_run, uses_graphs
 from tigon.train.data import build_loader, set_share_prompts
 from tigon.train.distributed import World
 from tigon.train.logging import check_sinks
-from tigon.train.memory import gpu_memory, memory_budget, resolve_checkpointing
 from tigon.train.model import (
     add_stop_tokens,
     base_digest,
@@ -83,6 +84,7 @@ class TrainingRun:
     saver: checkpoint.Saver
     ema: Ema | None
     prompts: list[SamplePrompt] = field(default_factory=list)  # of samples
+    choice: StepChoice | None = None  # of how a step is computed
     benchmarks: Callable[[], dict[str, float]] | None = None  # measures lm-eval's tasks
     base: str = ""  # digest of an adapter's base
     in_backward: InBackward | None = None  # updates the weights during backward
@@ -116,6 +118,7 @@ class RunInputs:
     eval_data: Loader | None
     start: int
     state: TrainState
+    choice: StepChoice | None  # made for what the settings leave open
 
     def check_model(self, model: CausalLM) -> None:
         """Raises ValueError if the data has tokens beyond the model's vocabulary; adds the tokens
@@ -126,18 +129,19 @@ class RunInputs:
 
 
 def read_inputs(
-    config: Config, world: World, *, here: bool = True, sizes: MeshSizes | None = None
-) -> RunInputs:
-    """Reads and checks settings and data; every rank calls this.
+    config: Config, world: World, *, here: bool = True, sizes: MeshSizes | None = None,
+    device: torch.device | None = None,
+) -> RunInputs:  # fmt: skip
+    """Reads and checks settings and data, and makes the choices of `resolve_choices`; every rank
+    calls this.
 
     It writes only the lock of the run directory. `here`: check that this machine can run it;
-    `sizes`: the mesh of the run, by default the world's.
+    `sizes` and `device` are those of the run, by default the world's.
     """
+    sizes, device = sizes or world.sizes, device or world.device
     with world.raise_on_all_ranks():
         if here:
             check_machine(config, world)
-        if config.activation_checkpointing == "auto":
-            memory_budget(config, gpu_memory(world.device))  # raise before reading the data
         check_sinks(config.log_to)
         task = find_task(config.task)(config, world)
         if world.main:
@@ -155,12 +159,15 @@ def read_inputs(
                 config = replace(config, new_tokens=tuple(saved["config"].get("new_tokens") or ()))
     time = resume.start_time(source, world)
     with world.raise_on_all_ranks():
-        check_sizes(config, sizes or world.sizes, source)
+        check_sizes(config, sizes, source)
         tokenizer = load_tokenizer(config, source)
         tokenizer.strftime_now = time
         check_context(config, source)
         task.check_frozen_models(tokenizer, source)
         reason = set_share_prompts(task, source)
+    config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
+    task.config = config
+    with world.raise_on_all_ranks():
         data = build_loader(task, config.data, tokenizer, cursor=cursor)
         eval_data = None
         if config.held_out:
@@ -183,7 +190,9 @@ def read_inputs(
                 world.log_rank0(f"changed since {source}: {change}")
             start = checkpoint.step_of(source)
             state = resume.read_state(source, count_steps(config, data))
-    return RunInputs(config, task, source, source_lock, tokenizer, data, eval_data, start, state)
+    return RunInputs(
+        config, task, source, source_lock, tokenizer, data, eval_data, start, state, choice
+    )
 
 
 def count_steps(config: Config, data: Loader) -> int:
@@ -220,14 +229,11 @@ def prepare(config: Config, world: World) -> TrainingRun:
             resume.check_base(source, config, digest)
     if world.size > 1:
         check_same_models(config, digest if is_new else "", world)
-    checkpointing = resolve_checkpointing(
-        config, world, inputs.task, source, world.size, world.device
-    )
     with world.raise_on_all_ranks():
         seed_everything(config, world)
         model = build_model(config, world, source)
-        if checkpointing is not None:
-            checkpointing.apply(model)
+        if inputs.choice is not None:
+            inputs.choice.apply(model)
         inputs.check_model(model)
         prompts = read_prompts(config, inputs.tokenizer, model)
         benchmarks = load_benchmarks(config, model, inputs.tokenizer, world)
@@ -255,9 +261,10 @@ def prepare(config: Config, world: World) -> TrainingRun:
     if source is None:
         for line in describe_tokens(config):
             world.log_rank0(line)
-    if checkpointing is not None:
-        world.log_rank0(str(checkpointing))
+    if inputs.choice is not None:
+        world.log_rank0(str(inputs.choice))
     for notice in [
+        *find_slow_attention(config, world.device),
         *find_unused_settings(config, steps, world.device),
         *find_layers_without_fp8(config, model),
     ]:
@@ -279,8 +286,8 @@ def build_run(
     base: str = "",
 ) -> TrainingRun:
     """Builds the run from its checked inputs, model and optimizer."""
-    if config.cuda_graphs:
-        Graphs(model, world.log_rank0)
+    if uses_graphs(config, world, model):
+        Graphs(model, world.log_rank0, auto=config.cuda_graphs == "auto")
     saver = checkpoint.Saver(
         Path(config.run_dir),
         world,
@@ -302,6 +309,7 @@ def build_run(
         saver=saver,
         ema=ema,
         prompts=list(prompts),
+        choice=inputs.choice,
         base=base,
         in_backward=build_in_backward(model, optimizer, config),
     )
@@ -375,6 +383,14 @@ def find_unused_settings(config: Config, steps: int, device: torch.device) -> li
             f"push_to_hub={config.push_to_hub} needs a token: run `hf auth login`, or set HF_TOKEN"
         )
     return notes
+
+
+def find_slow_attention(config: Config, device: torch.device) -> list[str]:
+    """Returns a note on the backend that attention=auto would take if it were installed, if any."""
+    if config.attention != "auto" or compute_dtype(config, device) != torch.bfloat16:
+        return []
+    missed = missed_speed(device, packed=config.packing)
+    return [] if missed is None else [f"attention=auto: {missed}"]
 
 
 def find_layers_without_fp8(config: Config, model: CausalLM) -> list[str]:

@@ -151,7 +151,7 @@ class ModelSettings:
     )
     attention: Backend = setting("auto", "its backend: docs/attention.md")
     activation_checkpointing: bool | int | Literal["auto"] = setting(
-        False, "recompute in backward: true: each block, N: every n-th, auto: as few as fit", ge=0
+        "auto", "recompute in backward: auto: as few blocks as fit, true: each, N: every n-th", ge=0
     )
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda where there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
@@ -163,18 +163,21 @@ class ModelSettings:
         (), "patterns of projections without fp8, such as down_proj"
     )
     lora: Lora | None = setting(None, "{rank: 16, alpha: 32}: train an adapter: docs/adapters.md")
-    sharding: Literal["full", "gradients"] = setting(
-        "full", "full: shard weights, gradients and states (FSDP2); gradients: ZeRO-2"
+    sharding: Literal["auto", "full", "gradients"] = setting(
+        "auto",
+        "full: shard weights, gradients and states (FSDP2); gradients: ZeRO-2; auto: gradients, "
+        "the faster, where it fits",
     )
     parallel: Parallel | Literal["auto"] | None = setting(
         None, f"{{{MESH}}}; auto: as `tigon plan` says: docs/parallel.md"
     )
     activation_offload: bool = setting(False, "keep activations for backward in host memory")
-    cuda_graphs: bool = setting(
-        False, "replay blocks as CUDA graphs, for small models on one GPU: docs/memory.md"
+    cuda_graphs: bool | Literal["auto"] = setting(
+        "auto",
+        "replay blocks as CUDA graphs; auto: where one GPU waits for launches: docs/memory.md",
     )
     memory_budget: float | None = setting(
-        None, "GiB for activation_checkpointing=auto; null: the GPU's", gt=0, finite=True
+        None, "GiB of a GPU for what is chosen by memory; null: the GPU's", gt=0, finite=True
     )
 
 
@@ -200,7 +203,9 @@ class DataSettings:
         True, "cut chats longer than seq_len; false leaves them out", stream=True
     )
     batch_size: int = setting(8, "rows in a step, over all ranks", ge=1, le=MAX_ROWS, stream=True)
-    micro_batch_size: int = setting(1, "rows in one forward of one rank", ge=1, le=MAX_ROWS)
+    micro_batch_size: int | Literal["auto"] = setting(
+        "auto", "rows in one forward of one rank; auto: as many as help and fit", ge=1, le=MAX_ROWS
+    )
     seed: int = setting(
         0, "of the data order and of random weights", ge=0, le=2**63 - 1, stream=True
     )
@@ -416,22 +421,22 @@ CONFLICTS = (
     ("eval_fraction", "eval_data", "give one of them"),
     ("lora.quantize=keep", "init", "init has no quantized checkpoint: give lora.quantize=nf4"),
     ("parallel.replicate>1", "sharding=gradients", "each rank has all weights then: drop one"),
-    ("cuda_graphs", "parallel.tensor>1", "a graph captures no communication between ranks"),
+    ("cuda_graphs=true", "parallel.tensor>1", "a graph captures no communication between ranks"),
     ("lora.quantize", "parallel.tensor>1", "quantised weights are not sharded over ranks"),
     ("sharding=gradients", "parallel.expert>1", "experts are on fewer ranks than other weights"),
-    ("cuda_graphs", "parallel.expert>1", "a graph captures no communication between ranks"),
+    ("cuda_graphs=true", "parallel.expert>1", "a graph captures no communication between ranks"),
     ("optimizer_offload", "optimizer=muon", "its updates take whole matrices: drop one"),
     (
         "optimizer=muon",
         "param_dtype=bfloat16 & stochastic_rounding=true",
         "muon rounds to nearest: give param_dtype=float32, or stochastic_rounding=false",
     ),
-    ("cuda_graphs", "device=cpu", "only a GPU has graphs"),
-    ("cuda_graphs", "packing=false", "a graph has one length: give packing=true"),
-    ("cuda_graphs", "activation_offload", "copies to host memory take longer: drop one"),
+    ("cuda_graphs=true", "device=cpu", "only a GPU has graphs"),
+    ("cuda_graphs=true", "packing=false", "a graph has one length: give packing=true"),
+    ("cuda_graphs=true", "activation_offload", "copies to host memory take longer: drop one"),
     ("optimizer_in_backward", "optimizer=muon", "ranks exchange whole matrices: give another"),
     ("optimizer_in_backward", "sharding=gradients", "it sums after backward: give sharding=full"),
-    ("optimizer_in_backward", "cuda_graphs", "graphs keep all gradients in memory: drop one"),
+    ("optimizer_in_backward", "cuda_graphs=true", "graphs keep all gradients in memory: drop one"),
     (
         "optimizer_in_backward",
         "spike=skip & spike_sigma>0",
@@ -463,7 +468,6 @@ REQUIRES = (
     ("eval.include_path", "eval.tasks", "it has tasks to name"),
     ("fp8", "dtype=auto|bfloat16", ""),
     ("fp8_except", "fp8=true", ""),
-    ("memory_budget", "activation_checkpointing=auto", ""),
     ("optimizer_in_backward", "max_grad_norm=0", "clipping needs the norm of all gradients"),
     ("push_to_hub & lora", "lora.merge=true", "it pushes run_dir/hf"),
     ("lora.merge", "export=true", "it is about run_dir/hf"),
@@ -490,12 +494,12 @@ FAULTS: tuple[tuple[Callable[[Any], Any], str], ...] = (
         "model={c.model} and init={c.init}",
     ),
     (
-        lambda c: c.micro_batch_size * c.seq_len > MAX_TOKENS,
+        lambda c: c.micro_batch_size != "auto" and c.micro_batch_size * c.seq_len > MAX_TOKENS,
         "micro_batch_size={c.micro_batch_size} rows of seq_len={c.seq_len} are more than "
         f"{MAX_TOKENS} tokens in one forward",
     ),
     (
-        lambda c: c.batch_size % c.micro_batch_size,
+        lambda c: c.micro_batch_size != "auto" and c.batch_size % c.micro_batch_size,
         "batch_size={c.batch_size} must be a multiple of micro_batch_size={c.micro_batch_size}",
     ),
     (
@@ -634,6 +638,14 @@ def parallel_settings(config: Config) -> Parallel:
     if config.parallel == "auto":
         raise ValueError("parallel=auto: no layout has been chosen yet")
     return config.parallel or Parallel()
+
+
+def micro_batch_rows(config: Config) -> int:
+    """Returns the rows of a micro-batch; raises ValueError if micro_batch_size=auto is not
+    resolved."""
+    if config.micro_batch_size == "auto":
+        raise ValueError("micro_batch_size=auto: no size has been chosen yet")
+    return config.micro_batch_size
 
 
 def mesh_sizes(config: Config, ranks: int) -> MeshSizes:

@@ -14,6 +14,7 @@ one memory pool for all graphs: only one pass is under way at a time.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -32,13 +33,23 @@ from tigon.models import CausalLM
 from tigon.models.decoder import Decoder
 from tigon.train.config import Config
 from tigon.train.distributed import World
+from tigon.train.launch_meter import LaunchMeter
 from tigon.train.model import compute_dtype, is_sharded
+from tigon.train.tasks import find_task
 
 Recompute = int | Collection[int]
 GraphKey: TypeAlias = tuple[Any, ...]
 Replay = Callable[[], None]
 
 MAX_GRAPHS = 8  # kinds of micro-batches that have graphs
+
+
+class CaptureError(RuntimeError):
+    """Says for which `reason` a step cannot be captured."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"cuda_graphs=true: {reason}; cuda_graphs=false trains without")
+        self.reason = reason.split("\n")[0]
 
 
 class ReplayGuard:
@@ -337,10 +348,8 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
             first = first.__context__
         if isinstance(first, torch.OutOfMemoryError):
             raise first from None
-        raise RuntimeError(
-            f"cuda_graphs=true: the step cannot be captured ({type(first).__name__}: {first}); "
-            "cuda_graphs=false trains without"
-        ) from first
+        reason = f"the step cannot be captured ({type(first).__name__}: {first})"
+        raise CaptureError(reason) from first
     return graph.replay
 
 
@@ -370,9 +379,13 @@ class Graphs:
     The first micro-batch of a kind runs without a graph, on the capture stream: it compiles and
     allocates what a capture cannot. Kinds beyond MAX_GRAPHS have no graphs, which `say` tells once.
     A pass raises RuntimeError if parameters have been moved, frozen or unfrozen since the first.
+    With `auto` there are graphs only once passes were measured to wait for launches, and none after
+    a capture that fails: `say` tells what was found.
     """
 
-    def __init__(self, model: CausalLM, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, model: CausalLM, say: Callable[[str], None] = print, *, auto: bool = False
+    ) -> None:
         check_model(model)
         self.decoder, self.device, self.say = model.model, model.device, say
         self.gradients = GradientBuffers(model)
@@ -382,6 +395,8 @@ class Graphs:
         self.passes = 0  # that have begun
         self.learned: dict[GraphKey, set[int]] = {}  # outputs that got a gradient in the first pass
         self.captured: dict[tuple[GraphKey, bool], CapturedGraph] = {}
+        self.meter = LaunchMeter() if auto else None  # until it has measured enough
+        self.auto, self.off = auto, False
         self._said: set[str] = set()
         self._guard = ReplayGuard(model)
         self._fingerprint: list[Any] | None = None  # of parameters and buffers, in the first pass
@@ -405,7 +420,14 @@ class Graphs:
         rest = cache, recompute, routing, offload, dropout_keys
         learns = torch.is_grad_enabled() and self.decoder.training and cache is None
         shares = mask.prefixes is not None
-        if not learns or offload or shares or self._needs_eager() or not self.gradients.holders:
+        if self.off or not learns or offload or shares or self._needs_eager():
+            return self.decoder(x, position_ids, mask, *rest)
+        if self.meter is not None and self._decide(self.meter) is None:
+            # Before later micro-batches of a step the GPU's queue may be full, where launches wait
+            first = not self.gradients.exist()
+            with self.meter.measuring() if first else nullcontext():
+                return self.decoder(x, position_ids, mask, *rest)
+        if self.off or not self.gradients.holders:
             return self.decoder(x, position_ids, mask, *rest)
         self._check_fingerprint()
         roomy = pad_cu_seqlens(mask, x.shape[0] * x.shape[1], self.windows)
@@ -420,11 +442,38 @@ class Graphs:
         if key not in self.captured:
             graph = CapturedGraph(self.decoder, self.gradients, frozenset(learned))
             inputs = x, position_ids, roomy, dropout_keys
-            options = recompute, routing
-            self.captured[key] = graph.capture(*inputs, self.pool, options, adds=adds)
+            try:
+                self.captured[key] = graph.capture(
+                    *inputs, self.pool, (recompute, routing), adds=adds
+                )
+            except (CaptureError, torch.OutOfMemoryError) as error:
+                if not self.auto:
+                    raise
+                self.turn_off(getattr(error, "reason", "its graph has no room in memory"))
+            if self.off:  # beyond the error, which holds what the capture made
+                return self.decoder(x, position_ids, mask, *rest)
         args = self._anchor, x, position_ids, roomy, dropout_keys
         hidden, *tallies = _ReplayFunction.apply(self, self.captured[key], *args)
         return hidden, tallies
+
+    def turn_off(self, why: str) -> None:
+        """Lets all further passes run without graphs, and frees those that there are."""
+        self.off, self.meter = True, None
+        self.captured.clear()
+        self.gradients.memory = []
+        self.say(f"cuda_graphs=auto: not used: {why}")
+
+    def _decide(self, meter: LaunchMeter) -> bool | None:
+        """Returns whether passes wait for launches, and says so once it is known; None before."""
+        bound = meter.is_launch_bound()
+        if bound is not None:
+            self.meter = None
+            times = f"{1e3 * meter.host:.3g} of the {1e3 * meter.device:.3g} ms of a forward pass"
+            if bound:
+                self.say(f"cuda_graphs=auto: used: launching kernels takes {times}")
+            else:
+                self.turn_off(f"launching kernels takes {times}")
+        return bound
 
     def __reduce__(self) -> Any:
         """Makes None of a copy, or of what is unpickled."""
@@ -523,7 +572,7 @@ class _ReplayFunction(torch.autograd.Function):
 
 def check_run(config: Config, world: World) -> None:
     """Raises ValueError if the run's device, ranks or sharding do not allow cuda_graphs."""
-    if not config.cuda_graphs:
+    if config.cuda_graphs is not True:
         return
     if world.device.type != "cuda":
         raise ValueError(f"cuda_graphs=true needs a GPU, and device={config.device} is a CPU here")
@@ -538,6 +587,24 @@ def check_run(config: Config, world: World) -> None:
             f"param_dtype={config.param_dtype} or adds up in float32, gathers weights by Python; "
             "give sharding=gradients, or param_dtype=bfloat16 without accumulate_fp32"
         )
+
+
+def uses_graphs(config: Config, world: World, model: CausalLM) -> bool:
+    """Returns whether the run begins with `Graphs`: cuda_graphs=true, or auto where nothing is
+    against it, which one GPU says."""
+    if config.cuda_graphs != "auto":
+        return config.cuda_graphs
+    if world.size > 1 or world.device.type != "cuda" or find_task(config.task).many_lengths:
+        return False
+    try:
+        wanted = replace(config, cuda_graphs=True)
+        check_run(wanted, world)
+        check_model(model)
+    except ValueError as error:
+        reason = str(error).removeprefix("cuda_graphs=true ").removeprefix("cuda_graphs: ")
+        world.log_rank0(f"cuda_graphs=auto: not used: {reason}")
+        return False
+    return True
 
 
 def check_model(model: CausalLM) -> None:

@@ -24,7 +24,7 @@ from tigon.data.sources import select_fraction
 from tigon.models.moe import aux_loss_coef
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.config import Config
+from tigon.train.config import Config, micro_batch_rows
 from tigon.train.model import meta_model, meta_model_from_path
 from tigon.train.resume import REMEDY
 from tigon.train.tasks import Task
@@ -73,7 +73,7 @@ def build_loader(
         windows,
         task.rows,
         batch_size=config.batch_size,
-        micro_batch_size=config.micro_batch_size,
+        micro_batch_size=micro_batch_rows(config),
         seed=None if held_out else config.seed,
         rank=world.data.rank,
         world=world.data.size,

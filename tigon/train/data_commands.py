@@ -59,7 +59,7 @@ def read_arguments(arguments: Sequence[str]) -> Config:
 def pack(arguments: Sequence[str]) -> None:
     """Fills the cache with the training and held-out data that `read_arguments` finds, tokenized,
     and prints how many examples, tokens and rows they have and where the cache is."""
-    config = read_arguments(arguments)
+    config = replace(read_arguments(arguments), micro_batch_size=1)  # which nothing here depends on
     if config.streaming:
         raise ValueError("streaming=true has no cache to make: leave it out")
     with start("cpu") as world:

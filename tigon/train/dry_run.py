@@ -29,16 +29,11 @@ from tigon.train.build import (
     read_inputs,
     resolve_parallel,
 )
-from tigon.train.config import Config, mesh_sizes, parallel_settings
+from tigon.train.choices import USEFUL_TOKENS
+from tigon.train.config import Config, mesh_sizes, micro_batch_rows, parallel_settings
 from tigon.train.distributed import InputError, World, local
-from tigon.train.memory import (
-    GIB,
-    CheckpointingChoice,
-    Estimate,
-    estimate,
-    gpu_memory,
-    resolve_checkpointing,
-)
+from tigon.train.launch_meter import PASSES, WARM_UP
+from tigon.train.memory import GIB, Estimate, estimate, gpu_memory
 from tigon.train.model import compute_dtype, meta_model, parallelize, weights_dtype
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
 from tigon.train.throughput import Cost, model_flops, peak_flops
@@ -55,6 +50,7 @@ SAVING: tuple[dict[str, object], ...] = (
     {"param_dtype": "bfloat16"},
 )
 STEPS = 4  # the first half warms up: kernels, the allocator, optimizer states
+MANY_STEPS = 2 * (WARM_UP + PASSES + 2)  # of short passes, whose first half decides on CUDA graphs
 
 
 @dataclass(frozen=True)
@@ -127,19 +123,20 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     config, world = resolve_parallel(config, world, gpus)
     sizes = mesh_sizes(config, gpus)
     ranks = sizes.data
-    if config.batch_size % (config.micro_batch_size * ranks):
+    rows = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
+    if config.batch_size % (rows * ranks):
         raise InputError(
             f"batch_size {config.batch_size} must be a multiple of micro_batch_size "
-            f"{config.micro_batch_size} x {ranks} ranks with different rows"
+            f"{rows} x {ranks} ranks with different rows"
         )
     with world.raise_on_all_ranks():
         check_ranks(config, ranks)
     here = world.device.type == "cuda" or not targets_gpu(config)
-    inputs = read_inputs(config, world, here=here, sizes=sizes)
-    config = inputs.config
+    device = GPU if targets_gpu(config) else world.device
+    inputs = read_inputs(config, world, here=here, sizes=sizes, device=device)
+    config, choice = inputs.config, inputs.choice
     try:
         with world.raise_on_all_ranks():
-            device = GPU if targets_gpu(config) else world.device
             model = meta_model(config, weights_dtype(config, device), inputs.source)
             inputs.check_model(model)
             freeze(model, config)
@@ -147,11 +144,8 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         idle = find_unused_settings(config, count_steps(config, inputs.data), device)
         for notice in [*idle, *find_layers_without_fp8(config, model)]:
             world.log_rank0(f"note: {notice}")
-        checkpointing = resolve_checkpointing(
-            config, world, inputs.task, inputs.source, gpus, device
-        )
-        if checkpointing is not None:
-            world.log_rank0(str(checkpointing))
+        if choice is not None:
+            world.log_rank0(str(choice))
         advised = False
         if not targets_gpu(config):
             world.log_rank0(
@@ -159,7 +153,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
                 "elsewhere"
             )
         elif world.main:
-            result = estimate_run(config, inputs, gpus, checkpointing)
+            result = estimate_run(config, inputs, gpus)
             world.log_rank0(*memory_table(result, gpus, world.device))
             for what in uncounted_memory(config):
                 world.log_rank0(f"not in the sum: {what}")
@@ -169,7 +163,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         if why := timing_obstacle(config, world, gpus):
             world.log_rank0(f"time of a step: cannot be measured here: {why}")
             return
-        world.log_rank0(*time_run(config, inputs, world, advised, checkpointing))
+        world.log_rank0(*time_run(config, inputs, world, advised))
     finally:
         inputs.data.close()
 
@@ -202,8 +196,9 @@ def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) 
         learned = f", of which {targets:,} are learned"
     each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
     sizes = mesh_sizes(config, gpus)
-    per_rank = config.batch_size // (sizes.data * config.micro_batch_size)
-    parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {config.micro_batch_size}"
+    rows = micro_batch_rows(config)
+    per_rank = config.batch_size // (sizes.data * rows)
+    parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {rows}"
     group_size = sizes.ranks // sizes.data
     ranks = f" on each of {sizes.data} ranks" if gpus > 1 else ""
     if group_size > 1:
@@ -224,7 +219,7 @@ def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) ->
     these dimensions with several ranks."""
     lines, context, tensor, expert = [], sizes.context, sizes.tensor, sizes.expert
     tokens, subject = -(-config.seq_len // context), "each of {} ranks has "
-    element_bytes = config.micro_batch_size * tokens * compute_dtype(config, GPU).itemsize
+    element_bytes = micro_batch_rows(config) * tokens * compute_dtype(config, GPU).itemsize
 
     def sends(size: float, what: str, backward: float = 1.0) -> str:
         """`backward`: bytes of the backward pass, in those of the forward pass."""
@@ -233,7 +228,7 @@ def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) ->
         return (
             f"in the forward pass of a layer it sends {forward:,.1f} MiB of {what} to the others, "
             f"and {backward * forward:,.1f} in the backward pass"
-            f"{recomputed if config.activation_checkpointing else ''}"
+            f"{recomputed if config.activation_checkpointing is not False else ''}"
         )
 
     if context > 1:
@@ -265,14 +260,13 @@ def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) ->
     return lines
 
 
-def estimate_run(
-    config: Config, inputs: RunInputs, gpus: int, checkpointing: CheckpointingChoice | None = None
-) -> Estimate:
-    """Returns the memory of a run with these settings on GPUs."""
+def estimate_run(config: Config, inputs: RunInputs, gpus: int) -> Estimate:
+    """Returns the memory of a run with these settings on GPUs, and with what is chosen for them
+    unless they set activation_checkpointing."""
     compute = compute_dtype(config, GPU)
     model = meta_model(config, weights_dtype(config, GPU), inputs.source)
-    if checkpointing is not None:
-        checkpointing.apply(model)
+    if inputs.choice is not None and config.activation_checkpointing == "auto":
+        inputs.choice.apply(model)
     return estimate(model, inputs.task, config, gpus, compute)
 
 
@@ -304,7 +298,7 @@ def uncounted_memory(config: Config) -> list[str]:
         "what an evaluation keeps of its logits": config.predictions or config.eval_return_logits,
         "what callbacks are given and keep": config.hooks,
         "the activations of the first micro-batch of each further kind, which has no graph yet": (
-            config.cuda_graphs
+            config.cuda_graphs is True
         ),
         f"reference={config.reference}, which is there before the first step alone": (
             config.reference and not config.streaming
@@ -334,7 +328,7 @@ def memory_advice(config: Config, inputs: RunInputs, gpus: int) -> list[str]:
         if total < present:
             lines.append(f"  {total / GIB:8.2f} GiB with parallel.context={shared.context}")
     fixed = parallel.fsdp is not None
-    rows = 2 * mesh_sizes(config, gpus).data * config.micro_batch_size
+    rows = 2 * mesh_sizes(config, gpus).data * micro_batch_rows(config)
     if not fixed and config.batch_size % rows == 0:
         total = estimate_run(config, inputs, 2 * gpus).total
         lines.append(f"  {total / GIB:8.2f} GiB on {2 * gpus} GPUs")
@@ -346,6 +340,12 @@ def targets_gpu(config: Config) -> bool:
     return config.device != "cpu"
 
 
+def passes_are_long(config: Config) -> bool:
+    """Returns whether the passes of a run take too long to wait for launches, or have no graphs."""
+    tokens = micro_batch_rows(config) * config.seq_len
+    return tokens >= USEFUL_TOKENS or config.cuda_graphs is False or not targets_gpu(config)
+
+
 def timing_obstacle(config: Config, world: World, gpus: int) -> str | None:
     """Returns why no step can run on this machine, or None."""
     if targets_gpu(config) and world.device.type == "cpu":
@@ -355,22 +355,16 @@ def timing_obstacle(config: Config, world: World, gpus: int) -> str | None:
     return None
 
 
-def time_run(
-    config: Config,
-    inputs: RunInputs,
-    world: World,
-    advised: bool,
-    checkpointing: CheckpointingChoice | None,
-) -> list[str]:
+def time_run(config: Config, inputs: RunInputs, world: World, advised: bool) -> list[str]:
     """Runs steps on random weights and returns lines with their time; raises InputError, with
     advice unless it is printed already (`advised`), if one does not fit into memory."""
     try:
         model = random_model(config, world, inputs.source)
-        if checkpointing is not None:
-            checkpointing.apply(model)
+        if inputs.choice is not None:
+            inputs.choice.apply(model)
         optimizer = build_optimizer(model, config)
         run = build_run(config, world, inputs, model, optimizer, build_ema(model, config))
-        timing = time_steps(run)
+        timing = time_steps(run, STEPS if passes_are_long(config) else MANY_STEPS)
     except torch.OutOfMemoryError as error:
         lines = memory_advice(config, inputs, world.size) if world.main and not advised else []
         first = str(error).split(". ")[0]

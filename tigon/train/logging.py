@@ -25,6 +25,7 @@ from tigon.train.distributed import World
 from tigon.utils.json import parse_object
 from tigon.utils.paths import new_file
 from tigon.utils.terminal import escape_controls
+from tigon.weights.files import explain_full_disk
 
 FINISH = 60.0  # seconds that the end of a run waits for W&B's uploads
 SPEED = {"step_seconds", "data_seconds", "data_share", "tokens_per_second", "mfu"} | {
@@ -480,5 +481,5 @@ def _line(row: dict[str, Any]) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Replaces a file in one step."""
-    with new_file(path) as temporary, temporary.open("x", encoding="utf-8") as file:
+    with explain_full_disk(path), new_file(path) as new, new.open("x", encoding="utf-8") as file:
         file.write(text)

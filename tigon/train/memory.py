@@ -1,4 +1,4 @@
-"""Estimates the memory of a run on each GPU, by kind, and chooses checkpointing by it.
+"""Estimates the memory of a run on each GPU, by kind.
 
 Weights and optimizer states are multiplied out. The rest is tracked in a step of the real model on
 the meta device, with the buffers of FSDP2 or of sharding=gradients. No GPU is needed.
@@ -6,9 +6,7 @@ the meta device, with the buffers of FSDP2 or of sharding=gradients. No GPU is n
 # B rows of a micro-batch, T tokens of a row
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,7 @@ from tigon.kernels import use
 from tigon.models import CausalLM
 from tigon.models.pretrained.quantization import quantized_bytes
 from tigon.parallel import MeshSizes, keep_rank_zero
-from tigon.train.config import Config, mesh_sizes
-from tigon.train.distributed import World
+from tigon.train.config import Config, mesh_sizes, micro_batch_rows
 from tigon.train.memory_tracker import (
     GRADIENTS,
     FSDPTracker,
@@ -35,15 +32,7 @@ from tigon.train.memory_tracker import (
     shard_counts,
     unsharded_bytes,
 )
-from tigon.train.model import (
-    compute_dtype,
-    has_experts,
-    is_sharded,
-    meta_model,
-    set_fp8,
-    sum_dtype,
-    weights_dtype,
-)
+from tigon.train.model import has_experts, is_sharded, set_fp8, sum_dtype
 from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parameter_buckets, state_bytes
 from tigon.train.tasks import Task
 
@@ -135,14 +124,14 @@ def simulate_step(
 ) -> Ledger:
     """Returns the ledger of a step on the meta device, with at most two micro-batches: the second
     one runs while gradients of the first are alive. `sharded` is the dtype of sharded weights."""
-    ledger, world = Ledger(), sizes.shards
+    ledger, world, rows = Ledger(), sizes.shards, micro_batch_rows(config)
     tracker = MemoryTracker(ledger, model_tensors(model))
     tracker.label_forward(model.lm_head, "logits and loss")
     sharding_tracker: FSDPTracker | ZeRO2Tracker | None = None
     if sharded is not None and config.sharding == "gradients":
         sharding_tracker = ZeRO2Tracker(model, tracker, world, sum_dtype(config), sharded)
     elif sharded is not None:
-        one = config.batch_size == config.micro_batch_size * sizes.data
+        one = config.batch_size == rows * sizes.data
         shares = shard_counts(model, world)
         sharding_tracker = FSDPTracker(
             model, tracker, shares, model.dtype, sharded, one_backward=one
@@ -157,16 +146,16 @@ def simulate_step(
                 parameter.register_post_accumulate_grad_hook(
                     lambda p: tracker.relabel(p.grad, GRADIENTS)
                 )
-    count = max(1, -(-config.batch_size // (sizes.data * config.micro_batch_size)))
+    count = max(1, -(-config.batch_size // (sizes.data * rows)))
     # CUDA graphs keep the gradients that they write, as if there had been a micro-batch before
-    last = 1 if config.cuda_graphs else min(count, 2) - 1
+    last = 1 if config.cuda_graphs is True else min(count, 2) - 1
     frozen = task.meta_frozen_model(model, compute)
     if frozen is not None:
         track_frozen_model(frozen, tracker, config, sizes, compute)
     model.train()
     with use("triton"), tracker:
         for index in range(last + 1):
-            rows = min(config.micro_batch_size, -(-config.batch_size // sizes.data))
+            rows = min(rows, -(-config.batch_size // sizes.data))
             inputs = task.resolve(model, dummy_batch(rows, config.seq_len, task))
             sums = task.sums(model, inputs)
             if sharding_tracker is not None:
@@ -270,128 +259,21 @@ def track_frozen_model(
         FSDPTracker(other, tracker, shares, compute, dtype).ledger = ledger
 
 
-# activation_checkpointing=auto recomputes as few blocks as the memory allows. All blocks cost the
-# same time, so only their number is chosen. Evenly spaced ones save most: a recomputed block keeps
-# its input and the residual stream, and the block before it keeps the latter anyway unless it is
-# recomputed too. The last block comes last: its recomputation runs beside all other activations.
-
-
-@dataclass(frozen=True)
-class CheckpointingChoice:
-    """Says how many blocks are recomputed, and the memory that a step then takes."""
-
-    blocks: int  # those of `spaced_blocks`
-    layers: int  # all blocks
-    offload: bool
-    total: int  # bytes of a GPU, estimated
-    budget: int
-
-    def apply(self, model: CausalLM) -> None:
-        """Sets the model to recompute and offload as chosen."""
-        model.activation_checkpointing = spaced_blocks(self.blocks, self.layers)
-        model.activation_offload = self.offload
-
-    def __str__(self) -> str:
-        which = f"{self.blocks} of {self.layers} blocks"
-        which = {0: "no block", self.layers: f"all {self.layers} blocks"}.get(self.blocks, which)
-        away = ", with activation_offload" if self.offload else ""
-        return (
-            f"activation_checkpointing=auto: {which} computed again{away}; "
-            f"{format_gib(self.total)} of {format_gib(self.budget)} GiB, estimated"
-        )
-
-
-def format_gib(size: int) -> str:
-    """Formats bytes as a number of GiB, with enough digits for tiny models."""
-    return f"{size / GIB:.2f}" if size >= GIB else f"{size / GIB:.3g}"
-
-
-def spaced_blocks(count: int, layers: int) -> frozenset[int]:
-    """Returns `count` of the indices below `layers`, evenly spaced, the last only if all are."""
-    return frozenset(i * layers // count for i in range(count))
-
-
-def memory_budget(config: Config, memory: int | None) -> int:
-    """Returns the bytes for the tensors of a GPU with that much memory (None if unknown)."""
-    if config.memory_budget is not None:
-        return int(config.memory_budget * GIB)
-    if memory is None:
-        raise ValueError(
-            "activation_checkpointing=auto needs the memory of a GPU, and there is no GPU here: "
-            "give memory_budget=, in GiB"
-        )
-    return int(memory * (1 - SHARE)) - CONTEXT
-
-
-def choose_checkpointing(
-    total: Callable[[int, bool], int], layers: int, budget: int, *, offload: bool
-) -> CheckpointingChoice:
-    """Returns the fewest recomputed blocks that fit; else all, with activations in host memory.
-
-    `total(n, offload)` is the memory of a GPU that recomputes n blocks. Raises ValueError if even
-    that does not fit.
-    """
-    none = total(0, offload)
-    if none <= budget:
-        return CheckpointingChoice(0, layers, offload, none, budget)
-    enough, size = layers, total(layers, offload)
-    if size > budget and layers > 1:  # recomputing the last block may take more than saving it
-        fewer = total(layers - 1, offload)
-        if fewer < size:
-            enough, size = layers - 1, fewer
-    if size > budget:
-        offloaded = size if offload else total(layers, True)
-        if offloaded <= budget:
-            return CheckpointingChoice(layers, layers, True, offloaded, budget)
-        raise ValueError(
-            f"activation_checkpointing=auto: a step takes {format_gib(none)} GiB of a GPU, "
-            f"{format_gib(size)} with every block computed again and {format_gib(offloaded)} with "
-            f"activation_offload too, and {format_gib(budget)} GiB are there: give a smaller "
-            "micro_batch_size or seq_len, param_dtype=bfloat16, another optimizer, "
-            "optimizer_offload=true, parallel.context, or more GPUs"
-        )
-    too_few = 0
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if (tried := total(middle, offload)) <= budget:
-            enough, size = middle, tried
-        else:
-            too_few = middle
-    return CheckpointingChoice(enough, layers, offload, size, budget)
-
-
-def resolve_checkpointing(
-    config: Config, world: World, task: Task, source: Path | None, gpus: int, device: torch.device
-) -> CheckpointingChoice | None:
-    """Returns the choice for a run on that many GPUs like `device`, or None without `auto`.
-
-    Every rank calls this and gets the choice of the first one, for the GPU with the least memory.
-    """
-    if config.activation_checkpointing != "auto":
-        return None
-    compute = compute_dtype(config, device)
-
-    def build() -> CausalLM:
-        return meta_model(config, weights_dtype(config, device), source)
-
-    def total(blocks: int, offload: bool) -> int:
-        model = build()
-        model.activation_checkpointing = spaced_blocks(blocks, len(model.model.layers))
-        model.activation_offload = offload
-        return estimate(model, task, config, gpus, compute).total
-
-    sizes = [size for size in world.gather(gpu_memory(world.device)) if size is not None]
-    choice: CheckpointingChoice | None = None
-    with world.raise_on_all_ranks():
-        budget = memory_budget(config, min(sizes, default=None))
-        if world.main:
-            layers = len(build().model.layers)
-            choice = choose_checkpointing(total, layers, budget, offload=config.activation_offload)
-    return world.gather(choice)[0]
-
-
 def gpu_memory(device: torch.device) -> int | None:
     """Returns the bytes of a GPU, None for a CPU."""
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_properties(device).total_memory
+
+
+def memory_budget(config: Config, memory: int | None) -> int | None:
+    """Returns the bytes for the tensors of a GPU: memory_budget, or most of a GPU's `memory`; None
+    if neither is known."""
+    if config.memory_budget is not None:
+        return int(config.memory_budget * GIB)
+    return None if memory is None else int(memory * (1 - SHARE)) - CONTEXT
+
+
+def format_gib(size: int) -> str:
+    """Formats bytes as a number of GiB, with enough digits for tiny models."""
+    return f"{size / GIB:.2f}" if size >= GIB else f"{size / GIB:.3g}"

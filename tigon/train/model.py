@@ -31,7 +31,7 @@ from tigon.parallel import (
 )
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.config import Config
+from tigon.train.config import Config, micro_batch_rows
 from tigon.train.distributed import World, local, meshes_of, shard
 from tigon.train.optim import check_local_model
 from tigon.train.vocabulary import read_vocabulary
@@ -170,7 +170,7 @@ def parallelize(model: CausalLM, config: Config, world: World) -> None:
     if config.sharding == "gradients":
         shard_gradients(model, meshes.weights, compute, sum_dtype(config))
     elif is_sharded(config, meshes.sizes.fsdp_ranks, compute):
-        one = config.batch_size == config.micro_batch_size * world.data.size
+        one = config.batch_size == micro_batch_rows(config) * world.data.size
         shard(model, world, compute, one_backward=one)
 
 

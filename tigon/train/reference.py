@@ -24,7 +24,7 @@ from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
 from tigon.data.sources import hash_files
 from tigon.models import MODELS, build
-from tigon.train.config import Config
+from tigon.train.config import Config, micro_batch_rows
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype
 from tigon.utils.json import read_json
@@ -66,7 +66,7 @@ def attach(
     found = read(path, _tokens(corpus))
     if world.any(found is None):
         began = time.monotonic()
-        values, tokens = compute_logprobs(loader, pack, config.micro_batch_size, world, make())
+        values, tokens = compute_logprobs(loader, pack, micro_batch_rows(config), world, make())
         with world.raise_on_all_ranks():
             if not int(os.environ.get("LOCAL_RANK", 0)):
                 store(path, values)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tigon.train.build import TrainingRun
 from tigon.train.callbacks import Callback, CallbackHandler, NamedSets, PredictionsWriter
 from tigon.train.distributed import InputError, World, reshard, sync_gradients
 from tigon.train.export import export, export_best, export_name, export_step, step_export_path
+from tigon.train.less_memory import within_memory
 from tigon.train.logging import (
     RunLog,
     is_unfinished,
@@ -96,7 +98,8 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
     while step < run.steps:
         start_time, done = time.perf_counter(), step + 1
         world.progress.step = done
-        values, scale = forward_backward(run, step + state.offset)
+        passes = partial(forward_backward, run, step + state.offset)
+        values, scale = within_memory(run, done, passes)
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
         exports = config.hf_every > 0 and done % config.hf_every == 0
         saves = config.save_every > 0 and done % config.save_every == 0
@@ -402,6 +405,9 @@ def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any], *, 
     log.sync()
     start_time = time.perf_counter()
     progress = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
+    if run.choice is not None:  # which may have become smaller since the first step
+        progress |= {"choice": run.choice.facts()}
+        progress |= {"config": metadata["config"] | {"micro_batch_size": run.choice.rows}}
     values = run.model, run.optimizer, run.tokenizer, metadata | progress, run.ema
     run.saver.save(step, *values, copy=not last)
     log.saved(step, time.perf_counter() - start_time, whole=run.saver.pending is None)

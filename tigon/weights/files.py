@@ -23,10 +23,12 @@ class DiskFullError(OSError):
 
 
 def require_space(directory: Path, needed: int) -> None:
-    """Raises DiskFullError unless `needed` bytes fit on the directory's disk."""
-    free = shutil.disk_usage(directory).free
-    if free < needed:
-        raise DiskFullError(f"the disk of {directory} is too full: {_sizes(needed, free)}")
+    """Raises DiskFullError unless `needed` bytes fit on the directory's disk, if it has a size:
+    /proc and some network disks say 0, and writing tells."""
+    usage = shutil.disk_usage(directory)
+    if usage.total and usage.free < needed:
+        sizes = _sizes(needed, usage.free)
+        raise DiskFullError(f"the disk of {directory} is too full: {sizes}")
 
 
 @contextmanager

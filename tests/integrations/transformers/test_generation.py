@@ -2,6 +2,7 @@
 whichever loop; caches of either library in the other."""
 
 import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,8 +274,28 @@ def test_caches_that_are_none_of_ours() -> None:
         ours.generate(ids, num_beams=2, cache_implementation="offloaded")
     with pytest.raises(ValueError, match="seed=3 with what transformers' loop alone follows"):
         ours.generate(ids, num_beams=2, seed=3)
+    with pytest.raises(NotImplementedError, match=r"generate_batch.* call generate, or serve the"):
+        ours.generate_batch([[5, 6]])
     with pytest.raises(NotImplementedError, match="come from the model"):
         TigonCache().update(ids, ids, 0)
+
+
+@torch.no_grad()
+def test_a_cache_of_another_model() -> None:
+    """Its keys and values would be taken for this one's, if the shapes are the same."""
+    ids = padded((6,), 200)[0]
+    one, other = (pair("llama")[1] for _ in range(2))
+    options: dict[str, Any] = {"max_new_tokens": 3, "return_dict_in_generate": True}
+    for out in (one(ids), one.generate(ids, **options), one.generate(ids, num_beams=2, **options)):
+        for call in (other, other.generate):
+            with pytest.raises(ValueError, match="the cache holds tokens of another model"):
+                call(torch.cat((ids, ids), 1), cache=out.cache)
+    cache, copied = one(ids).cache, copy.deepcopy(one(ids).cache)
+    expected = one(ids[:, :2], cache=pickle.loads(pickle.dumps(cache))).logits
+    assert torch.equal(other(ids[:, :2], cache=copied).logits, expected)
+    assert torch.equal(as_transformers(one.native)(ids[:, :2], cache=cache).logits, expected)
+    cache.reset()
+    assert torch.equal(other(ids, cache=cache).logits, one(ids).logits)
 
 
 # Who calls it

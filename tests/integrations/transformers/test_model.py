@@ -1,7 +1,10 @@
 """A Tigon model as transformers' PreTrainedModel: names, outputs and what is refused."""
 
 import copy
+import importlib
 import pickle
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import tigon
 from tests.integrations.transformers.peers import MODELS, checkpoint, pair, score_pair
 from tests.models.tiny import CASES, FIRST, WRAPPED, reference
 from tests.support.contract import tiny_llama
+from tigon.integrations import transformers as integration
 from tigon.integrations.transformers import as_transformers, from_pretrained, register, unregister
 
 B, T = 2, 11
@@ -59,6 +63,24 @@ def test_families(model_type: str, case: str, tmp_path: Path) -> None:
         assert_near(actual.logits[known], expected.logits[known])
     hidden = theirs.model(given["input_ids"]).last_hidden_state
     assert_near(ours.base_model(given["input_ids"]).last_hidden_state, hidden)
+
+
+@pytest.mark.parametrize("version", ["5.17.0", "5.23.0.dev0", "4.57.1", None])
+def test_an_older_transformers_is_named(version: str | None, monkeypatch: Any) -> None:
+    def read(name: str) -> str:
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["transformers"] == ["transformers>=5.24"]
+    monkeypatch.setattr(metadata, "version", read)
+    with pytest.raises(ImportError) as error:
+        importlib.reload(integration)
+    assert str(error.value) == (
+        "tigon.integrations.transformers needs transformers 5.24 or newer, and "
+        f"{version or 'none'} is installed: pip install 'tigon[transformers]'"
+    )
 
 
 # What a call returns
@@ -310,8 +332,11 @@ def test_auto_classes() -> None:
     register()
     register()
     try:
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-        assert isinstance(model.native, tigon.Llama) and model.dtype == torch.bfloat16
+        for kind in (None, "sdpa", "flash_attention_2"):
+            model = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.bfloat16, attn_implementation=kind
+            )
+            assert isinstance(model.native, tigon.Llama) and model.dtype == torch.bfloat16
         scorer = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=3)
         assert scorer.native.config.labels == scorer.config.num_labels == 3
         with pytest.raises(ValueError, match=r"config\.rms_norm_eps is 0\.1, but the check"):

@@ -171,6 +171,10 @@ def test_head_may_be_wrapped_or_replaced(tmp_path: Path) -> None:
     ours, theirs = (m(IDS, labels=IDS, logits_at=at, metrics=metrics) for m in (other, split))
     torch.testing.assert_close(ours.logits_at, theirs.logits_at)
     torch.testing.assert_close(ours.metrics, theirs.metrics)
+    other = copy.deepcopy(split)  # TRL replaces the method alone
+    weight = other.lm_head.weight
+    other.lm_head.forward = lambda x: nn.functional.linear(x.double(), weight.double()).float()  # type: ignore[method-assign]
+    assert_same_passes(other, split)
 
 
 def test_classifier_has_score(tmp_path: Path) -> None:

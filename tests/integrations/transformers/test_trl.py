@@ -137,7 +137,13 @@ SAMPLING: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    "kind, settings", [("GRPO", {}), ("GRPO", {"beta": 0.1, "num_iterations": 2}), ("RLOO", {})]
+    "kind, settings",
+    [
+        ("GRPO", {}),
+        ("GRPO", {"beta": 0.1, "num_iterations": 2}),
+        ("GRPO", {"cast_lm_head_to_fp32": True}),  # which replaces the head's forward
+        ("RLOO", {}),
+    ],
 )
 def test_sampled_answers(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     logs = []

@@ -3,8 +3,9 @@
 # B rows, K kv heads, S cached tokens, D head dim
 """
 
-from collections.abc import Mapping
-from typing import Any, cast
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
@@ -24,10 +25,26 @@ class TigonCache(DynamicCache):
     """
 
     native: KVCache | StaticCache
+    _model: Callable[[], LanguageModel | None]  # which it is of, if that is known and still there
 
     def __init__(self, native: KVCache | StaticCache | None = None):
         super().__init__()
         self.native = KVCache() if native is None else native
+        self._model = _unknown
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy may go with a copy of the model."""
+        return vars(self) | {"_model": _unknown}
+
+    def hand_to(self, model: LanguageModel) -> Self:
+        """Returns the cache as one of this model; ValueError if it holds tokens of another one."""
+        if self._model() not in (None, model) and self.native.length != 0:
+            raise ValueError(
+                "the cache holds tokens of another model, though of the same shapes: each model "
+                "goes on with its own"
+            )
+        self._model = weakref.ref(model)
+        return self
 
     def __len__(self) -> int:
         return len(self.native.states)
@@ -115,6 +132,10 @@ class TigonCache(DynamicCache):
         self.native.expand(repeats)
 
 
+def _unknown() -> None:
+    """Stands for the model of a cache that may be any model's."""
+
+
 def open_cache(model: Any, config: Any, arguments: Mapping[str, Any]) -> TigonCache | None:
     """Returns the cache of a forward pass with these keywords, or None if it has none.
 
@@ -129,7 +150,7 @@ def open_cache(model: Any, config: Any, arguments: Mapping[str, Any]) -> TigonCa
         labels = arguments.get("labels"), arguments.get("shift_labels")
         scores = model.training or labels != (None, None)
         use_cache = getattr(config, "use_cache", False) and model.causal and not scores
-    return TigonCache() if use_cache else None
+    return TigonCache().hand_to(model) if use_cache else None
 
 
 def take_over(cache: Any, model: LanguageModel) -> TigonCache:
@@ -137,12 +158,12 @@ def take_over(cache: Any, model: LanguageModel) -> TigonCache:
 
     A DynamicCache becomes one in place, so that whoever holds it sees what is added; keys and
     values of prefixes keep their gradients. Raises TypeError for another class, and ValueError for
-    layers that do not fit.
+    layers that do not fit or are known to be of another model.
     """
     if isinstance(cache, TigonCache):
-        return cache
+        return cache.hand_to(model)
     if isinstance(cache, KVCache | StaticCache):
-        return TigonCache(cache)
+        return TigonCache(cache).hand_to(model)
     if type(cache) is not DynamicCache or cache.offloading:
         kind = "an offloaded one" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
         raise TypeError(
@@ -150,7 +171,7 @@ def take_over(cache: Any, model: LanguageModel) -> TigonCache:
         )
     native = _read(cache, model)
     cache.__class__ = TigonCache
-    cache.__dict__ = TigonCache(native).__dict__
+    cache.__dict__ = TigonCache(native).hand_to(model).__dict__
     return cast(TigonCache, cache)
 
 

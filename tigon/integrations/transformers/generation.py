@@ -101,6 +101,14 @@ class TigonGeneration(GenerationMixin):
             del inputs["position_ids"]
         return inputs
 
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotImplementedError: transformers' continuous batching pages the caches of its own
+        attention."""
+        raise NotImplementedError(
+            "transformers' continuous batching (generate_batch) needs its own attention: call "
+            "generate, or serve the model with tigon serve"
+        )
+
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
@@ -245,5 +253,6 @@ def _generate(model: Any, arguments: dict[str, Any]) -> Any:
     fields: dict[str, Any] = dict(out) | {"sequences": out.sequences.to(ids.device)}
     states = fields.pop("past_key_values", None)
     if states is not None:
-        fields["cache"] = past if states is native else TigonCache(states)
+        new = TigonCache(states).hand_to(model.native)
+        fields["cache"] = past if states is native else new
     return GenerateDecoderOnlyOutput(**fields)

@@ -205,12 +205,14 @@ class TigonPreTrainedModel(PreTrainedModel):
         config: PreTrainedConfig | None = None,
         projections: str = "split",
         tigon_options: Mapping[str, Any] | None = None,
+        attn_implementation: str | None = None,
         **options: Any,
     ) -> Self:
         """As tigon.integrations.transformers.from_pretrained, for a checkpoint of this class.
 
         Auto classes also give a `config`, which may differ from the file's in what does not change
         the native model, such as output_router_logits and pad_token_id; else raises ValueError.
+        `attn_implementation` names kernels of transformers, and has no effect.
         """
         if config is not None and issubclass(cls, TigonForSequenceClassification):
             options["num_labels"] = config.num_labels
@@ -221,6 +223,7 @@ class TigonPreTrainedModel(PreTrainedModel):
         if config is None:
             return cls.from_native(native, **attributes)
         check_config(native, config)
+        config._attn_implementation = None  # Auto classes put it there
         return cls(config, native, **attributes)
 
     def _set_statics(self) -> None:

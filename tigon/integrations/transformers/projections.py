@@ -311,6 +311,11 @@ class OutputEmbeddings(LMHead, nn.Linear):  # type: ignore[misc]
         """V."""
         return self.weight.shape[0]
 
+    @property
+    def takes_criteria(self) -> bool:
+        """Whether the forward pass is this class's, not one that others have set."""
+        return "forward" not in vars(self)
+
     def forward(self, hidden: Tensor | None, *args: Any, **options: Any) -> Any:  # type: ignore[override]
         """Returns logits, or with criteria or options the native head's output."""
         if hidden is None or args or options:

@@ -1,9 +1,11 @@
 """Chooses the attention backend: a pure function of the call and of the machine."""
 
 import functools
+import json
 import logging
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -257,6 +259,22 @@ def missing(device: int) -> dict[str, str]:
     if find_spec("triton") is None:
         lacks["flex"] = "Triton is not installed"
     return lacks
+
+
+def missed_speed(device: torch.device, *, packed: bool) -> str | None:
+    """Returns a text on how much faster flash-attn-4 would compute packed or whole rows in training
+    on this GPU, by bench/attention.py's record on one of its kind; None if nothing is missed."""
+    if device.type != "cuda" or capability(device.index or 0) // 10 != 9:
+        return None
+    if "fa4" not in missing(device.index or 0):
+        return None
+    gains = json.loads(Path(__file__).with_name("fa4_gains.json").read_text())
+    least, most = gains["packed" if packed else "rows"]
+    what = "packed rows" if packed else "rows"
+    return (
+        f"{missing(device.index or 0)['fa4']}; with it attention over {what} was {least:.2f} to "
+        f"{most:.2f} times as fast on an {gains['gpu']}"
+    )
 
 
 def _missing_reason(name: str, device: int) -> str | None:

@@ -22,6 +22,7 @@ do. dA and dB are then cast to the parameters' dtype.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.linear.dropout import Dropout, apply_dropout, apply_dropout_ref, keep_mask
-from tigon.kernels.linear.fp8 import fp8_gradient, fp8_linear, fp8_product
+from tigon.kernels.linear.fp8 import ColumnMaxima, fp8_gradient, fp8_linear, fp8_product
 from tigon.kernels.linear.linear import (
     chunked_linear,
     chunked_matmul,
@@ -357,7 +358,13 @@ class BaseLinear(NamedTuple):
 
 
 PLAIN_BASE = BaseLinear(F.linear, torch.mm, linear, plain=True)
-FP8_BASE = BaseLinear(fp8_product, fp8_gradient, fp8_linear)
+
+
+def make_fp8_base() -> BaseLinear:
+    """Returns the base of one call in fp8, whose gradient has the weight's maxima from y's cast."""
+    kept = ColumnMaxima()
+    product, gradient = partial(fp8_product, maxima=kept), partial(fp8_gradient, maxima=kept)
+    return BaseLinear(product, gradient, fp8_linear)
 
 
 def lora_linear_ref(

@@ -43,6 +43,7 @@ from tigon.kernels.mlp.grouped_product import (
     product_by_row,
 )
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
+from tigon.kernels.mlp.slot_order import sort_slots
 from tigon.kernels.recompute import find_recompute, run_recompute
 from tigon.kernels.runtime import (
     autocast_dtype,
@@ -214,20 +215,14 @@ def _act_backward(
 
 
 def sorted_slots(
-    experts: Tensor, number: int, slots: int | None = None
+    experts: Tensor, number: int, slots: int | None, like: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the order of the slots by expert [S], its inverse [N k], and where each expert ends.
 
     Experts equal to `number` are absent, all but `slots`; their inverse is S or more. With
     UNKNOWN_SLOTS S is N k, and the end of the order, after all ends, is absent.
     """
-    small = torch.uint8 if number < 256 else torch.int16 if number < 2**15 else torch.int64
-    ordered, order = experts.flatten().to(small).sort(stable=True)  # fewer bits, fewer passes
-    numbers = torch.arange(number, device=experts.device, dtype=small)
-    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
-    inverse = torch.empty_like(order).scatter_(
-        0, order, torch.arange(len(order), device=order.device, dtype=order.dtype)
-    )
+    order, inverse, ends = sort_slots(experts, number, slots is not None, like)
     if slots == UNKNOWN_SLOTS:
         return order, inverse.masked_fill_(experts.flatten() == number, len(order)), ends
     return (order if slots is None else order[:slots].clone()), inverse, ends
@@ -312,7 +307,7 @@ def _forward(
 ) -> list[Tensor]:
     """Returns the output and, for backward, per slot gate_up and products with A, and the order."""
     k, (up_bias, down_bias) = experts.shape[1], biases or (None, None)
-    order, inverse, ends = sorted_slots(experts, len(gate_up), slots)
+    order, inverse, ends = sorted_slots(experts, len(gate_up), slots, x)
     rows = spread_rows(x, inverse, k, len(order))
     hidden, u = _product(rows, gate_up, low[:2], ends, transposed, up_bias)
     del rows

@@ -15,6 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels.linear.maxima import (
+    Maxima,
+    are_maxima_requested,
+    atomic_max_columns,
+    magnitude,
+    note_maxima,
+)
 from tigon.kernels.recompute import note_recompute
 from tigon.kernels.runtime import (
     DTYPES,
@@ -148,7 +155,7 @@ def num_stages(step: int, most: int = 3) -> int:
 
 
 @triton.jit
-def _load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS):
+def load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS):
     """Loads offset + weight, rounded as the reference rounds it."""
     columns = tl.arange(0, BLOCK)
     if BLOCK < 1024:  # a copy for each row saves a detour through shared memory
@@ -205,7 +212,7 @@ def _add_weight_gradient(total, d, n, LATE):
 
 
 @triton.jit
-def _scaled(n, weight, scale, dtype, BEFORE, GATED):
+def apply_scale(n, weight, scale, dtype, BEFORE, GATED):
     """Returns n times its scale, rounded as the reference does before the gate."""
     if BEFORE:
         n = n.to(dtype).to(tl.float32)
@@ -240,14 +247,18 @@ def _forward_kernel(
     if residual is not None:
         t = _load_rows(residual, rows, columns, mask).to(tl.float32)
     if post_weight is not None:  # loaded before the reductions, which then hide the wait
-        post_scale = _load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+        post_scale = load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if weight is not None:
-        scale = _load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+        scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if post_weight is not None:
         r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + post_eps)
         if rstd is not None:
             tl.store(rstd + N + rows, r, mask=inside)
-        h = _scaled(h * r, post_weight, post_scale, dtype, BEFORE, False).to(dtype).to(tl.float32)
+        h = (
+            apply_scale(h * r, post_weight, post_scale, dtype, BEFORE, False)
+            .to(dtype)
+            .to(tl.float32)
+        )
     if residual is not None:
         h = (h + t).to(total.dtype.element_ty)
         tl.store(total + rows * C + columns, h, mask=mask)
@@ -262,7 +273,7 @@ def _forward_kernel(
             tl.store(rstd + rows, r, mask=inside)
     h *= r
     if weight is not None:
-        h = _scaled(h, weight, scale, dtype, BEFORE, gate is not None)
+        h = apply_scale(h, weight, scale, dtype, BEFORE, gate is not None)
     if gate is not None:
         h *= z * tl.sigmoid(z)
     tl.store(y + rows * C + columns, h.to(y.dtype.element_ty), mask=mask)
@@ -274,7 +285,9 @@ def _backward_kernel(
     dy, dtotal,
     branch,  # what a sandwich norms first
     gate,  # a result of `_gates_of`
-    weight, post_weight, rstd, dx, dgate, dbranch, partials, N,
+    weight, post_weight, rstd, dx, dgate, dbranch, partials,
+    row_bits,  # these two: None, or int32 [N] and [C], which become the maxima of dx
+    column_bits, N,
     C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
@@ -282,13 +295,15 @@ def _backward_kernel(
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
     if weight is not None:
-        scale = _load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+        scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if post_weight is not None:
-        post_scale = _load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
+        post_scale = load_scale(post_weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if partials is not None:
         dweight = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
         if post_weight is not None:
             dpost = tl.zeros([ROWS if LATE else 1, BLOCK], tl.float32)
+    if column_bits is not None:
+        top = tl.zeros([1, BLOCK], tl.int32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
         rows, inside, mask = _row_tile(first, columns, N, C, BLOCK, ROWS)
@@ -303,7 +318,7 @@ def _backward_kernel(
             if dgate is not None:
                 m = n
                 if weight is not None:
-                    m = _scaled(n, weight, scale, dtype, BEFORE, True)
+                    m = apply_scale(n, weight, scale, dtype, BEFORE, True)
                 m *= d * s * (1.0 + z * (1.0 - s))
                 tl.store(dgate + rows * C + columns, m.to(dgate.dtype.element_ty), mask=mask)
             d *= z * s
@@ -316,7 +331,12 @@ def _backward_kernel(
             if dtotal is not None:
                 d += _load_rows(dtotal, rows, columns, mask).to(tl.float32)
         if dx is not None:
-            tl.store(dx + rows * C + columns, d.to(dx.dtype.element_ty), mask=mask)
+            rounded = d.to(dx.dtype.element_ty)
+            tl.store(dx + rows * C + columns, rounded, mask=mask)
+            if column_bits is not None:
+                bits = magnitude(rounded.to(tl.float32))
+                tl.store(row_bits + rows, tl.max(bits, 1, keep_dims=True), mask=inside)
+                top = tl.maximum(top, tl.max(bits, 0, keep_dims=True))
         if post_weight is not None:
             n = _load_rows(branch, rows, columns, mask).to(tl.float32)
             r = tl.load(rstd + N + rows, mask=inside, other=0.0)
@@ -326,6 +346,8 @@ def _backward_kernel(
             if dbranch is not None:
                 d = _norm_gradient(d * post_scale, n, r, C)
                 tl.store(dbranch + rows * C + columns, d.to(dtype), mask=mask)
+    if column_bits is not None:
+        atomic_max_columns(column_bits, columns, top, columns < C)
     if partials is not None:
         at = partials + tl.program_id(0).to(tl.int64) * C + columns
         tl.store(at, tl.sum(dweight, 0, keep_dims=True), mask=columns < C)
@@ -478,11 +500,21 @@ def recompute_norm(
 
 
 def _gradients(
-    x: Tensor, gate: Any, branch: Any, weight: Any, post_weight: Any, needs: list[bool], *_: Any
+    x: Tensor,
+    gate: Any,
+    branch: Any,
+    weight: Any,
+    post_weight: Any,
+    needs: list[bool],
+    maxima: bool,
+    *_: Any,
 ) -> list[Tensor]:
-    """Allocates the needed gradients of the first five arguments."""
+    """Allocates the needed gradients of the first five arguments, and the maxima of dx."""
     expected = zip((x, gate, branch, weight, post_weight), needs, strict=True)
-    return [_empty_like(t) for t, needed in expected if needed and t is not None]
+    gradients = [_empty_like(t) for t, needed in expected if needed and t is not None]
+    C = x.shape[-1]
+    bits = [x.new_zeros(n, dtype=torch.int32) for n in (x.numel() // max(C, 1), C) if maxima]
+    return gradients + bits
 
 
 @operator("rms_norm_backward", _gradients)
@@ -493,6 +525,7 @@ def _backward(
     weight: Tensor | None,  # [C]
     post_weight: Tensor | None,  # [C]
     needs: list[bool],  # the gradients of these five, returned in this order
+    maxima: bool,  # and after them the largest magnitudes of dx, as bits
     rstd: Tensor,  # [N] or [2N]
     dy: Tensor,  # [..., C]
     dtotal: Tensor | None,  # [..., C]
@@ -500,11 +533,12 @@ def _backward(
     before: bool,
 ) -> list[Tensor]:
     """Returns the gradients of x, gate, branch and both weights, as `_gradients` allocates them."""
-    gradients = _gradients(x, gate, branch, weight, post_weight, needs)
+    gradients = _gradients(x, gate, branch, weight, post_weight, needs, maxima)
     if x.numel() == 0:
         return [g.zero_() for g in gradients]
     made = iter(gradients)
     dx, dgate, dbranch, dweight, dpost = (next(made) if needed else None for needed in needs)
+    bits = made if maxima else (None, None)
     C = x.shape[-1]
     N, inputs = x.numel() // C, (x, dy, dtotal, branch)
     width = sum(t.element_size() for t in (*inputs, gate) if t is not None)
@@ -518,7 +552,7 @@ def _backward(
         *(_rows_of(t, C) for t in inputs),
         _gates_of(gate, C),
         *(None if t is None else t.contiguous() for t in (weight, post_weight)),
-        *(rstd, dx, dgate, dbranch, partials, N, C, offset, before),
+        *(rstd, dx, dgate, dbranch, partials, *bits, N, C, offset, before),
         *(launch.block, launch.rows, launch.stages, launch.late),
         num_warps=launch.warps,
     )
@@ -531,12 +565,15 @@ class _RMSNorm(torch.autograd.Function):
     """RMSNorm, with the residual sum or a sandwich, and its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, through: bool, *args: Any) -> Any:  # what `_forward` takes
-        """With `through`, x is returned beside its norm, as a sum is."""
+    def forward(ctx: Any, through: bool, maxima: bool, *args: Any) -> Any:  # what `_forward` takes
+        """With `through`, x is returned beside its norm, as a sum is.
+
+        `maxima`: whether the maxima of the gradient of x are noted on it, if it is the sum's.
+        """
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
         x, _, _, gate, weight, post_weight, _, _, *constants = args
-        ctx.constants = constants
+        ctx.constants, ctx.maxima = constants, maxima
         y, *total, rstd = _forward(*args)
         stream = total[0] if total else x
         branch = None if post_weight is None else x
@@ -552,20 +589,23 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, dtotal: Tensor | None = None) -> Any:
         x, gate, branch, weight, post_weight, rstd = ctx.saved_tensors
         refuse_second_derivative("rms_norm" if branch is None else "sandwich_norm")
-        needs_x, needs_residual, _, needs_gate, *needs_weights = ctx.needs_input_grad[1:7]
+        needs_x, needs_residual, _, needs_gate, *needs_weights = ctx.needs_input_grad[2:8]
         if dy is None and branch is None:  # only the sum was used
-            return None, dtotal, dtotal if needs_residual else None, *8 * (None,)
+            return None, None, dtotal, dtotal if needs_residual else None, *8 * (None,)
         dy = torch.zeros_like(x) if dy is None else dy
         inputs, weights = needs_x or needs_residual, any(needs_weights)
         needs = [inputs, needs_gate, inputs and branch is not None]
         needs += [weights, weights and branch is not None]
         saved = x, gate, branch, weight, post_weight
-        computed = iter(_backward(*saved, needs, rstd, dy, dtotal, *ctx.constants))
+        maxima = ctx.maxima and inputs and branch is None
+        computed = iter(_backward(*saved, needs, maxima, rstd, dy, dtotal, *ctx.constants))
         dx, dgate, dbranch, *dweights = (next(computed) if needed else None for needed in needs)
         x_gradient = (dx if branch is None else dbranch) if needs_x else None
         dweight, dpost = (d if n else None for d, n in zip(dweights, needs_weights, strict=True))
+        if maxima and dx is not None:
+            note_maxima(dx, Maxima(*computed))
         gradients = x_gradient, dx if needs_residual else None, None, dgate, dweight, dpost
-        return None, *gradients, *4 * (None,)
+        return None, None, *gradients, *4 * (None,)
 
 
 @overload
@@ -628,7 +668,8 @@ def rms_norm(
     before = cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
         norm = eps, eps, offset, before
-        return _RMSNorm.apply(False, x, residual, True, gate, weight, None, *norm)
+        maxima = are_maxima_requested(x)
+        return _RMSNorm.apply(False, maxima, x, residual, True, gate, weight, None, *norm)
     outputs = _forward(x, residual, False, gate, weight, None, eps, eps, offset, before)
     return outputs[0] if residual is None else (outputs[0], outputs[1])
 
@@ -648,7 +689,7 @@ def rms_norm_with_input(
     check_norm(eps, offset, cast)
     before = cast == "before_weight"
     norm = eps, eps, offset, before
-    y, stream = _RMSNorm.apply(True, x, None, True, None, weight, None, *norm)
+    y, stream = _RMSNorm.apply(True, False, x, None, True, None, weight, None, *norm)
     return y, stream
 
 
@@ -685,6 +726,6 @@ def sandwich_norm(
         return sandwich_norm_ref(x, residual, post_weight, weight, eps, **options)
     args = None, weight, post_weight, eps, post_eps, offset, cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
-        return _RMSNorm.apply(False, x, residual, True, *args)
+        return _RMSNorm.apply(False, False, x, residual, True, *args)
     y, total = _forward(x, residual, False, *args)
     return y, total

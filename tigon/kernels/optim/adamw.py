@@ -129,6 +129,7 @@ OWN_LAUNCH: int | None = 48 * 2**20
 # bfloat16 keeps 8 bits of nothing is seen, and it takes more instructions than memory leaves time
 PRECISE = (torch.float32,)
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.uint8: tl.uint8}
+PARTS = tl.constexpr(WARPS)  # in which a program sums squares, so that no warp waits for another
 WIDTH = tl.constexpr(9)  # of a row: first program, elements, position, 6 addresses; and 2 of lines
 
 
@@ -186,10 +187,13 @@ def _write(x, values, scale, bounds, cells, bits, at, inside, blocks, SIGNED: tl
 
 @triton.jit
 def _update(
-    tensors, chunk, count, position, lines, factor, numbers, stream, codes,
+    tensors, chunk, count, position, lines, factor, numbers, stream, codes, squares,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Updates weight and states of BLOCK elements of one parameter, its chunk number `chunk`."""
+    """Updates weight and states of BLOCK elements of one parameter, its chunk number `chunk`.
+
+    Unless `squares` is None, the sums of the squares of its gradient are written there.
+    """
     weight, gradient, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale = tensors
     decay, beta1, beta2, eps, step_size, correction = numbers
     shares, bounds, cells, positive_shares, positive_bounds, positive_cells = codes
@@ -209,6 +213,9 @@ def _update(
     g = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
     m = _read(exp_avg, exp_avg_scale, shares, at, inside, blocks, B)
     v = _read(exp_avg_sq, exp_avg_sq_scale, positive_shares, at, inside, blocks, B)
+    if squares is not None:
+        sums = tl.sum(tl.reshape(g * g, (PARTS, BLOCK // PARTS)), 1)
+        tl.store(squares + tl.program_id(0) * PARTS + tl.arange(0, PARTS), sums)
     if factor is not None:
         g *= factor
     w = tl.fma(w, -decay, w)
@@ -241,7 +248,7 @@ def _update(
 
 @triton.jit(do_not_specialize=["stream"])
 def _adamw_table_kernel(
-    rows, owners, scale, numbers, stream, codes,
+    rows, owners, scale, numbers, stream, codes, squares,
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
@@ -267,14 +274,14 @@ def _adamw_table_kernel(
     if LINES:
         lines = tl.load(row + 8), tl.load(row + 9)
     _update(
-        tensors, chunk, count, position, lines, factor, numbers, stream, codes,
+        tensors, chunk, count, position, lines, factor, numbers, stream, codes, squares,
         STOCHASTIC, BLOCK, B, PRECISE,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["position", "width", "pitch", "stream"])
 def _adamw_tensor_kernel(
-    tensors, count, position, width, pitch, scale, numbers, stream, codes,
+    tensors, count, position, width, pitch, scale, numbers, stream, codes, squares,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Updates BLOCK elements of one parameter; nothing if the scale is NaN."""
@@ -287,7 +294,7 @@ def _adamw_tensor_kernel(
     if width is not None:
         lines = width, pitch
     _update(
-        tensors, tl.program_id(0), count, position, lines, factor, numbers, stream, codes,
+        tensors, tl.program_id(0), count, position, lines, factor, numbers, stream, codes, squares,
         STOCHASTIC, BLOCK, B, PRECISE,
     )  # fmt: skip
 
@@ -320,11 +327,13 @@ class FusedAdamW:
         slots: Sequence[AdamWSlot],
         settings: AdamWSettings,
         scale: Tensor | None = None,
+        squares: list[Tensor] | None = None,
     ) -> None:
         """Updates every slot's weight and states in place, without waiting for the device.
 
         `name` identifies the set. `scale`: one float32 on the device that multiplies the gradients;
-        if it is NaN, nothing changes.
+        if it is NaN, nothing changes. Appends to `squares`, if it is given, sums of the gradients'
+        squares before that, float64 on the device, which are NaN if the scale is.
         """
         torch.autograd.graph.increment_version([slot.weight for slot in slots])
         kinds: dict[SlotKind, list[tuple[AdamWSlot, tuple[int, ...]]]] = {}
@@ -335,25 +344,34 @@ class FusedAdamW:
             by_table = []
             for slot, addresses in members:
                 if OWN_LAUNCH is not None and slot.weight.numel() >= OWN_LAUNCH:
-                    self._launch_tensor(slot, kind, settings, scale)
+                    self._launch_tensor(slot, kind, settings, scale, squares)
                 else:
                     row = slot.weight.numel(), slot.position, *addresses, *(slot.lines or ())
                     by_table.append(row)
             if by_table:
                 table = self.tables.setdefault((name, kind), TensorTable(BLOCK))
-                self._launch_table(table, by_table, kind, settings, scale, members[0][0].weight)
+                like = members[0][0].weight
+                self._launch_table(table, by_table, kind, settings, scale, squares, like)
 
     def _launch_tensor(
-        self, slot: AdamWSlot, kind: SlotKind, settings: AdamWSettings, scale: Tensor | None
+        self,
+        slot: AdamWSlot,
+        kind: SlotKind,
+        settings: AdamWSettings,
+        scale: Tensor | None,
+        squares: list[Tensor] | None,
     ) -> None:
         """Launches the update of one parameter, for those of at least OWN_LAUNCH elements."""
         count = slot.weight.numel()
+        programs = triton.cdiv(count, BLOCK)
         with torch.cuda.device_of(slot.weight):
-            _adamw_tensor_kernel[(triton.cdiv(count, BLOCK),)](
+            parts = _new_sums(squares, programs, slot.weight)
+            _adamw_tensor_kernel[(programs,)](
                 _tensors(slot), count, slot.position, *(slot.lines or (None, None)), scale,
-                _numbers(settings), settings.stream, self._codes(kind, slot.weight),
+                _numbers(settings), settings.stream, self._codes(kind, slot.weight), parts,
                 **self._options(kind),
             )  # fmt: skip
+            _add_sums(squares, parts, scale)
 
     def _launch_table(
         self,
@@ -362,16 +380,20 @@ class FusedAdamW:
         kind: SlotKind,
         settings: AdamWSettings,
         scale: Tensor | None,
+        squares: list[Tensor] | None,
         like: Tensor,
     ) -> None:
         """Launches the update of all parameters of a table."""
         with torch.cuda.device_of(like):
             table_rows, owners = table.update(rows, like.device)
+            parts = _new_sums(squares, len(owners), like)
             _adamw_table_kernel[(len(owners),)](
                 table_rows, owners, scale, _numbers(settings), settings.stream,
-                self._codes(kind, table_rows), W=TYPES[kind.weight], G=TYPES[kind.gradient],
-                S=TYPES[kind.states], WIDE=kind.wide, LINES=kind.lines, **self._options(kind),
+                self._codes(kind, table_rows), parts, W=TYPES[kind.weight],
+                G=TYPES[kind.gradient], S=TYPES[kind.states], WIDE=kind.wide, LINES=kind.lines,
+                **self._options(kind),
             )  # fmt: skip
+            _add_sums(squares, parts, scale)
 
     def _options(self, kind: SlotKind) -> dict[str, object]:
         """Returns the compile-time options of a launch."""
@@ -385,6 +407,18 @@ class FusedAdamW:
         if self.codes is None:
             raise ValueError("states of 8 bits need the values of their codes: pass `codes`")
         return tuple(self.codes)
+
+
+def _new_sums(squares: list[Tensor] | None, programs: int, like: Tensor) -> Tensor | None:
+    """Allocates what the programs of a launch write of squares, if they are asked for."""
+    return None if squares is None else like.new_empty(programs * WARPS, dtype=torch.float32)
+
+
+def _add_sums(squares: list[Tensor] | None, parts: Tensor | None, scale: Tensor | None) -> None:
+    """Appends the sum of what a launch has written to `squares`; NaN if the scale is."""
+    if squares is not None and parts is not None:
+        total = parts.sum(dtype=torch.float64)
+        squares.append(total if scale is None else total + 0 * scale)
 
 
 def _tensors(slot: AdamWSlot) -> tuple[Tensor, ...]:

@@ -92,18 +92,25 @@ def _check_arguments(
 ) -> dict[str, float]:
     """Returns the weight of each adapter by name; raises ValueError for arguments that do not fit
     together."""
-    if isinstance(adapters, str) or not adapters or len(adapters) != len(weights):
+    if isinstance(adapters, str) or not adapters:
+        message = f"adapters={quote(adapters)} must be a list of names of the model's adapters"
+        raise ValueError(message)
+    if len(adapters) != len(weights):
         raise ValueError(
-            f"adapters={quote(adapters)} and weights={quote(weights)} are not lists of the same "
-            "number of names and numbers"
+            f"adapters={quote(adapters)} and weights={quote(weights)}: give each adapter a weight"
         )
     if len(set(adapters)) < len(adapters):
         raise ValueError(f"adapters={quote(adapters)} names one twice: add its weights")
     if combination_type not in get_args(Combination):
         kinds = ", ".join(get_args(Combination))
         raise ValueError(f"combination_type={quote(combination_type)} is not one of {kinds}")
-    if svd_rank is not None and (combination_type != "svd" or svd_rank < 1):
-        raise ValueError(f'svd_rank={quote(svd_rank)} is a positive number, for "svd" alone')
+    if svd_rank is not None and combination_type != "svd":
+        raise ValueError(
+            f"svd_rank={quote(svd_rank)} has no effect with combination_type={combination_type!r}: "
+            "leave it out"
+        )
+    if svd_rank is not None and svd_rank < 1:
+        raise ValueError(f"svd_rank={quote(svd_rank)} must be at least 1")
     for name, weight in zip(adapters, weights, strict=True):
         resolve_adapter_name(model, name)
         if not isinstance(weight, int | float) or not math.isfinite(weight):

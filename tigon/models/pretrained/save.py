@@ -94,8 +94,8 @@ def check_no_adapters(model: LanguageModel) -> None:
     """Raises ValueError for a model with adapters, which are no part of its files."""
     if model.adapters:
         raise ValueError(
-            f"the model has adapters ({', '.join(model.adapters)}): call save_adapter, or "
-            "merge_adapter and then save"
+            f"the model has adapters ({', '.join(model.adapters)}), which are no part of its "
+            "files: save_adapter writes them alone, merge_adapter adds one to the weights"
         )
 
 

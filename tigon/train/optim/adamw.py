@@ -357,12 +357,14 @@ class LowPrecisionOptimizer(Optimizer):
         parts: Iterable[tuple[int, Sequence[Tensor]]],
         name: object = None,
         scale: Tensor | None = None,
+        squares: list[Tensor] | None = None,
     ) -> None:
         """Updates the parameters that have a gradient, and leaves the gradient.
 
         `parts` has parameters with the index of their group. `name` identifies this set of
         parameters, so that the kernel reuses its tables. `scale` multiplies gradients, on the
-        device.
+        device. To `squares`, if it is given, sums of the squares of those gradients are appended
+        that the kernel uses: it reads them anyway.
         """
         buckets = []
         for i, parameters in parts:
@@ -373,7 +375,7 @@ class LowPrecisionOptimizer(Optimizer):
             torch.autograd.graph.increment_version([local(p) for p in parameters])
             parameters = [p for p in parameters if local(p).numel()]
             by_kernel = [p for p in parameters if self.has_kernel and _fits_kernel(p)]
-            self._launch((name, i), group, by_kernel, scale)
+            self._launch((name, i), group, by_kernel, scale, squares)
             if len(by_kernel) == len(parameters):
                 continue
             rest = [p for p in parameters if not (self.has_kernel and _fits_kernel(p))]
@@ -440,6 +442,7 @@ class LowPrecisionOptimizer(Optimizer):
         group: dict[str, Any],
         parameters: Sequence[Tensor],
         scale: Tensor | None,
+        squares: list[Tensor] | None,
     ) -> None:
         """Updates parameters by the kernel: one launch for those with the same count of steps."""
         by_step: dict[int, list[AdamWSlot]] = {}
@@ -455,7 +458,7 @@ class LowPrecisionOptimizer(Optimizer):
                 step=step,
                 stream=stream_seed(self.seed, step),
             )
-            self.kernel((name, number), slots, settings, scale)
+            self.kernel((name, number), slots, settings, scale, squares)
 
     def _slots(self, parameter: Tensor) -> Iterator[AdamWSlot]:
         """Yields a parameter's tensors as the kernel takes them: one position and pitch a slot."""

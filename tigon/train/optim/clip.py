@@ -79,6 +79,10 @@ class BucketedNorm:
         for (p, _), norm in zip(counted, _norms(gradients), strict=True):
             self._norms.setdefault(p, []).append(norm)
 
+    def add_squares(self, sums: Iterable[Tensor]) -> None:
+        """Adds sums of gradients' squares, float64, that were computed elsewhere."""
+        self._squares += sums
+
     @torch.no_grad()
     def total(self) -> Tensor:
         """Returns the float32 norm of all that was added on all ranks. Every rank calls this."""

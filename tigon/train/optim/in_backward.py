@@ -118,11 +118,15 @@ class InBackward:
         if self.tensor is not None:
             self.tensor.all_reduce_grads(named.items())
         by_kernel = self.optimizer.uses_kernel(named.values())
-        self.norm.add(part.number, named, by_kernel=by_kernel)
+        # Where each gradient counts once, the kernel that uses it sums its squares as well
+        squares: list[Tensor] | None = [] if by_kernel and self.tensor is None else None
+        if squares is None:
+            self.norm.add(part.number, named, by_kernel=by_kernel)
         if by_kernel or self._is_finite():
             scale = self.scale if by_kernel else None
-            self.optimizer.update(part.groups.items(), part.number, scale)
+            self.optimizer.update(part.groups.items(), part.number, scale, squares)
             self._updated += named.values()
+        self.norm.add_squares(squares or ())
         for p in named.values():
             p.grad = None
 
@@ -165,8 +169,10 @@ def parameter_buckets(model: CausalLM) -> list[list[nn.Parameter]]:
 def check_ranks(config: Config, ranks: int) -> None:
     """Raises ValueError if a step has several micro-batches, whose gradients would add up. `ranks`
     counts those with different rows."""
+    if not config.optimizer_in_backward or config.micro_batch_size == "auto":
+        return  # auto gives it one
     count = config.batch_size // (config.micro_batch_size * ranks)
-    if config.optimizer_in_backward and count > 1:
+    if count > 1:
         raise ValueError(
             "optimizer_in_backward=true updates weights in the only backward pass of a step, and "
             f"batch_size={config.batch_size} with micro_batch_size={config.micro_batch_size} has "

@@ -41,6 +41,7 @@ class KTO(AnswerTask):
     serves = COMMON_SETTINGS | {"beta", "desirable_weight", "undesirable_weight", "reference"}
     refers = True
     group = 2
+    many_lengths = True
     per_token: ClassVar[Mapping[str, torch.dtype]] = {reference.COLUMN: torch.float32}
     per_example: ClassVar[Mapping[str, torch.dtype]] = {
         "desired": torch.bool,
@@ -58,7 +59,7 @@ class KTO(AnswerTask):
                 "desirable_weight=0 and undesirable_weight=0 leave kto nothing to learn: give one "
                 "of them a value above 0"
             )
-        if config.cuda_graphs:
+        if config.cuda_graphs is True:
             raise ValueError(
                 "cuda_graphs=true with task=kto: the answers of a micro-batch have lengths without "
                 "end, and a graph has one"

@@ -1,0 +1,331 @@
+"""What a training step costs over length, batch and model size, beside its peer and its prediction.
+
+A step is that of bench/train_step.py: forward, backward and AdamW in bf16, on the same weights and
+random tokens, without recomputation. Ours runs from CUDA graphs in steps of at most 4,096 tokens;
+the peer has the faster of two attentions there, and in longer ones flash-attn-4 where it is
+installed, else SDPA. A model is built once for all its points; a time is the median of some steps,
+and the longest step is made once. What does not fit is recorded as such. The prediction is that of
+`tigon plan`, made when a record is shown. Figures of several GPUs are those of bench/train_multi.py
+and bench/parallel.py.
+
+    python bench/cost_curves.py                  # all
+    python bench/cost_curves.py --write-docs     # of docs/performance.md; needs no GPU
+
+# B rows of a step, T tokens of a row
+"""
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+
+from bench import harness, plan
+from bench.compare_side import laps
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress
+from bench.kernels_report import STYLE
+from bench.train_cases import GRAPHS, OURS, PEER, Batch, Case, options_of, ours, peer
+from bench.train_side import FIRST, GIB, Training, free
+from bench.train_step import libraries
+from tigon.plan import Constants, Layout
+
+SHORT = 4096  # tokens of a step up to which launching kernels takes longer than they do
+WARMED = 2**14  # up to which a step is first made some times, untimed
+ONCE = 2**17  # from which it is made once
+SECONDS = 0.4  # of the timed steps of a point
+WITHIN = 0.1  # of a prediction
+PREDICTED = "tigon plan"
+LENGTHS, BATCHES = [2**n for n in range(10, 18)], (1, 4, 16, 64)
+SIZES = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")
+PICTURES = {"speed": "docs/cost_speed.svg", "memory": "docs/cost_memory.svg"}
+LINES = {OURS: ("#c1272d", "o-"), PEER: ("#9a9a9a", "s-"), PREDICTED: ("#4f7cac", "+--")}
+
+
+@dataclass(frozen=True)
+class Point:
+    model: str
+    rows: int
+    tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.rows} x {self.tokens}"
+
+    @property
+    def case(self) -> Case:
+        graphs = GRAPHS if self.rows * self.tokens <= SHORT else ()
+        return Case(self.model, self.rows, self.tokens, 1.0, settings=graphs)
+
+
+# By the axis of a plot: a point and its place there
+CURVES: dict[str, dict[Point, Any]] = {
+    "tokens of one row, Llama-3.2-1B": {Point(SIZES[0], 1, n): n for n in LENGTHS},
+    "rows of 1,024 tokens, Llama-3.2-1B": {Point(SIZES[0], n, 1024): n for n in BATCHES},
+    "billions of parameters, a row of 8,192": {
+        Point(name, 1, 8192): size for name, size in zip(SIZES, (1.2, 3.2, 8.0), strict=True)
+    },
+}
+POINTS = list(dict.fromkeys(point for curve in CURVES.values() for point in curve))
+# A model's points one after the other, the short ones first, and the longest last
+POINTS.sort(key=lambda p: (SIZES.index(p.model), not p.case.settings, p.rows * p.tokens))
+
+
+def measure(training: Training, point: Point, device: str, tiny: bool) -> Record:
+    """Milliseconds of a step and its peak."""
+    vocab, tokens = training.model.config.vocab_size, point.rows * point.tokens
+    training.inputs = Batch.of(point.case, vocab, device, tiny).ours()
+    free()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    if tokens < ONCE:
+        losses = [training.step() for _ in range(FIRST if tokens <= WARMED else 0)]
+        return training.timed(0.0 if tiny else SECONDS) | {"losses": [float(x) for x in losses]}
+    found: Record = {"ms": laps(training.step, 1)[0], "steps": 1}
+    if device == "cuda":
+        found["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
+    return found
+
+
+def guarded(
+    training: Training, point: Point, device: str, tiny: bool, attention: str = ""
+) -> Record:
+    """The same, with an attention of the peer's, or its error; what was allocated is free again."""
+    try:
+        if attention:
+            training.model.set_attn_implementation(attention)
+        return measure(training, point, device, tiny)
+    except Exception as error:
+        found = {"error": f"{type(error).__name__}: {error}"[:300]}
+    training.inputs = {}
+    training.optimizer.zero_grad(set_to_none=True)
+    gc.collect()
+    return found
+
+
+def measure_peer(training: Training, point: Point, device: str, tiny: bool) -> Record:
+    """With the fastest of the attentions that are tried."""
+    best: Record = {}
+    for options in options_of(point.case, device):
+        if "ms" in best and point.rows * point.tokens > SHORT:
+            break
+        found = guarded(training, point, device, tiny, options.attention)
+        found["attention"] = options.attention
+        if "OutOfMemoryError" in found.get("error", ""):
+            return found  # another one takes no less
+        if not best or found.get("ms", float("inf")) < best.get("ms", float("inf")):
+            best = found
+    return best
+
+
+def measure_side(job: Job, side: str, points: Sequence[Point]) -> None:
+    """All points of a model that is built once, each recorded as it comes."""
+    tiny = job.options.tiny
+    device = "cpu" if tiny else "cuda"
+    case = points[0].case
+    if side == OURS:
+        made = ours(case, side, device, tiny, "adamw_bf16")
+    else:
+        liger = job.record["libraries"]["Liger"] is not None
+        made = peer(case, options_of(case, device)[-1], device, tiny, liger)
+    training = Training(*made, {})
+    for point in points:
+        progress(f"{point.name}: {side}")
+        one = guarded if side == OURS else measure_peer
+        job.append(
+            "points", {"name": point.name, "side": side, **one(training, point, device, tiny)}
+        )
+
+
+def run(job: Job) -> str:
+    job.record |= {"machine": job.record.get("gpu", "CPU"), "points": []}
+    job.record["libraries"] = libraries(job.options.tiny)
+    points = [point for point in POINTS if point.name in job.only]
+    for _, group in groupby(points, key=lambda p: (p.model, p.case.settings)):
+        some = list(group)
+        for side in (OURS, PEER):
+            try:
+                measure_side(job, side, some)
+            except Exception as error:  # of building it
+                said = f"{type(error).__name__}: {error}"[:300]
+                job.append("points", {"name": some[0].name, "side": side, "error": said})
+            free()
+    return show(job.record)
+
+
+# What is shown
+
+
+@cache
+def predict(point: Point) -> Record:
+    """As `tigon plan` does."""
+    layout = Layout(rows=point.rows)
+    given = point.model, point.rows, point.tokens, layout, 1.0, 1.0, {}, point.case.settings
+    found = plan.compare(plan.Measured(point.name, *given), Constants.read())
+    return {"ms": 1e3 * found.seconds, "allocated_gib": found.gib}
+
+
+def figures_of(record: Record, point: Point) -> dict[str, Record]:
+    """By side, with the prediction."""
+    rows = {row["side"]: row for row in record["points"] if row["name"] == point.name}
+    return rows | {PREDICTED: predict(point)} if rows else {}
+
+
+def value(row: Record, point: Point, kind: str) -> float | None:
+    """Tokens per second, or GiB."""
+    if "ms" not in row:
+        return None
+    if kind == "speed":
+        return 1e3 * point.rows * point.tokens / row["ms"]
+    return row.get("allocated_gib")
+
+
+def cell(row: Record | None, point: Point) -> str:
+    if row is None:
+        return "not measured"
+    if "error" in row:
+        return harness.failure(row, 40)
+    return f"{value(row, point, 'speed'):,.0f}, {figure(value(row, point, 'memory'))}"
+
+
+def errors(record: Record) -> Iterator[tuple[Point, list[float]]]:
+    """How far predictions of time and of memory are off."""
+    for point in POINTS:
+        sides = figures_of(record, point)
+        mine = sides.get(OURS, {})
+        if "ms" in mine:
+            pairs = ((sides[PREDICTED][key], mine.get(key)) for key in ("ms", "allocated_gib"))
+            yield point, [a / b - 1 for a, b in pairs if b]
+
+
+def table(record: Record) -> str:
+    """A row for each point."""
+    off = dict(errors(record))
+    head = ["step", f"{PEER}: tok/s, GiB", "Tigon: tok/s, GiB", "tok/s ratio", "memory ratio"]
+    head += [f"`{PREDICTED}`: tok/s, GiB", "error of time, of memory"]
+    rows = []
+    for point in POINTS:
+        if not (sides := figures_of(record, point)):
+            continue
+        cells = [point.name, *(cell(sides.get(side), point) for side in (PEER, OURS))]
+        for kind in ("speed", "memory"):
+            theirs, mine = (value(sides.get(s, {}), point, kind) for s in (PEER, OURS))
+            cells.append(f"{mine / theirs:.2f}" if mine and theirs else "")
+        wrong = ", ".join(f"{error:+.1%}" for error in off.get(point, ()))
+        rows.append([*cells, cell(sides[PREDICTED], point), wrong])
+    return markdown(head, rows)
+
+
+# By what bench/plan.py calls a way to divide Llama-3.1-8B 1 x 8192: the record with the peer's
+SEVERAL = {
+    "the trainer": ("train_multi", ""),
+    "FSDP2 on 2 GPUs": ("train_multi", f"{PEER}, FSDP2"),
+    "sharding=gradients on 2 GPUs": ("train_multi", f"{PEER}, FSDP2 without resharding"),
+    "context=2 on 2 GPUs, H200": ("parallel", f"{PEER}, context_parallel"),
+}
+
+
+def several() -> str:
+    """A row for each way to divide the step of a model over GPUs."""
+    rows, constants = [], Constants.read()
+    for measured in plan.measured():
+        how = measured.name.removeprefix("Llama-3.1-8B 1 x 8192, ")
+        if how not in SEVERAL:
+            continue
+        kind, peer_side = SEVERAL[how]
+        cells, tokens = [], 1e3 * measured.tokens * measured.layout.data
+        others = plan.results(kind)["sides"].get(peer_side, [])
+        for side in (others, [{"ms": measured.ms, "allocated_gib": measured.gib}]):
+            ms = median(row["ms"] for row in side) if side else None
+            gib = max((row["allocated_gib"] for row in side), default=None)
+            cells.append(f"{tokens / ms:,.0f}, {figure(gib)}" if ms else "")
+        found = plan.compare(measured, constants)
+        predicted = f"{tokens / found.seconds / 1e3:,.0f}, {figure(found.gib)}"
+        off = f"{found.time_error:+.1%}, {found.memory_error:+.1%}{', fitted' * measured.fitted}"
+        rows.append([how.replace("the trainer", "1 GPU"), *cells, predicted, off])
+    head = ["Llama-3.1-8B, 8,192 tokens of a row", f"{PEER}: tok/s, GiB of a GPU", "Tigon"]
+    return markdown([*head, f"`{PREDICTED}`", "error of time, of memory"], rows)
+
+
+def misses(record: Record) -> str:
+    """A sentence that names predictions beyond WITHIN."""
+    found = [p.name for p, off in errors(record) if any(abs(error) > WITHIN for error in off)]
+    text = f"Predictions are within {WITHIN:.0%} of what was measured"
+    return f"{text}, but for {'; '.join(found)}." if found else f"{text}."
+
+
+def show(record: Record) -> str:
+    head = f"{heading(record, record['libraries'])}."
+    return "\n\n".join([head, table(record), misses(record), several()])
+
+
+def blocks(record: Record) -> dict[str, str]:
+    names = {"speed": "tokens per second", "memory": "peak memory"}
+    links = [
+        f"![{names[kind]} over length, batch and size]({path.removeprefix('docs/')})"
+        for kind, path in PICTURES.items()
+    ]
+    return {"docs/performance.md": "\n\n".join([*links, show(record)])}
+
+
+def draw(record: Record, root: Path = harness.ROOT) -> None:
+    """A picture for speed and one for memory."""
+    titles = {"speed": "tokens per second", "memory": "peak memory, GiB"}
+    for kind, path in PICTURES.items():
+        plot(record, kind, titles[kind], root / path)
+
+
+def plot(record: Record, kind: str, title: str, path: Path) -> None:
+    """A panel for each curve, both axes logarithmic; a cross where memory does not suffice."""
+    import matplotlib  # an extra
+    from matplotlib.figure import Figure
+
+    whole = Figure(figsize=(10, 3.2), layout="constrained")
+    for axes, (label, curve) in zip(whole.subplots(1, len(CURVES)), CURVES.items(), strict=True):
+        axes.set(xscale="log", yscale="log", xlabel=label)
+        for side, (color, style) in LINES.items():
+            shown = [
+                (at, point, figures_of(record, point).get(side, {})) for point, at in curve.items()
+            ]
+            found = [(at, y) for at, point, row in shown if (y := value(row, point, kind))]
+            axes.plot(*zip(*found, strict=True), style, color=color, label=side, markersize=4)
+            for at in (at for at, _, row in shown if "OutOfMemoryError" in row.get("error", "")):
+                axes.plot(at, 0.04, "x", color=color, transform=axes.get_xaxis_transform())
+                axes.annotate(
+                    "out of memory", (at, 0.04), (-6, -3), fontsize=6, color=color, ha="right",
+                    xycoords=axes.get_xaxis_transform(), textcoords="offset points",
+                )  # fmt: skip
+        places = list(curve.values())
+        axes.set_xticks(places, [format_place(at) for at in places], fontsize=6)
+        axes.tick_params(labelsize=6)
+        axes.tick_params(which="minor", bottom=False, labelleft=False)
+        axes.xaxis.label.set_size(7)
+        axes.spines[["top", "right"]].set_visible(False)
+    whole.axes[0].legend(fontsize=6)
+    whole.suptitle(f"{title} of a training step; {record['machine']}, bf16", fontsize=8)
+    with matplotlib.rc_context(STYLE):
+        whole.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
+def format_place(at: float) -> str:
+    return f"{at // 1024}k" if at >= 1024 else f"{at:g}"
+
+
+OPTIONS = (("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),)
+BENCH = Bench(
+    *("cost_curves", __doc__, run, show, [point.name for point in POINTS]),
+    blocks=blocks,
+    draw=draw,
+    options=OPTIONS,
+)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

@@ -1,0 +1,176 @@
+"""Decoding of the families of 2025 and 2026 beside transformers, in one run on one GPU.
+
+Random weights, the same on both sides, of the shapes of bench/train_cases.py. Ours is `generate` as
+it comes, with a static cache and CUDA graphs; transformers' has its dynamic cache and the experts
+that it chooses for decoding. A time is that of a token of all rows: with ours of a long generation
+less a short one, with transformers' the median over the steps of one generation. The limit is a
+copy's time for the bytes that a step must read: weights without tables that are looked up, of the
+experts those that so many rows choose at random, and the states of all layers, of which a
+recurrence also writes its own.
+
+# B rows, E experts
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+if not __package__:  # a script: runs where nothing is installed
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import torch
+from torch import Tensor, nn
+
+import tigon
+from bench import harness, timing
+from bench.compare_side import TINY
+from bench.generate import COPIED, COPY, Decoding
+from bench.generate_cases import OURS, THEIRS, Decode, generating
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, row_of
+from bench.measure import in_turn
+from bench.train_cases import MODELS, NO_SDPA, TINY_SHARED, Options, fill_ours, peer_model
+from bench.train_side import free, guarded
+
+NAMES = ("Qwen3.5-0.8B", "gpt-oss-20b", "Gemma4-E4B", "Qwen3.5-35B-A3B", "Qwen3.5-9B")
+BATCHES = (1, 64)
+CONTEXT = 1024
+SMALL = TINY | TINY_SHARED | {"num_hidden_layers": 4}  # one of which is full attention
+PACKAGES = ("transformers", "triton")
+# Of the logits' deviations, in the mean over tokens. Where two experts are nearly tied, rounding
+# chooses, and single tokens are others; in float32 none is
+DOUBT = 0.1
+BANDWIDTH_ON_CPU = 1e10  # with --tiny, where nothing is measured
+
+
+def decoding(batch: int, tiny: bool) -> Decode:
+    context, ours, slow = (5, (2, 4), (3, 4)) if tiny else (CONTEXT, (16, 80), (4, 14))
+    return Decode(f"{batch} x {context}", batch, context, ours, slow, 1 if tiny else 2)
+
+
+class Stepping(Decoding):
+    """Generation whose steps are timed one by one: the host waits for each anyway."""
+
+    def __init__(self, name: str, model: Any, ids: Tensor, case: Decode, *more: Any) -> None:
+        super().__init__(name, model, ids, case, *more)
+        self.stamps: list[float] = []
+        self.generate = generating(model, name, ids, stopping_criteria=[self.stamp])
+
+    def stamp(self, ids: Tensor, scores: Any) -> Tensor:
+        timing.wait()
+        self.stamps.append(time.perf_counter())
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    def time(self) -> None:
+        """Of the run that `check` has made, without its first steps."""
+        ends = self.stamps[self.lengths[0] - 1 :]
+        self.samples["ms"] = [1e3 * (b - a) for a, b in pairwise(ends)]
+
+
+def moved(model: Any, case: Decode) -> dict[str, float]:
+    """Bytes that a step must read, and those of recurrent states twice."""
+    config, head = model.config, model.lm_head.weight
+    lookups = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)} - {head}
+    read, chosen = 0.0, getattr(config, "num_experts_per_tok", 0)
+    for name, weight in model.named_parameters():
+        share = 1.0
+        if ".experts." in name:
+            share -= (1 - chosen / len(weight)) ** case.batch
+        read += weight.nbytes * share * (weight not in lookups)
+    states = model.static_cache(case.batch, round(case.held(OURS)), chunk=1).states
+    cache = sum(state.nbytes * (2 if state.history is None else 1) for state in states)
+    return {"parameters": read, "cache": float(cache)}
+
+
+def build(name: str, tiny: bool) -> dict[str, Any]:
+    """Both sides, with weights that their names draw."""
+    family, kind, shape = MODELS[name]
+    if tiny:
+        shape = shape | {key: SMALL[key] for key in SMALL if key in shape}
+    device = "cpu" if tiny else "cuda"
+    ours = getattr(tigon, family).from_config(shape, dtype=torch.bfloat16, device=device).eval()
+    fill_ours(ours)
+    attention = Options("eager" if kind in NO_SDPA else "sdpa")
+    return {OURS: ours, THEIRS: peer_model(shape, kind, attention, device, False).eval()}
+
+
+def measure(name: str, tiny: bool) -> Record:
+    """Both batches of a model."""
+    progress(f"{name}: random weights")
+    models, found = build(name, tiny), []
+    torch.manual_seed(0)
+    for batch in (1, 3) if tiny else BATCHES:
+        case = decoding(batch, tiny)
+        vocab = models[OURS].config.vocab_size
+        ids = torch.randint(vocab, (batch, case.context), device=models[OURS].device)
+        bytes_read = moved(models[OURS], case)
+        attempts = [
+            attempt(side, models[side], ids, case, bytes_read, models[THEIRS])
+            for side, attempt in ((OURS, Decoding), (THEIRS, Stepping))
+        ]
+        rows = in_turn(f"{name}, {case.name}", attempts, case.rounds)
+        found.append({"name": case.name, "batch": batch, "providers": rows})
+    return {"layers": models[OURS].config.num_hidden_layers, "cases": found}
+
+
+def run(job: Job) -> str:
+    tiny = job.options.tiny
+    copy = {"bytes_per_second": BANDWIDTH_ON_CPU} if tiny else COPY.bandwidth(COPIED)
+    job.record["packages"] = {name: harness.installed(name) for name in PACKAGES}
+    job.record |= {"machine": job.record.get("gpu", "CPU"), "copy": copy, "models": []}
+    for name in job.only:
+        free()
+        found = {"name": name, **guarded(lambda name=name: measure(name, tiny))}
+        job.append("models", found, "\n".join(" | ".join(row) for row in rows(job.record, found)))
+    return show(job.record)
+
+
+def rows(record: Record, model: Record) -> Iterator[list[str]]:
+    """A row for each batch."""
+    if "error" in model:
+        yield [model["name"], "", harness.failure(model)]
+        return
+    for case in model["cases"]:
+        sides = [row_of(case, side) for side in (THEIRS, OURS)]
+        cells = [f"{model['name']}, {model['layers']} layers", case["name"]]
+        for row in sides:
+            if "error" in row:
+                cells.append(harness.failure(row))
+            else:
+                cells.append(f"{figure(row['ms'][1])}, {1e3 * case['batch'] / row['ms'][1]:,.0f}")
+        if any("error" in row for row in sides):
+            yield cells
+            continue
+        theirs, ours = (row["ms"][1] for row in sides)
+        limit = 1e3 * sum(sides[1]["bytes"].values()) / record["copy"]["bytes_per_second"]
+        gaps = ", ".join(figure(row["mean_choice"], 2) for row in sides)
+        yield [*cells, f"{theirs / ours:.2f}", figure(limit), f"{limit / ours:.2f}", gaps]
+
+
+def show(record: Record) -> str:
+    head = ["model", "rows x context", "transformers: ms, tokens/s", "Tigon: ms, tokens/s"]
+    head += ["speed over transformers", "limit, ms", "share of it", "mean logit gap of both"]
+    table = markdown(head, (row for model in record["models"] for row in rows(record, model)))
+    speed = record["copy"]["bytes_per_second"] / 1e12
+    title = f"{heading(record, record['packages'])}; a copy in the same run: {speed:.2f} TB/s."
+    return "\n\n".join([title, table, "\n".join(wrong(record))]).rstrip()
+
+
+def wrong(record: Record) -> Iterator[str]:
+    for model in record["models"]:
+        for case in model.get("cases", ()):
+            for row in case["providers"]:
+                if not row.get("mean_choice", 0.0) <= DOUBT:
+                    where = f"{model['name']}, {case['name']}, {row['name']}"
+                    yield f"WRONG: {where}: logits are {figure(row['mean_choice'])} deviations off"
+
+
+OPTIONS = (("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),)
+BENCH = Bench(
+    *("generate_families", __doc__, run, show, NAMES, "docs/generation.md"), options=OPTIONS
+)
+
+if __name__ == "__main__":
+    harness.main(BENCH)

@@ -1,0 +1,308 @@
+"""Chooses by memory what settings leave to `auto`: sharding, micro-batches and recomputed blocks.
+
+A step is estimated for one choice after another, the fastest first, until one fits. More rows in a
+micro-batch save launches and sums of gradients, and sharding=gradients casts or gathers weights
+once a step; to recompute a block costs more than both, so it comes last. Only recomputation is
+free of rounding, so a run that goes on prefers the rows and the sharding of its checkpoint.
+
+# B rows of a micro-batch, T tokens of a row
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from tigon.models import CausalLM
+from tigon.parallel import MeshSizes
+from tigon.train import checkpoint
+from tigon.train.config import Config, mesh_sizes
+from tigon.train.distributed import World
+from tigon.train.memory import estimate, format_gib, gpu_memory, memory_budget
+from tigon.train.model import compute_dtype, is_sharded, meta_model, sum_dtype, weights_dtype
+from tigon.train.tasks import Task
+
+# Tokens of a micro-batch, beyond which more are hardly faster: adding up the gradients of 16,384 in
+# bfloat16 takes 1 % of a pass. Blocks of fewer than 2^25 parameters compute these in less time than
+# Python needs to launch their kernels, and get as many more, up to a limit
+USEFUL_TOKENS, MOST_TOKENS, USEFUL_WORK = 2**14, 2**16, 2**39  # the last in tokens x parameters
+# Bytes that a pass moves for each parameter besides its kernels, about: FSDP2 casts or gathers
+# weights twice and copies them, sharding=gradients only adds gradients up
+MOVED = {"full": 34, "gradients": 10}
+FEW_TOKENS = 2**12  # with fewer, GEMMs and launches lose more than recomputing blocks
+FACTS = "rows", "sharding", "budget", "blocks", "offload"
+BY_MEMORY = ("micro_batch_size", "sharding", "activation_checkpointing")
+
+
+class Way(NamedTuple):
+    """One way to compute a step."""
+
+    sharding: Any
+    rows: int  # B
+
+
+@dataclass(frozen=True)
+class StepChoice:
+    """Says how a step is computed where settings leave it open, and the memory it then takes."""
+
+    open: frozenset[str]  # those of BY_MEMORY that were auto
+    sharding: Any
+    rows: int  # B
+    blocks: int  # recomputed, those of `spaced_blocks`, if that is open
+    layers: int  # all blocks
+    offload: bool
+    total: int  # bytes of a GPU, estimated
+    budget: int
+
+    def settings(self, config: Config) -> Config:
+        """Returns the settings with the chosen rows and sharding."""
+        return replace(config, micro_batch_size=self.rows, sharding=self.sharding)
+
+    def apply(self, model: CausalLM) -> None:
+        """Sets the model to recompute and offload as chosen."""
+        if "activation_checkpointing" in self.open:
+            model.activation_checkpointing = spaced_blocks(self.blocks, self.layers)
+            model.activation_offload = self.offload
+
+    def facts(self) -> dict[str, Any]:
+        """Returns what a checkpoint remembers of the choice, for `resolve_choices`."""
+        return {name: getattr(self, name) for name in FACTS}
+
+    def describe(self) -> str:
+        """Returns the chosen settings as a command line has them, recomputed blocks in words."""
+        which = f"{self.blocks} of {self.layers} blocks"
+        which = {0: "no block", self.layers: f"all {self.layers} blocks"}.get(self.blocks, which)
+        away = " and activation_offload" if self.offload else ""
+        words = {
+            "micro_batch_size": f"micro_batch_size={self.rows}",
+            "sharding": f"sharding={self.sharding}",
+            "activation_checkpointing": f"{which} recomputed{away}",
+        }
+        return ", ".join(words[name] for name in BY_MEMORY if name in self.open)
+
+    def __str__(self) -> str:
+        memory = f"{format_gib(self.total)} of {format_gib(self.budget)} GiB, estimated"
+        return f"chosen: {self.describe()}; {memory}"
+
+
+def spaced_blocks(count: int, layers: int) -> frozenset[int]:
+    """Returns `count` of the indices below `layers`, evenly spaced, the last only if all are.
+
+    All blocks cost the same time. Evenly spaced ones save most: a recomputed block keeps its input
+    and the residual stream, and the block before it keeps the latter anyway unless it is recomputed
+    too. The last block comes last: its recomputation runs beside all other activations.
+    """
+    return frozenset(i * layers // count for i in range(count))
+
+
+def open_settings(config: Config) -> frozenset[str]:
+    """Returns the settings of BY_MEMORY that are auto."""
+    return frozenset(name for name in BY_MEMORY if getattr(config, name) == "auto")
+
+
+def useful_rows(config: Config, sizes: MeshSizes, block: int) -> list[int]:
+    """Returns the possible rows of a micro-batch, the most first, that are not beyond use for a
+    model with `block` parameters in a block; with optimizer_in_backward all rows of a rank."""
+    if config.micro_batch_size != "auto":
+        return [config.micro_batch_size]
+    rows = max(1, config.batch_size // sizes.data)
+    if config.optimizer_in_backward:
+        return [rows]
+    most = min(max(USEFUL_TOKENS, USEFUL_WORK // max(1, block)), MOST_TOKENS)
+    tokens = -(-config.seq_len // sizes.context)
+    return [n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * tokens <= most)]
+
+
+def possible_shardings(config: Config, sizes: MeshSizes, compute: torch.dtype) -> list[Any]:
+    """Returns the values of sharding that the other settings allow, the fastest first.
+
+    Where nothing is sharded or cast, they are the same. Where sums of gradients would be in
+    bfloat16 with sharding=gradients and in float32 without, only `full` is chosen. CUDA graphs need
+    weights that FSDP2 does not gather.
+    """
+    if config.sharding != "auto":
+        return [config.sharding]
+    if not is_sharded(config, sizes.fsdp_ranks, compute) or sum_dtype(config) != torch.float32:
+        return ["full"]
+    try:
+        replace(config, sharding="gradients")
+    except ValueError:
+        return ["full"]
+    return ["gradients"] if config.cuda_graphs is True else ["gradients", "full"]
+
+
+def choose_step(
+    total: Callable[[Way, int, bool], int], ways: Sequence[Way], tokens: int, layers: int,
+    budget: int, *, auto: frozenset[str], offload: bool, at_once: int, before: Way | None = None,
+) -> StepChoice:  # fmt: skip
+    """Returns the first way that fits without recomputed blocks, of those with FEW_TOKENS or more
+    and that which the run had `before`; else that of the leanest sharding with the fewest
+    recomputed blocks.
+
+    `total(way, n, offload)` is the memory of a GPU that recomputes n blocks, `tokens` those of a
+    row on a rank, `at_once` all rows of a step on it. Raises ValueError if even all blocks with
+    their inputs in host memory do not fit.
+    """
+
+    def chosen(way: Way, blocks: int, size: int, away: bool = offload) -> StepChoice:
+        return StepChoice(auto, *way, blocks, layers, away, size, budget)
+
+    least = min(FEW_TOKENS, max(way.rows for way in ways) * tokens)
+    enough = [way for way in ways if way == before or way.rows * tokens >= least]
+    others = [way for way in ways if way not in enough]
+    fixed = "activation_checkpointing" not in auto
+    sizes: dict[Way, int] = {}
+    for way in [*enough, *(others if fixed else ())]:
+        sizes[way] = total(way, 0, offload)
+        if sizes[way] <= budget:
+            return chosen(way, 0, sizes[way])
+    if fixed:  # is tried all the same
+        way = min(sizes, key=lambda way: sizes[way])
+        return chosen(way, 0, sizes[way])
+    # Few rows have few activations, all rows at once no gradients to add up: both are tried
+    for group in (enough, others, [Way(ways[-1].sharding, at_once)]):
+        lean = [way for way in group if way.sharding == ways[-1].sharding]
+        found = [
+            chosen(way, *result)
+            for way in dict.fromkeys((*lean[:1], *lean[-1:]))
+            if (result := _fewest_blocks(partial(total, way), layers, budget, offload))
+        ]
+        if found:
+            return min(found, key=lambda choice: (choice.offload, choice.blocks))
+    raise ValueError(_explain(total, ways[-1], layers, budget))
+
+
+def _fewest_blocks(
+    total: Callable[[int, bool], int], layers: int, budget: int, offload: bool
+) -> tuple[int, int, bool] | None:
+    """Returns the fewest recomputed blocks that fit, their memory, and whether activations are in
+    host memory, which comes last; None if nothing fits."""
+    enough, size = layers, total(layers, offload)
+    if size > budget and layers > 1:  # recomputing the last block may take more than saving it
+        fewer = total(layers - 1, offload)
+        if fewer < size:
+            enough, size = layers - 1, fewer
+    if size > budget:
+        offloaded = size if offload else total(layers, True)
+        return (layers, offloaded, True) if offloaded <= budget else None
+    too_few = 0
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        if (tried := total(middle, offload)) <= budget:
+            enough, size = middle, tried
+        else:
+            too_few = middle
+    return enough, size, offload
+
+
+def _explain(total: Callable[[Way, int, bool], int], way: Way, layers: int, budget: int) -> str:
+    """Returns the error's text that says what a step takes, and what would take less."""
+    none, every, away = (total(way, *how) for how in ((0, False), (layers, False), (layers, True)))
+    return (
+        f"activation_checkpointing=auto: a step with micro_batch_size={way.rows} takes "
+        f"{format_gib(none)} GiB of a GPU, {format_gib(every)} with every block recomputed and "
+        f"{format_gib(away)} with activation_offload too, and {format_gib(budget)} GiB are there: "
+        "give a smaller micro_batch_size or seq_len, param_dtype=bfloat16, another optimizer, "
+        "optimizer_offload=true, parallel.context, or more GPUs"
+    )
+
+
+def resolve_choices(
+    config: Config, world: World, task: Task, source: Path | None, gpus: int, device: torch.device
+) -> tuple[Config, StepChoice | None]:
+    """Returns the settings for a run on that many GPUs like `device` with what is chosen in place
+    of auto, and the choice; None if nothing is open or no memory is known, as on a CPU.
+
+    Every rank calls this and gets the choice of the first one, for the GPU with the least memory.
+    """
+    auto, sizes = open_settings(config), mesh_sizes(config, gpus)
+    memories = [size for size in world.gather(gpu_memory(world.device)) if size is not None]
+    with world.raise_on_all_ranks():
+        if config.memory_budget is not None and not auto:
+            raise ValueError(
+                f"memory_budget={config.memory_budget:g} limits what is chosen by memory, and "
+                f"{', '.join(BY_MEMORY)} are all set: set one of them to auto, or leave it out"
+            )
+    budget = memory_budget(config, min(memories, default=None))
+    if budget is None and auto and device.type == "cuda":
+        world.log_rank0(
+            f"{', '.join(f'{name}=auto' for name in BY_MEMORY if name in auto)}: chosen by the "
+            "memory of a GPU, and there is no GPU here: give memory_budget=, in GiB"
+        )
+    if budget is None or not auto:
+        rows = useful_rows(config, sizes, 0)[-1]
+        sharding = "full" if config.sharding == "auto" else config.sharding
+        return replace(config, micro_batch_size=rows, sharding=sharding), None
+    choice: StepChoice | None = None
+    with world.raise_on_all_ranks():
+        if world.main:
+            choice = _choose(config, task, source, gpus, device, budget)
+    choice = world.gather(choice)[0]
+    assert choice is not None
+    return choice.settings(config), choice
+
+
+def _choose(
+    config: Config, task: Task, source: Path | None, gpus: int, device: torch.device, budget: int
+) -> StepChoice:
+    """Returns the choice of the first rank."""
+    compute, sizes = compute_dtype(config, device), mesh_sizes(config, gpus)
+    auto = open_settings(config)
+
+    def build() -> CausalLM:
+        return meta_model(config, weights_dtype(config, device), source)
+
+    def total(way: Way, blocks: int, offload: bool) -> int:
+        model = build()
+        if "activation_checkpointing" in auto:
+            model.activation_checkpointing = spaced_blocks(blocks, len(model.model.layers))
+        model.activation_offload = offload
+        tried = replace(config, micro_batch_size=way.rows, sharding=way.sharding)
+        return estimate(model, task, tried, gpus, compute).total
+
+    layers = build().model.layers
+    rows = useful_rows(config, sizes, sum(p.numel() for p in layers[0].parameters()))
+    ways = [Way(how, n) for how in possible_shardings(config, sizes, compute) for n in rows]
+    ways.sort(key=lambda way: MOVED[way.sharding] / way.rows)
+    saved = {} if source is None else checkpoint.read_metadata(source)
+    known: dict[str, Any] = saved.get("config") or {}
+    before = Way(known.get("sharding"), known.get("micro_batch_size", 0))
+    ways.sort(key=lambda way: way != before)
+    tokens = -(-config.seq_len // sizes.context)
+    at_once = rows[0]
+    if config.micro_batch_size == "auto" and config.batch_size % sizes.data == 0:
+        at_once = config.batch_size // sizes.data
+    options: dict[str, Any] = {"auto": auto, "offload": config.activation_offload}
+    options |= {"at_once": at_once, "before": before}
+    choice = choose_step(total, ways, tokens, len(layers), budget, **options)
+    return as_before(choice, saved.get("choice"))
+
+
+def as_before(choice: StepChoice, saved: Any) -> StepChoice:
+    """Returns the choice with as many recomputed blocks as a checkpoint says that the run came to
+    need, with the same rows and memory."""
+    if not isinstance(saved, dict) or any(saved.get(n) != getattr(choice, n) for n in FACTS[:3]):
+        return choice
+    blocks, offload = saved.get("blocks"), saved.get("offload")
+    if "activation_checkpointing" not in choice.open or not isinstance(blocks, int):
+        return choice
+    blocks = min(max(choice.blocks, blocks), choice.layers)
+    return replace(choice, blocks=blocks, offload=choice.offload or offload is True)
+
+
+def lessen(choice: StepChoice, config: Config, ranks: int) -> StepChoice | None:
+    """Returns the next choice that takes less memory: half the rows, then more recomputed blocks,
+    then activations in host memory; None if nothing of these is open."""
+    rows = config.batch_size // ranks
+    fewer = [n for n in range(1, choice.rows // 2 + 1) if rows % n == 0]
+    if "micro_batch_size" in choice.open and fewer and not config.optimizer_in_backward:
+        return replace(choice, rows=fewer[-1])
+    if "activation_checkpointing" not in choice.open:
+        return None
+    if choice.blocks < choice.layers:
+        more = max(2 * choice.blocks, -(-choice.layers // 4))
+        return replace(choice, blocks=min(choice.layers, more))
+    return None if choice.offload else replace(choice, offload=True)

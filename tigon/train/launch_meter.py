@@ -1,0 +1,61 @@
+"""Measures whether a GPU waits for Python to launch the kernels of a forward pass.
+
+The host's time to launch a pass is compared with the GPU's from its first kernel to its last. If
+the GPU were never short of work, it would take longer than the launches, which go ahead of it; if
+it waits for each launch, both take the same time. Only a pass that begins with a nearly empty queue
+tells, as the first of a step does: a full queue holds launches up.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+WARM_UP = 2  # passes that compile and allocate
+PASSES = 3  # of which the shortest counts: others may have compiled for a new shape
+BOUND = 0.9  # of the GPU's time, from which launches are what a pass waits for
+
+
+class PassTime(NamedTuple):
+    """The time of launching a forward pass, and what the GPU has recorded of it."""
+
+    host: float  # seconds
+    begin: Any
+    end: Any
+
+
+class LaunchMeter:
+    """Measures the first passes and then says whether launches are what they wait for."""
+
+    def __init__(self, event: Callable[[], Any] | None = None) -> None:
+        """`event` makes what is recorded in the GPU's stream, by default a CUDA event."""
+        self.event = event or (lambda: torch.cuda.Event(enable_timing=True))
+        self.seen = 0
+        self.times: list[PassTime] = []
+        self.host = self.device = 0.0  # seconds of the shortest pass, once known
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Measures the pass that the `with` block launches; does not wait for it."""
+        self.seen += 1
+        if self.seen <= WARM_UP:
+            yield
+            return
+        begin, end = self.event(), self.event()
+        begin.record()
+        began = time.perf_counter()
+        yield
+        host = time.perf_counter() - began
+        end.record()
+        self.times.append(PassTime(host, begin, end))
+
+    def is_launch_bound(self) -> bool | None:
+        """Returns whether the GPU waits for launches; None while too few passes are done."""
+        if len(self.times) < PASSES or not all(t.end.query() for t in self.times[:PASSES]):
+            return None
+        seconds = [t.begin.elapsed_time(t.end) / 1000 for t in self.times[:PASSES]]
+        self.device = min(seconds)
+        self.host = self.times[seconds.index(self.device)].host
+        return self.host >= BOUND * self.device

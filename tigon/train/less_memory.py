@@ -1,0 +1,66 @@
+"""Goes on where a step runs out of a GPU's memory, with a choice that takes less if one is open."""
+
+import gc
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tigon.train.build import TrainingRun
+from tigon.train.choices import StepChoice, lessen
+from tigon.train.cuda_graphs import Graphs
+from tigon.train.distributed import InputError
+
+T = TypeVar("T")
+
+
+def within_memory(run: TrainingRun, step: int, compute: Callable[[], T]) -> T:
+    """Returns the result of `compute`, the passes of a step, which is repeated with less memory
+    while it raises torch.OutOfMemoryError, as a line says each time.
+
+    On several ranks the error is raised, as the others wait for this one; InputError where nothing
+    that takes less is left open.
+    """
+    while True:
+        try:
+            return compute()
+        except torch.OutOfMemoryError as error:
+            if run.world.size > 1 or run.in_backward is not None:  # or weights have changed
+                raise
+            problem = f"step {step}: {str(error).split('. ')[0]}"
+        # Beyond the error, whose frames hold the tensors of the passes
+        use_less(run, problem)
+
+
+def use_less(run: TrainingRun, problem: str) -> None:
+    """Drops what a step has computed, and gives the run its next smaller choice."""
+    model, graphs = run.model, run.model.graphs
+    run.optimizer.zero_grad()
+    if model.zero2 is not None:
+        model.zero2.drop_gradients()
+    if isinstance(graphs, Graphs) and graphs.auto and not graphs.off:
+        graphs.turn_off(problem)
+    elif (choice := next_choice(run)) is not None:
+        run.choice, run.config = choice, choice.settings(run.config)
+        for loader in filter(None, (run.data, run.eval_data)):
+            loader.micro_batch_size = choice.rows
+        choice.apply(model)
+        run.world.log_rank0(f"{problem}: goes on with {choice.describe()}")
+    else:
+        raise InputError(
+            f"{problem}: give a smaller micro_batch_size or seq_len, activation_checkpointing="
+            "true, or what docs/memory.md lists; --dry-run estimates each"
+        )
+    gc.collect()
+    if run.world.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def next_choice(run: TrainingRun) -> StepChoice | None:
+    """Returns the next smaller choice; None if none is open, or where the passes that failed have
+    left FSDP2 or a graph that was asked for amid a step."""
+    asked = run.config.cuda_graphs is True
+    if run.choice is None or asked or isinstance(run.model, FSDPModule):
+        return None
+    return lessen(run.choice, run.config, run.world.data.size)

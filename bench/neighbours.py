@@ -181,9 +181,7 @@ OPTIONS = (
     ("--steps", {"type": int, "default": 20, "help": "steps that are timed"}),
     ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
-BENCH = Bench(
-    "neighbours", __doc__, run, show, list(CASES), "docs/neighbours.md", options=OPTIONS
-)
+BENCH = Bench("neighbours", __doc__, run, show, list(CASES), "docs/neighbours.md", options=OPTIONS)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -104,16 +104,20 @@ def test_host_copy_has_the_bits_of_its_moment(workspace, tmp_path):
     with start("cuda") as world:
         settings = workspace.settings("gpu-copy", steps=4, device="cuda", dtype="bfloat16")
         run = prepare(load(None, settings), world)
+        saved = run.model, run.optimizer, run.tokenizer
         with run.saver as saver:
             for step in (1, 2):  # the second copy goes into the first one's memory
                 for p in run.model.parameters():
                     p.grad = torch.randn_like(p)
                 run.optimizer.step()
                 expected = tensors(run)
-                target = saver.save(step, run.model, run.optimizer, run.tokenizer, {"config": {}})
+                target = saver.save(step, *saved, {"config": {}})
                 with torch.no_grad():
                     for p in run.model.parameters():
                         p.add_(1.0)
+            expected = tensors(run)
+            target = saver.save(3, *saved, {"config": {}}, copy=False)  # as they are
+            torch.randn(4096, 4096, device="cuda").square().sum().item()
         # Counts of steps are on the host already
         copies = [b for bs in saver._stager.buffers.values() for b in bs if b.numel() > 1]
         assert all(b.is_pinned() for b in copies)

@@ -26,6 +26,7 @@ from tigon.kernels.attention.mask import BLOCK
 
 __all__ = ["on_hopper", "played"]
 implementation = importlib.import_module("tigon.kernels.attention.api")
+MASKS = importlib.import_module("tigon.kernels.attention.mask")
 B, H, K, D = 2, 6, 2, 10
 
 
@@ -458,6 +459,32 @@ def test_parts_of_bounds_that_were_given(backend: str) -> None:
     mask = AttentionMask(9, **given, backend=backend)
     found = in_parts(attention, q, k, v, mask, (0, 2, 5, 9), window=2)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells of the CPU's path")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("saved", [1, 162 - 88, 162 - 87])
+def test_packed_rows_on_a_cpu(
+    saved: int, causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, without a mask of all tokens, if that saves so many scores."""
+    monkeypatch.setattr(MASKS, "WORTH_SPLITTING", saved)
+    cu = torch.tensor([0, 3, 4, 9, 9, 16, 18]).int()
+    given: dict[str, Any] = {"segment_ids": SEGMENTS, "cu_seq_lens": cu, "causal": causal}
+    mask, heads, upstream = (
+        AttentionMask(9, **given, longest=7),
+        tensors(9),
+        torch.randn(B, 9, H, D),
+    )
+    found = attention(*heads, mask=mask, window=window)
+    expected = attention_ref(*heads, mask=AttentionMask(9, **given), window=window)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    pairs = (torch.autograd.grad(out, heads, upstream) for out in (found, expected))
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    # 9 + 1 + 25 + 49 + 4 of 2 times 81
+    assert any(key[0] == "bias" for key in mask._derived) == (saved > 162 - 88)
 
 
 @pytest.mark.slow(first=2)

@@ -50,6 +50,23 @@ def test_files_hold_tensors_by_checkpoint_names(state, workspace, target):
     assert checked.count(": OK") == len([*target.iterdir()]) - 1
 
 
+def test_large_states_are_in_several_files(state, tmp_path, world, monkeypatch):
+    """Which threads write side by side; only a tensor that is larger makes a file larger."""
+    monkeypatch.setattr(format, "FILE", 40_000)
+    expected = state.tensors()
+    with saver.Saver(tmp_path, world) as to:
+        target = state.save(to, 1)
+    parts = [load_file(path) for path in target.glob("*.safetensors")]
+    assert len(parts) > 10
+    for part in parts:
+        assert len(part) == 1 or sum(x.nbytes for x in part.values()) <= 40_000
+    assert_equal({name: x for part in parts for name, x in part.items()}, expected)
+    state.step(seed=2)
+    checkpoint.verify(target)
+    checkpoint.load(target, state.model, state.optimizer)
+    assert_equal(state.tensors(), expected)
+
+
 def test_several_slices_of_a_tensor_are_all_written(world, tmp_path):
     """As a rank of a tensor-parallel group has them; DCP's own writer keeps the last one only."""
     whole = torch.arange(24.0).view(8, 3)

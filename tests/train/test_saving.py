@@ -174,6 +174,39 @@ def test_exports_while_training(workspace):
         main(workspace.settings("never", hf_best="true"))
 
 
+@pytest.mark.parametrize("save_every", [0, 1])
+def test_after_the_last_step_nothing_is_copied(save_every, workspace, monkeypatch):
+    """The evaluation does not wait for the checkpoint, nor the export for memory."""
+    evaluated, written, copied = threading.Event(), format._write, []
+
+    def wait(path, *rest):
+        assert "step-00000001" in str(path) or evaluated.wait(60)
+        return written(path, *rest)
+
+    def evaluate(*arguments):
+        row = measured(*arguments)
+        evaluated.set()
+        return row
+
+    measured, stage = trainer.evaluate, saver.Copies.stage
+    monkeypatch.setattr(format, "_write", wait)
+    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(
+        saver.Copies, "stage", lambda self, state: copied.append(1) or stage(self, state)
+    )
+    monkeypatch.setattr(background_export, "copy_to_host", None)
+    name = f"last-{save_every}"
+    main(
+        workspace.settings(
+            name, eval_data=workspace.held_out, steps=2, save_every=save_every, export="true"
+        )
+    )
+    assert len(copied) == save_every  # of the first step alone
+    last = load_file(workspace.root / name / "checkpoints/step-00000002/weights-00000.safetensors")
+    assert_equal(load_file(workspace.root / name / "hf/model.safetensors"), last)
+    assert len(workspace.metrics(name, "eval_loss")) == 1
+
+
 @pytest.mark.slow
 def test_a_resumed_run_makes_missing_exports(workspace):
     """After the step's checkpoint, or a signal in that step; also of a run that has ended."""

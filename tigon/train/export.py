@@ -214,14 +214,14 @@ def step_export_path(config: Config, step: int) -> Path:
 
 def export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
     """Exports as `Exporter.export` does, and waits until it is on the disk."""
-    _start_export(run, target, values)
+    _start_export(run, target, values, copy=False)
     run.exporter.wait()
 
 
 def export_step(run: TrainingRun, step: int) -> None:
     """Exports the weights after `step` to their own directory, with async_save while training goes
     on."""
-    _start_export(run, step_export_path(run.config, step), None)
+    _start_export(run, step_export_path(run.config, step))
 
 
 def export_best(run: TrainingRun, step: int) -> None:
@@ -231,16 +231,18 @@ def export_best(run: TrainingRun, step: int) -> None:
         export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
 
 
-def _start_export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None) -> None:
+def _start_export(
+    run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None = None, *, copy: bool = True
+) -> None:
     """Starts to export the run's model, or its `values`, to `target`; raises FloatingPointError for
-    weights that are not finite in the dtype of the export."""
+    weights that are not finite in the dtype of the export. `copy` is that of `Exporter.export`."""
     dtype = export_dtype(run.config, run.model)
     held = dtype if run.model.active_adapter is None else None
     try:
         checkpoint.check_finite(run.model, ema=None if values is None else run.ema, dtype=held)
     except FloatingPointError as error:
         raise FloatingPointError(f"{target} was not written: {error}") from None
-    run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values)
+    run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values, copy=copy)
 
 
 # Adapters in PEFT's format

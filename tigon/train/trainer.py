@@ -71,6 +71,9 @@ def train(run: TrainingRun) -> int:
         world.signals.phase = "in training: resume=auto goes on from the last checkpoint"
         with world.signals.deferred():
             step = run.start if over else train_steps(run, log)
+            if not over and not world.any(world.signals.received > 0):
+                guard.check_skipped(run, step)
+                evaluate_once(run, step, log)  # while the last checkpoint is written
             run.saver.wait()
         if signal := world.all_reduce_max_int(world.signals.received):
             log.close()
@@ -127,7 +130,7 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
             stop = should_stop(run)
         ends = step == run.steps or state.is_out_of_patience(config.patience)
         if (saves or stop or ends) and (not stop or deadline.allows_save(step)):
-            save(run, step, log, metadata)
+            save(run, step, log, metadata, last=stop or ends)
         if exports and not stop:
             export_step(run, step)
         if stop or ends:
@@ -391,9 +394,10 @@ def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
     return metadata
 
 
-def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any]) -> None:
+def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any], *, last: bool) -> None:
     """Saves a checkpoint after `step` steps, in the background with async_save, once exports are on
-    the disk, for which a run that has received a signal does not wait."""
+    the disk, for which a run that has received a signal does not wait. `last`: no step follows,
+    which would change the weights, so that they are not copied."""
     if run.in_backward is not None:
         run.in_backward.check()  # weights of a backward that failed must not be saved
     if not run.world.any(run.world.signals.received > 0):  # a signal leaves little time
@@ -404,7 +408,8 @@ def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any]) -> 
     if run.choice is not None:  # which may have become smaller since the first step
         progress |= {"choice": run.choice.facts()}
         progress |= {"config": metadata["config"] | {"micro_batch_size": run.choice.rows}}
-    run.saver.save(step, run.model, run.optimizer, run.tokenizer, metadata | progress, run.ema)
+    values = run.model, run.optimizer, run.tokenizer, metadata | progress, run.ema
+    run.saver.save(step, *values, copy=not last)
     log.saved(step, time.perf_counter() - start_time, whole=run.saver.pending is None)
 
 
@@ -459,7 +464,7 @@ def finish(run: TrainingRun, step: int, log: RunLog) -> None:
     """
     config, world, state = run.config, run.world, run.state
     guard.check_skipped(run, step)
-    if state.is_out_of_patience(config.patience):
+    if step < run.steps and state.is_out_of_patience(config.patience):
         count = format_count(state.evaluations_since, "evaluation")
         world.log_rank0(
             f"ended after step {step}: no eval loss in {count} was "

@@ -283,7 +283,15 @@ def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
 ) -> Tensor:
     """Returns F.scaled_dot_product_attention's [B, T, H, D], with a dense mask where `is_causal` is
-    not enough."""
+    not enough; on a CPU packed sequences one by one, where that pays."""
+    eager_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if eager_cpu and (masks := mask.alone(len(q))):
+        sizes = [one.tokens for one in masks]
+        parts = (x.flatten(0, 1)[None].split(sizes, 1) for x in (q, k, v))
+        each = zip(*parts, masks, strict=True)
+        return torch.cat([_sdpa(x, y, z, one, plan, sinks) for x, y, z, one in each], 1).view(
+            q.shape
+        )
     window, scale = plan.window, plan.scale
     bias = mask.bias(window, q.dtype, q.device) if mask.needs_dense(window) else None
     b, t, h, d = q.shape

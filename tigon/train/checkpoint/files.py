@@ -20,6 +20,7 @@ from tigon.hub import check_folder
 from tigon.utils.json import quote, read_bytes, read_json
 from tigon.weights import WriterGroup
 from tigon.weights.files import remove_directory
+from tigon.weights.write import WORKERS
 
 NAME = re.compile(r"step-(\d+)")
 RUN, SUMS = "run.json", "SHA256SUMS"
@@ -172,7 +173,7 @@ def _find_faults(
     unlisted = [p for p in checkpoint.glob("*.safetensors") if p.name not in sums and rank == 0]
     if unlisted:  # they would be read too
         return [f"{path} is not in {SUMS}: it is no part of the checkpoint" for path in unlisted]
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(WORKERS) as pool:
         faults = pool.map(fault, sorted(name for name in sums if wanted(name))[rank::size])
         return [text for text in faults if text]
 

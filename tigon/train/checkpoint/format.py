@@ -8,7 +8,9 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,10 +45,10 @@ from tigon.train.optim import Ema
 from tigon.weights import Layout, RowSpan, TensorSlice, local_blocks, local_rows
 from tigon.weights.files import explain_full_disk
 from tigon.weights.header import write_header
-from tigon.weights.write import tensor_bytes
+from tigon.weights.write import WORKERS, StagingBuffer, TensorEntry, row_chunks
 
 OPTIMIZER, EMA = "optimizer.", "ema."  # prefixes of the names of states and averages
-BLOCK = 16 << 20  # bytes that are hashed and written at a time
+FILE = 1 << 30  # bytes of a file, at most: files are hashed and written side by side
 
 
 class Chunk(NamedTuple):
@@ -231,15 +233,19 @@ class Writer(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's files of the plan; returns a finished future with a result for each
         item, which has the name and checksum of its file."""
-        results = []
         directory, rank = plan.storage_data
-        for name, items in _assign_files(plan.items, rank).items():
+
+        def write(file: tuple[str, list[WriteItem]]) -> list[WriteResult]:
+            name, items = file
             path = directory / name
             with explain_full_disk(path, sum(map(_nbytes, items))):
                 written = name, _write(path, items, planner)  # its checksum
-            results += [WriteResult(item.index, _nbytes(item), written) for item in items]
+            return [WriteResult(item.index, _nbytes(item), written) for item in items]
+
+        with ThreadPoolExecutor(WORKERS) as pool:
+            results = [*pool.map(write, _assign_files(plan.items, rank).items())]
         done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
+        done.set_result([result for of_file in results for result in of_file])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -249,39 +255,58 @@ class Writer(FileSystemWriter):
 
 
 def _assign_files(items: Sequence[WriteItem], rank: int) -> dict[str, list[WriteItem]]:
-    """Returns the items by file name; a further slice of the same tensor goes to a further file.
+    """Returns the items by file name; a further slice of the same tensor goes to a further file, as
+    does what would make a file larger than FILE.
 
     Large elements come first, so that all are aligned.
     """
-    files: dict[str, list[WriteItem]] = {}
-    seen: dict[str, int] = {}
+    groups: dict[tuple[str, int], list[WriteItem]] = {}
+    seen, counts = Counter[str](), Counter[str]()
     for item in items:
         name = item.index.fqn
-        count = seen[name] = seen.get(name, -1) + 1
         kind = name.partition(".")[0] if name.startswith((OPTIMIZER, EMA)) else "weights"
-        suffix = f"-{count}" if count else ""
-        files.setdefault(f"{kind}-{rank:05d}{suffix}.safetensors", []).append(item)
-    for group in files.values():
+        groups.setdefault((kind, seen[name]), []).append(item)
+        seen[name] += 1
+    files: dict[str, list[WriteItem]] = {}
+    for (kind, _), group in groups.items():
         group.sort(key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn))
+        for part in _split_group(group):
+            suffix = f"-{counts[kind]}" if counts[kind] else ""
+            files[f"{kind}-{rank:05d}{suffix}.safetensors"] = part
+            counts[kind] += 1
     return files
 
 
+def _split_group(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """Yields consecutive items of together at most FILE bytes, or one item that is larger."""
+    part: list[WriteItem] = []
+    size = 0
+    for item in items:
+        if part and size + _nbytes(item) > FILE:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += _nbytes(item)
+    yield part
+
+
 def _write(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> str:
-    """Writes a new safetensors file, tensor by tensor, to the disk; returns its SHA-256 in
+    """Writes a new safetensors file, a few rows at a time, to the disk; returns its SHA-256 in
     hexadecimal digits."""
     offsets = {i.index.fqn: {SAVED_OFFSETS_KEY: list(_data(i).chunk.offsets)} for i in items}
     header = write_header(
         [(i.index.fqn, _data(i).chunk.sizes, _data(i).properties.dtype) for i in items],
         {"format": "pt", CUSTOM_METADATA_KEY: json.dumps(offsets)},
     )
-    digest = hashlib.sha256(header)
+    digest, stage = hashlib.sha256(header), StagingBuffer()
     with open(path, "xb") as file:
         file.write(header)
         for item in items:
-            content = tensor_bytes(planner.resolve_data(item))  # type: ignore[arg-type]
-            for start in range(0, len(content), BLOCK):
-                digest.update(content[start : start + BLOCK])
-                file.write(content[start : start + BLOCK])
+            block = TensorEntry.of("", planner.resolve_data(item)).blocks[0]  # type: ignore[arg-type]
+            for first, count in row_chunks(block.rows, _row_bytes(item)):
+                content = stage(block.read(first, count), _data(item).properties.dtype)
+                digest.update(content)
+                file.write(content)
         file.flush()
         os.fsync(file.fileno())
     return digest.hexdigest()
@@ -294,3 +319,8 @@ def _data(item: WriteItem) -> Any:
 def _nbytes(item: WriteItem) -> int:
     """Returns the bytes of the rows that an item writes."""
     return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
+
+
+def _row_bytes(item: WriteItem) -> int:
+    """Returns the bytes of a row, which spans the last dimension; of a vector, of an element."""
+    return math.prod(_data(item).chunk.sizes[1:][-1:]) * _data(item).properties.dtype.itemsize

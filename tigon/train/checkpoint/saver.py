@@ -168,7 +168,7 @@ class Saver(BackgroundWriter):
         self.world, self.keep, self.background = world, keep, background
         # A separate group: the writer's messages would mix with those of training
         self._group = dist.new_group(backend="gloo")
-        self._stager = _Stager()
+        self._stager = Copies()
         self._target, self._staging = self.directory, ExitStack()
         self._start_time = 0.0
         self.seconds = 0.0  # that the last checkpoint took, from `save` to the disk
@@ -181,9 +181,12 @@ class Saver(BackgroundWriter):
         tokenizer: Tokenizer,
         metadata: Mapping[str, Any],
         ema: Ema | None = None,
+        *,
+        copy: bool = True,
     ) -> Path:
         """Writes checkpoints/step-N, whose run.json has `metadata`; then prunes older ones. Returns
-        the path, at once with `background` if host memory has room for a copy.
+        the path, at once with `background` if host memory has room for a copy, or with copy=False,
+        after which weights and states must stay as they are until `wait` returns.
 
         Raises FloatingPointError if a weight or a state is not finite, and SaveError if this or
         the save before it cannot be written.
@@ -213,9 +216,10 @@ class Saver(BackgroundWriter):
             self._prune(step)
 
         self._target, self._staging = target, ExitStack()
-        in_background = self.background and self._stager.fits(state, self.world)
+        stager = self._stager if copy else AsStored()
+        in_background = self.background and stager.fits(state, self.world)
         writer = Writer(self._make_directory, commit)
-        self.pending = self._write(state, writer, in_background=in_background)
+        self.pending = self._write(state, writer, stager if in_background else None)
         self.pending.add_done_callback(self._measure)
         if not in_background:
             self.wait()
@@ -230,12 +234,12 @@ class Saver(BackgroundWriter):
             new_directory(self._target, replace=True, needed=needed, stale=stale)
         )
 
-    def _write(self, state: State, writer: Writer, *, in_background: bool) -> Future[None]:
-        """Writes the state, or a copy of it in the background. Returns a future that ends with it
-        and has its error, if any."""
+    def _write(self, state: State, writer: Writer, stager: "AsStored | None") -> Future[None]:
+        """Writes the state, or in the background what `stager` makes of it. Returns a future that
+        ends with it and has its error, if any."""
         options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
-        if in_background:
-            pending = dcp.async_save(dict(state), async_stager=self._stager, **options)
+        if stager is not None:
+            pending = dcp.async_save(dict(state), async_stager=stager, **options)
             assert isinstance(pending, Future)
             return pending
         done: Future[None] = Future()
@@ -284,10 +288,27 @@ class Saver(BackgroundWriter):
             self.world.log_rank0(f"an older checkpoint could not be removed: {error}")
 
 
-class _Stager(AsyncStager):
-    """Copies states into buffers in host memory, pinned for a GPU, which the next save reuses."""
+class AsStored(AsyncStager):
+    """Leaves states where they are, which nobody may change until they are written."""
 
-    _synchronize_after_execute = False  # `stage` returns when all is copied
+    _synchronize_after_execute = False  # `stage` returns when all is done
+
+    def fits(self, state: State, world: World) -> bool:
+        """Returns whether every host has memory for it."""
+        return True
+
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(state_dict)
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Copies(AsStored):
+    """Copies states into buffers in host memory, pinned for a GPU, which the next save reuses."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, list[Tensor]] = {}
@@ -304,12 +325,6 @@ class _Stager(AsyncStager):
                     "training waits while checkpoints are written"
                 )
         return self._fits
-
-    def synchronize_staging(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the tensors copied into host memory, which is kept for the next save."""

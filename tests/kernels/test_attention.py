@@ -184,7 +184,9 @@ CUDNN = ("causal", "window 9", "scale", "packed in threes", "both sides")  # all
 @pytest.mark.parametrize(
     ("backend", "case"),
     [(name, case) for name in ("fa4", "flash") for case in CASES if "softcap" not in CASES[case][1]]
-    + [("cudnn", case) for case in CUDNN],
+    + [("cudnn", case) for case in CUDNN]
+    # Under the interpreter
+    + [("triton", case) for case in CASES if not {"softcap", "sinks"} & CASES[case][1].keys()],
 )
 def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> None:
     assert_right(attention, case, kv_heads, backend)
@@ -281,7 +283,7 @@ def test_determinism_is_asked_of_flash_attn_4(monkeypatch: pytest.MonkeyPatch) -
 def test_padding_inside_a_sequence_needs_a_dense_mask() -> None:
     real = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]]).bool()
     q, k, v = tensors(5)
-    for backend in ("fa4", "cudnn", "flash"):
+    for backend in ("fa4", "cudnn", "flash", "triton"):
         message = f"'{backend}' cannot do this: it takes no dense mask, and there is padding inside"
         with pytest.raises(ValueError, match=message):
             attention(q, k, v, mask=AttentionMask(5, key_mask=real, backend=backend))
@@ -367,7 +369,7 @@ def test_bf16_is_as_good_as_eager() -> None:
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("fast", "attention='fast' is not one of auto, fa4, cudnn, flash, flex, sdpa, reference"),
+        ("fast", "attention='fast' is not one of auto, fa4, cudnn, flash, triton, flex, sdpa, ref"),
         ("fa4", "attention='fa4' cannot do this: it runs on CUDA GPUs, not on cpu"),
         ("flash", "attention='flash' cannot do this: it runs on CUDA GPUs, not on cpu"),
     ],

@@ -164,7 +164,6 @@ def tigon(request: Request, clock: Clock) -> Record:
         "run_dir": request.run_dir,
         "seq_len": request.length,
         "batch_size": request.rows,
-        "micro_batch_size": request.rows,
         "steps": request.steps,
         "lr": request.lr,
         "param_dtype": "bfloat16",

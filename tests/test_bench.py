@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -32,6 +33,8 @@ from bench import (
     cpu,
     distillation,
     distillation_side,
+    end_to_end,
+    end_to_end_side,
     epilogues,
     epilogues_side,
     estimates,
@@ -84,6 +87,7 @@ BENCHES += (train_curves, preference, distillation, recipes, checkpoint, paralle
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
 BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices, epilogues)
 BENCHES += (fp8, fp8_curves, cost_curves)
+BENCHES += (end_to_end,)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}
@@ -408,7 +412,7 @@ def check_epilogues(record: Record) -> None:
     for case, ways in record["cases"].items():
         for name, way in ways.items():
             assert "error" in way or max(way["errors"].values(), default=0) < 1e-4, (case, name)
-    assert epilogues.saved(record, epilogues.GATED, epilogues_side.TRITON) is not None
+    assert epilogues.saved_ms(record, epilogues.GATED, epilogues_side.TRITON) is not None
 
 
 def check_fp8(record: Record) -> None:
@@ -470,6 +474,25 @@ def check_families(record: Record) -> None:
         assert all(row["mean_choice"] < 0.1 for row in case["providers"]), case["providers"]
 
 
+def tiny_end_to_end(_: Patch, path: Path) -> list[str]:
+    sides = f"{end_to_end.OURS};{end_to_end.TRL}"
+    more = ["--only", "1B LoRA", "--sides", sides, "--steps", "3", "--root", str(path)]
+    return ["--tiny", *more]
+
+
+def check_end_to_end(record: Record) -> None:
+    """Both train the same model on the same tokens, and learn those of answers."""
+    ours, theirs = (record["cases"]["1B LoRA"][name] for name in (end_to_end.OURS, end_to_end.TRL))
+    assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], rel=3e-3)
+    for found in (ours, theirs):
+        assert found["steps"] == 3 and 1400 < found["tokens"] <= 3 * 2 * 256
+        assert 0.4 < found["learned"] / found["tokens"] < 0.7
+        parts = end_to_end.seconds_of(found)
+        assert all(parts[name] > 0 for name in ("start", "data", "model", "steps", "evaluation"))
+        assert sum(parts.values()) == pytest.approx(found["wall"]) and min(parts.values()) >= 0
+        assert parts["start"] + parts["data"] < found["first_step"] < found["wall"]
+
+
 def check_cost_curves(record: Record) -> None:
     rows = {(row["name"], row["side"]): row for row in record["points"]}
     assert len(rows) == 6
@@ -503,10 +526,11 @@ SMOKE: dict[ModuleType, tuple[Callable[[Patch, Path], list[str]], Callable[[Reco
     evaluation: (tiny_evaluation, check_evaluation),
     generate_families: (tiny_families, check_families),
     cost_curves: (tiny_cost_curves, check_cost_curves),
+    end_to_end: (tiny_end_to_end, check_end_to_end),
 }
 
 
-SLOW = (compare, preference, recipes, train_curves)  # several processes, or whole runs
+SLOW = (compare, preference, recipes, train_curves, end_to_end)  # several processes, or whole runs
 
 
 def failures(record: Any) -> list[str]:
@@ -645,6 +669,43 @@ def test_wrong_numbers_of_nf4_are_noticed(monkeypatch: Patch) -> None:
     monkeypatch.setattr(adapters.quantized, "dequantize_nf4", lambda *given: right(*given) * 1.01)
     (row,) = adapters.dequantising((8, 64), 1e9, measure.ONCE)["providers"]
     assert "differ from the definition" in row["error"]
+
+
+def test_each_second_belongs_to_the_innermost_phase(monkeypatch: Patch) -> None:
+    now = itertools.count(1.0)
+    monkeypatch.setattr(end_to_end_side.time, "monotonic", lambda: next(now))
+
+    class Trainer:
+        def load(self) -> str:
+            return "loaded"
+
+        def train(self) -> str:
+            return self.load()
+
+    module = ModuleType("a_library")
+    module.Trainer = Trainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_library", module)
+    clock = end_to_end_side.Clock(0.0)
+    clock.watch("a_library:Trainer.load", end_to_end_side.MODEL)
+    clock.watch("a_library:Trainer.train", end_to_end_side.STEPS)
+    assert Trainer().train() == "loaded"  # enters at 1, loads from 2 to 3, leaves at 4
+    clock.turn()
+    assert clock.seconds == {"start": 1.0, "model": 1.0, "steps": 2.0, "other": 1.0}
+
+
+def test_ends_beside_the_best_peer() -> None:
+    """The fastest over all; a side that failed is none, and warm-up is beyond usual steps."""
+    phases = dict.fromkeys(end_to_end_side.PHASES, 1.0) | {"steps": 9.0}
+    side = {"wall": 20.0, "first_step": 6.0, "phases": phases, "steps": 4, "gaps": [2.0, 1.0, 1.0]}
+    side |= {"tokens": 4000, "learned": 2000, "allocated_gib": 10.0, "asked": 4, "command": "c"}
+    parts = end_to_end.seconds_of(side)
+    assert (parts["steps"], parts["warm-up"]) == (4.0, 6.0)
+    assert parts["other"] == 20 - 3 - 10 - 2  # the rest of the process too
+    peers = {"TRL": side | {"wall": 40.0}, end_to_end.TRL: side | {"allocated_gib": 20.0}}
+    sides = {end_to_end.OURS: side | {"wall": 10.0}, **peers, "other": {"error": "no"}}
+    said = end_to_end.verdicts("8B LoRA", sides)
+    assert [line.partition(":")[0] for line in said] == ["met"] * 3
+    assert "2.000" in said[0] and "0.500" in said[1] and "6.000" in said[2]
 
 
 def test_wrong_token_is_noticed() -> None:

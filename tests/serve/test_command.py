@@ -59,6 +59,7 @@ def test_a_signal_lets_running_requests_end(directory: Path) -> None:
         assert process.stderr is not None and process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_requests_name_adapters(directory: Path, adapters: dict[str, Path]) -> None:
     options = [f"--adapter={name}={place}" for name, place in adapters.items()]
     with started(directory, *options) as (url, _):

@@ -102,18 +102,26 @@ def _import_interruptibly(name: str) -> Any:
     main_thread = threading.current_thread() is threading.main_thread()
     # Whoever ignores SIGINT, as nohup's scripts do, goes on
     if name in sys.modules or not main_thread or before is not signal.default_int_handler:
-        return import_module(name)
+        return _import_for_good(name)
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
-    collects = gc.isenabled()
-    gc.disable()  # what is imported stays: looking for garbage in it is a quarter of the time
+    try:
+        return _import_for_good(name)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _import_for_good(name: str) -> Any:
+    """Returns a module, in which the garbage collector looks for nothing: a quarter of the time of
+    importing torch is a search through what stays to the end of the process."""
+    if name in sys.modules or not gc.isenabled():
+        return import_module(name)
+    gc.disable()
     try:
         return import_module(name)
     finally:
         gc.freeze()
+        gc.enable()
         atexit.register(gc.unfreeze)
-        if collects:
-            gc.enable()
-        signal.signal(signal.SIGINT, before)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

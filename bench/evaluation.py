@@ -92,7 +92,7 @@ WORKS = {
     "word": Work("choices of a word, as MMLU", CHOICES, 100, (400, 700), (1, 1), ("auto", 64)),
     "ending": Work("choices of endings, as HellaSwag", CHOICES, 80, (150, 400), (8, 24), (64, 16)),
     "text": Work("rolling log-likelihoods", TEXTS, 16, (1000, 5000), (1, 1), (1, 8)),
-    "answer": Work("answers of 1 to 48 words", ANSWERS, 64, (300, 700), (1, 1), (16, 64)),
+    "answer": Work("answers of 1 to 48 words", ANSWERS, 64, (300, 700), (1, 1), (64, 32)),
 }  # fmt: skip
 MULTIPLE_CHOICE = ("word", "ending")
 WARM_ROWS = 8

@@ -284,13 +284,13 @@ def draw(record: Record, root: Path = harness.ROOT) -> None:
 
 
 def plot(record: Record, kind: str, title: str, path: Path) -> None:
-    """A panel for each curve, both axes logarithmic; a cross where memory does not suffice."""
+    """A panel for each curve; a cross where memory does not suffice."""
     import matplotlib  # an extra
     from matplotlib.figure import Figure
 
     whole = Figure(figsize=(10, 3.2), layout="constrained")
     for axes, (label, curve) in zip(whole.subplots(1, len(CURVES)), CURVES.items(), strict=True):
-        axes.set(xscale="log", yscale="log", xlabel=label)
+        axes.set(xscale="log", xlabel=label)
         for side, (color, style) in LINES.items():
             shown = [
                 (at, point, figures_of(record, point).get(side, {})) for point, at in curve.items()
@@ -306,7 +306,8 @@ def plot(record: Record, kind: str, title: str, path: Path) -> None:
         places = list(curve.values())
         axes.set_xticks(places, [format_place(at) for at in places], fontsize=6)
         axes.tick_params(labelsize=6)
-        axes.tick_params(which="minor", bottom=False, labelleft=False)
+        axes.tick_params(which="minor", bottom=False, labelbottom=False)
+        axes.set_ylim(bottom=0.0)
         axes.xaxis.label.set_size(7)
         axes.spines[["top", "right"]].set_visible(False)
     whole.axes[0].legend(fontsize=6)

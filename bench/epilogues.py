@@ -58,7 +58,7 @@ def best(record: Record, case: str, of: str) -> float | None:
     return min((w["ms"] for k, w in ways.items() if k.startswith(of) and "ms" in w), default=None)
 
 
-def saved(record: Record, cases: tuple[str, ...], of: str) -> float | None:
+def saved_ms(record: Record, cases: tuple[str, ...], of: str) -> float | None:
     """Milliseconds that a step of all layers is shorter if these cases are computed so."""
     total = 0.0
     for case in cases:
@@ -83,14 +83,14 @@ def show(record: Record) -> str:
     head = ("case", "way", "ms", "over the first", "relative error")
     table = markdown(head, rows)
     sums = [
-        (f"{QUACK}, all four products of gate and up", saved(record, PAIRS, QUACK)),
+        (f"{QUACK}, all four products of gate and up", saved_ms(record, PAIRS, QUACK)),
         (
             f"{QUACK}, weights in pairs: the two products with an epilogue",
-            saved(record, GATED, QUACK),
+            saved_ms(record, GATED, QUACK),
         ),
-        ("Triton, the two products with an epilogue", saved(record, GATED, "Triton")),
-        ("a pass that costs nothing", saved(record, GATED, ALONE)),
-        *((f"{case}: {BETA}", saved(record, (case,), BETA)) for case in SUMS),
+        ("Triton, the two products with an epilogue", saved_ms(record, GATED, "Triton")),
+        ("a pass that costs nothing", saved_ms(record, GATED, ALONE)),
+        *((f"{case}: {BETA}", saved_ms(record, (case,), BETA)) for case in SUMS),
     ]
     lines = [(name, "not measured" if ms is None else f"{ms:.2f}") for name, ms in sums]
     step = markdown((f"ms less in a step of {LAYERS} layers", ""), lines)

@@ -103,17 +103,17 @@ def quack_product(a: Tensor, b: Tensor, rows: int, columns: int, chosen: Any, **
     return run
 
 
-def interleaved(x: Tensor) -> Tensor:
+def interleave(x: Tensor) -> Tensor:
     """Columns [gate, up] as pairs of one of each."""
     return torch.stack(x.chunk(2, -1), -1).flatten(-2)
 
 
-def apart(x: Tensor) -> Tensor:
+def split_pairs(x: Tensor) -> Tensor:
     """Pairs of columns as [gate, up]."""
     return x.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
-def drawn(*shape: int, scale: float = 1.0, device: str) -> Tensor:
+def draw(*shape: int, scale: float = 1.0, device: str) -> Tensor:
     """Random numbers: on a GPU in bf16, of which Triton's interpreter has no products."""
     x = torch.randn(*shape, device=device).mul_(scale)
     return x.bfloat16() if x.is_cuda else x
@@ -122,8 +122,8 @@ def drawn(*shape: int, scale: float = 1.0, device: str) -> Tensor:
 def gate_up(n: dict[str, int], device: str) -> Case:
     """The product of gate and up, and SwiGLU of it; both are kept."""
     x, w = (
-        drawn(n["T"], n["C"], device=device),
-        drawn(2 * n["I"], n["C"], scale=0.02, device=device),
+        draw(n["T"], n["C"], device=device),
+        draw(2 * n["I"], n["C"], scale=0.02, device=device),
     )
     names = ("gate_up", "product")
 
@@ -152,9 +152,9 @@ def gate_up(n: dict[str, int], device: str) -> Case:
 
 def down_backward(n: dict[str, int], device: str) -> Case:
     """The gradient of down_proj's input, and from it those of gate and up, and SwiGLU again."""
-    dy = drawn(n["T"], n["C"], scale=1e-3, device=device)
-    w = drawn(n["C"], n["I"], scale=0.02, device=device)
-    y = drawn(n["T"], 2 * n["I"], device=device)
+    dy = draw(n["T"], n["C"], scale=1e-3, device=device)
+    w = draw(n["C"], n["I"], scale=0.02, device=device)
+    y = draw(n["T"], 2 * n["I"], device=device)
     names = ("gradient", "product")
 
     def base() -> tuple[Tensor, ...]:
@@ -163,7 +163,7 @@ def down_backward(n: dict[str, int], device: str) -> Case:
     def fused(chosen: Any) -> Run:
         call: Any = imported("quack.gemm_interface:gemm_dgated")
         options = {"activation": "swiglu", "tuned": False, "dynamic_scheduler": False}
-        return partial(call, dy, w, interleaved(y), config=chosen, **options)
+        return partial(call, dy, w, interleave(y), config=chosen, **options)
 
     def truth() -> dict[str, Tensor]:
         leaf = y.float().requires_grad_()
@@ -184,9 +184,9 @@ def down_backward(n: dict[str, int], device: str) -> Case:
 
 def residual(n: dict[str, int], device: str, columns: str) -> Case:
     """A product that ends a block's half, the residual stream added to it, and the next norm."""
-    x = drawn(n["T"], n[columns], device=device)
-    w = drawn(n["C"], n[columns], scale=0.02, device=device)
-    stream, scale = drawn(n["T"], n["C"], device=device), drawn(n["C"], device=device)
+    x = draw(n["T"], n[columns], device=device)
+    w = draw(n["C"], n[columns], scale=0.02, device=device)
+    stream, scale = draw(n["T"], n["C"], device=device), draw(n["C"], device=device)
     names = ("normed", "sum")
 
     def norm(total: Tensor) -> tuple[Tensor, ...]:
@@ -216,12 +216,12 @@ def residual(n: dict[str, int], device: str, columns: str) -> Case:
 
 def gate_up_dx(n: dict[str, int], device: str) -> Case:
     """The gradient of the input of gate and up; QuACK reads pairs and the weight as it is."""
-    dy = drawn(n["T"], 2 * n["I"], scale=1e-3, device=device)
-    w = drawn(2 * n["I"], n["C"], scale=0.02, device=device)
+    dy = draw(n["T"], 2 * n["I"], scale=1e-3, device=device)
+    w = draw(2 * n["I"], n["C"], scale=0.02, device=device)
 
     def fused(chosen: Any) -> Run:
         layout = {"concat_layout": ("B",)}
-        return quack_product(interleaved(dy), w, n["T"], n["C"], chosen, **layout)
+        return quack_product(interleave(dy), w, n["T"], n["C"], chosen, **layout)
 
     ways = {CUBLAS: Way(lambda: lambda: (dy @ w,), ("dx",)), **quack_ways(fused, ("dx",))}
     return Case(ways, lambda: {"dx": dy.float() @ w.float()})
@@ -229,12 +229,12 @@ def gate_up_dx(n: dict[str, int], device: str) -> Case:
 
 def gate_up_dw(n: dict[str, int], device: str) -> Case:
     """The gradient of the weight of gate and up; QuACK reads pairs and writes rows as they are."""
-    dy = drawn(n["T"], 2 * n["I"], scale=1e-3, device=device)
-    x = drawn(n["T"], n["C"], device=device)
+    dy = draw(n["T"], 2 * n["I"], scale=1e-3, device=device)
+    x = draw(n["T"], n["C"], device=device)
 
     def fused(chosen: Any) -> Run:
         layout = {"concat_layout": ("out",)}
-        return quack_product(interleaved(dy).t(), x, 2 * n["I"], n["C"], chosen, **layout)
+        return quack_product(interleave(dy).t(), x, 2 * n["I"], n["C"], chosen, **layout)
 
     ways = {CUBLAS: Way(lambda: lambda: (dy.t() @ x,), ("dw",)), **quack_ways(fused, ("dw",))}
     return Case(ways, lambda: {"dw": dy.float().t() @ x.float()})
@@ -242,8 +242,8 @@ def gate_up_dw(n: dict[str, int], device: str) -> Case:
 
 def qkv_dx(n: dict[str, int], device: str) -> Case:
     """The gradient of the input of q, k and v: one product, or one added to the other."""
-    dy = drawn(n["T"], n["K"], scale=1e-3, device=device)
-    w = drawn(n["K"], n["C"], scale=0.02, device=device)
+    dy = draw(n["T"], n["K"], scale=1e-3, device=device)
+    w = draw(n["K"], n["C"], scale=0.02, device=device)
     parts = [n["K"] * 2 // 3, n["K"] // 6, n["K"] // 6]
 
     def each(add: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
@@ -273,13 +273,13 @@ CASES: dict[str, Callable[[dict[str, int], str], Case]] = {
 }
 
 
-def checked(way: Way, truth: dict[str, Tensor]) -> tuple[Run, Record]:
+def check(way: Way, truth: dict[str, Tensor]) -> tuple[Run, Record]:
     """What is timed, and the relative error of each of its outputs."""
     with deadline(PATIENCE):
         run = way.make()
         outputs = dict(zip(way.names, run(), strict=False))
     errors = {
-        name: relative_l2(apart(y) if name in way.pairs else y, truth[name])
+        name: relative_l2(split_pairs(y) if name in way.pairs else y, truth[name])
         for name, y in outputs.items()
     }
     return run, errors
@@ -307,7 +307,7 @@ def measure(case: Case, seconds: float) -> Record:
     truth = case.truth()
     for name, way in case.ways.items():
         try:
-            runs[name], errors = checked(way, truth)
+            runs[name], errors = check(way, truth)
             found[name] = {"errors": errors}
         except Exception as error:
             found[name] = {"error": f"{type(error).__name__}: {error}"[:300]}

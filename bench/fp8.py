@@ -50,7 +50,7 @@ Run = Callable[[], Any]
 Passes = dict[str, tuple[int, dict[str, Run]]]  # bytes that the fused way moves, and the ways
 
 
-def drawn(*shape: int, scale: float = 1.0, device: str) -> Tensor:
+def draw(*shape: int, scale: float = 1.0, device: str) -> Tensor:
     return torch.randn(*shape, device=device).mul_(scale).bfloat16()
 
 
@@ -61,7 +61,7 @@ def columns_of(x: Tensor) -> Tensor:
 
 def gated(n: dict[str, int], device: str) -> Passes:
     """The passes between the two products of a gated MLP."""
-    y, d = drawn(n["T"], 2 * n["I"], device=device), drawn(n["T"], n["I"], device=device)
+    y, d = draw(n["T"], 2 * n["I"], device=device), draw(n["T"], n["I"], device=device)
     size = n["T"] * n["I"]
 
     def separate() -> None:
@@ -91,8 +91,8 @@ def gated(n: dict[str, int], device: str) -> Passes:
 
 def norms(n: dict[str, int], device: str) -> Passes:
     """The passes between a norm and the products before and behind it."""
-    x, scale = drawn(n["T"], n["C"], device=device), drawn(n["C"], device=device)
-    dy, dtotal = (drawn(n["T"], n["C"], scale=1e-3, device=device) for _ in range(2))
+    x, scale = draw(n["T"], n["C"], device=device), draw(n["C"], device=device)
+    dy, dtotal = (draw(n["T"], n["C"], scale=1e-3, device=device) for _ in range(2))
     rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
     norm = rstd, None, scale, 0.0, True
     bits = columns_of(recompute_norm(x, *norm))
@@ -121,7 +121,7 @@ def norms(n: dict[str, int], device: str) -> Passes:
 
 def weights(n: dict[str, int], device: str) -> Passes:
     """The casts of a weight, which nothing else computes."""
-    w = drawn(2 * n["I"], n["C"], scale=0.02, device=device)
+    w = draw(2 * n["I"], n["C"], scale=0.02, device=device)
     bits = columns_of(w)
     return {
         "weight by rows, and maxima": (
@@ -155,9 +155,9 @@ def pass_times(n: dict[str, int], device: str, job: Job, names: list[str]) -> No
 def product_errors(n: dict[str, int], device: str, name: str) -> Record:
     """Milliseconds and errors of dX and dW, whose sums are exact or fast."""
     rows, columns = (2 * n["I"] if k == "2I" else n[k] for k in PRODUCTS[name])
-    x = drawn(n["T"], columns, device=device) * torch.logspace(-1, 0.5, columns, device=device)
-    w = drawn(rows, columns, scale=1 / math.sqrt(columns), device=device)
-    dy = drawn(n["T"], rows, device=device)
+    x = draw(n["T"], columns, device=device) * torch.logspace(-1, 0.5, columns, device=device)
+    w = draw(rows, columns, scale=1 / math.sqrt(columns), device=device)
+    dy = draw(n["T"], rows, device=device)
     dy = (dy * torch.logspace(-4, 0, n["T"], device=device)[:, None]).bfloat16()
     x = x.bfloat16()
     found: Record = {"name": name}

@@ -86,8 +86,7 @@ BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step,
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
 BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices, epilogues)
-BENCHES += (fp8, fp8_curves, cost_curves)
-BENCHES += (end_to_end,)
+BENCHES += (fp8, fp8_curves, cost_curves, end_to_end)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}
@@ -365,7 +364,7 @@ def check_compare(record: Record) -> None:
 
 
 def check_train_step(record: Record) -> None:
-    assert record["complete"] is False and len(record["cases"]) == 7
+    assert record["complete"] is False and len(record["cases"]) == 8
     for case in record["cases"]:
         (theirs,), (ours,) = (case["rounds"][side] for side in (PEER, train_cases.OURS))
         assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-3)
@@ -412,7 +411,7 @@ def check_epilogues(record: Record) -> None:
     for case, ways in record["cases"].items():
         for name, way in ways.items():
             assert "error" in way or max(way["errors"].values(), default=0) < 1e-4, (case, name)
-    assert epilogues.saved(record, epilogues.GATED, epilogues_side.TRITON) is not None
+    assert epilogues.saved_ms(record, epilogues.GATED, epilogues_side.TRITON) is not None
 
 
 def check_fp8(record: Record) -> None:

@@ -28,7 +28,7 @@ from tigon.kernels.attention.backends import (
 pytestmark = pytest.mark.gpu
 
 B, T, K = 2, 261, 2
-COMPILED = ("fa4", "flex")
+COMPILED = ("fa4", "triton", "flex")
 
 
 def segments(*lengths: int) -> dict[str, Tensor]:
@@ -88,6 +88,9 @@ SOME = [
     Combination(128, 40, None, "rows", 1, False),
     Combination(64, 40, None, "prefixes"),
     Combination(128, None, None, "prefixes"),
+    Combination(512, None, None, "packed"),
+    Combination(512, None, None, "rows", 1, False),
+    Combination(320, 40, None, "padded"),
 ]
 FA4 = [  # it loads groups that do not divide its tile in another way
     Combination(128, None, None, "even", 7),
@@ -100,7 +103,7 @@ def cases() -> list[Any]:
     found = []
     for name in OBSTACLES:
         for c in dict.fromkeys(ALL + SOME + FA4):
-            if c.softcap and name in ("cudnn", "flash", "sdpa"):
+            if c.softcap and name in ("cudnn", "flash", "triton", "sdpa"):
                 continue
             if name == "cudnn" and (c.window or c.layout not in ("rows", "even")):
                 continue
@@ -183,7 +186,7 @@ def test_forward_and_gradients(name: str, c: Combination) -> None:
     assert_near(attention, name, c)
 
 
-@pytest.mark.parametrize("name", ["fa4", "flash"])
+@pytest.mark.parametrize("name", ["fa4", "flash", "triton"])
 def test_prefixes_that_end_inside_later_tiles(name: str) -> None:
     """As of preference pairs, with head counts of Llama-3.1-8B."""
     need(name, 128)
@@ -230,7 +233,7 @@ PARTS = [Combination(128, None, None), *(c for c in SOME if c.causal)]
 
 
 @pytest.mark.parametrize("c", PARTS, ids=str)
-@pytest.mark.parametrize("name", ["fa4", "flash", "flex", "sdpa"])
+@pytest.mark.parametrize("name", ["fa4", "flash", "triton", "flex", "sdpa"])
 def test_queries_in_parts(name: str, c: Combination) -> None:
     assert_near(in_parts, name, c)
 
@@ -278,7 +281,7 @@ def test_a_window_sees_exactly_its_tokens(name: str, causal: bool) -> None:
         assert torch.equal(seen, expected[:, None].expand_as(seen)), window
 
 
-@pytest.mark.parametrize("name", ["fa4", "flash"])
+@pytest.mark.parametrize("name", ["fa4", "flash", "triton"])
 def test_empty_sequences_at_the_end(name: str) -> None:
     """As from cu_seq_lens that are padded to a length of their own."""
     need(name)
@@ -311,7 +314,7 @@ def test_other_lengths_compile_nothing_new() -> None:
     assert max(seconds[3:]) < 1.0, seconds
 
 
-@pytest.mark.parametrize("name", ["fa4", "flash", "flex"])
+@pytest.mark.parametrize("name", ["fa4", "flash", "triton", "flex"])
 def test_no_mask_of_tokens_by_tokens_exists(name: str) -> None:
     need(name)
     t = 32768
@@ -344,7 +347,7 @@ CONFIG = {
 LENGTHS = (300, 1, 215, 84)
 CU = torch.tensor([0, 300, 301, 516, 600], dtype=torch.int32)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
-BACKENDS = ["auto", "fa4", "flash", "flex", "sdpa", "reference"]
+BACKENDS = ["auto", "fa4", "flash", "triton", "flex", "sdpa", "reference"]
 
 
 @pytest.fixture
@@ -436,7 +439,7 @@ def test_decoding_equals_one_pass(model: Any, name: str) -> None:
     assert wrong(torch.cat(steps, 1), whole) < 4e-2
 
 
-@pytest.mark.parametrize("name", ["auto", "fa4", "flash"])
+@pytest.mark.parametrize("name", ["auto", "fa4", "flash", "triton"])
 def test_bounds_that_are_given_save_every_wait(model: Any, name: str) -> None:
     if name != "auto":
         need(name)
@@ -450,7 +453,7 @@ def test_bounds_that_are_given_save_every_wait(model: Any, name: str) -> None:
                 model(**batch).loss.backward()
 
 
-@pytest.mark.parametrize("name", ["fa4", "flash"])
+@pytest.mark.parametrize("name", ["fa4", "flash", "triton"])
 def test_a_graph_replays_packed_batches(model: Any, name: str) -> None:
     need(name)
     model.use_attention(name)

@@ -15,7 +15,7 @@ from tests.support.small import EXPERTS, LLAMA, write_model
 from tests.train import watching
 from tests.train.conftest import workspace
 from tests.train.test_graphs import GEMMA3
-from tigon.train import load, main, prepare, start
+from tigon.train import load, main, prepare, start, train
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.trainer import forward_backward, update_weights
 
@@ -88,8 +88,8 @@ def test_runs_have_the_same_bits(workspace, monkeypatch, name):
     case, made = CASES[name], []
     install = Graphs.__init__
 
-    def noting(self, *given):
-        install(self, *given)
+    def noting(self, *given, **options):
+        install(self, *given, **options)
         made.append(self)
 
     monkeypatch.setattr(Graphs, "__init__", noting)
@@ -182,3 +182,23 @@ def test_a_pass_that_cannot_be_captured_says_so():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     assert "RuntimeError" in done.stderr and "cuda_graphs=false trains without" in done.stderr
+
+
+def test_auto_measures_and_goes_on_after_a_capture_that_fails(workspace, capsys):
+    """A tiny model waits for launches; a block that asks the GPU for a number has no graph, and
+    the GPU's random numbers go on."""
+    many = {"cuda_graphs": "auto", "steps": 12}
+    main(arguments(workspace, "auto-plain", HALF, steps=12))
+    main(arguments(workspace, "auto", HALF, **many))
+    assert "cuda_graphs=auto: used: launching kernels takes" in capsys.readouterr().out
+    assert workspace.metrics("auto", "loss") == workspace.metrics("auto-plain", "loss")
+    config = load(None, arguments(workspace, "asks", HALF, **many))
+    with start("cuda") as world:
+        run = prepare(config, world)
+        mlp = run.model.model.layers[0].mlp
+        forward = mlp.forward
+        mlp.forward = lambda x, *rest: forward(x, *rest) if float(x.sum()) < 1e9 else x
+        assert train(run) == 0
+        assert torch.rand(4, device="cuda").isfinite().all()
+    assert "cuda_graphs=auto: not used: the step cannot be captured" in capsys.readouterr().out
+    assert workspace.metrics("asks", "loss") == workspace.metrics("auto-plain", "loss")

@@ -85,3 +85,22 @@ def test_the_plain_definition_in_a_graph(family: str, dtype: torch.dtype, rows: 
             found = moe(x).x
     graph.replay()
     assert (found - expected).norm() <= 4 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize("rows", [256, 4096])
+@pytest.mark.parametrize("width", [2880, 5760])
+def test_products_of_the_widths_of_gpt_oss(rows: int, width: int) -> None:
+    """Matrices as it stores them, with biases: programs have several tiles, and columns end inside
+    of one."""
+    experts, inner = 32, 2880
+    x = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
+    weight = torch.randn(experts, inner, width, dtype=torch.bfloat16, device="cuda") * inner**-0.5
+    bias = torch.randn(experts, width, dtype=torch.bfloat16, device="cuda")
+    ends = torch.randint(rows + 1, (experts,), dtype=torch.int32, device="cuda").sort()[0]
+    ends[-1] = rows
+    found = grouped_product.grouped_product(x, weight, ends, transposed=True, bias=bias)
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        expected = x[start:end].float() @ weight[expert].float() + bias[expert].float()
+        torch.testing.assert_close(found[start:end].float(), expected, rtol=1e-2, atol=2e-2)
+        start = end

@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.hopper import (
     append,
+    attention,
     branches,
     compiling,
     convolution,
@@ -28,7 +29,7 @@ from tests.hopper import (
 )
 
 # What takes long comes first
-MODULES = append, delta, mlp, rotations, convolution, norms, head, optim
+MODULES = append, attention, delta, mlp, rotations, convolution, norms, head, optim
 FORMS = [dict(module.forms()) for module in MODULES]
 Found = tuple[dict[str, Any], dict[str, str], set[branches.Way]]
 

@@ -2,11 +2,15 @@
 
 import collections
 import re
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
@@ -47,6 +51,8 @@ WIDE = {
     "rescale and join: logits._rescale_kernel": [3, 3],
 }
 COUNTED = {name.rpartition(": ")[0] for name in WIDE}
+UNSPILLED = ("wide_attention bf16", "wide_attention fp16, packed")  # registers hold all, or nearly
+MOST_STACK = 64  # bytes of a thread; Triton 3.9 spills a few registers where 3.6 spills none
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT32, INT64 = torch.int32, torch.int64
 Forms = Iterable[tuple[str, Callable[[], object]]]  # by their names: what launches kernels
@@ -148,12 +154,23 @@ def _compiling(kernel: JITFunction, grid: Any) -> Any:
             return
         if result.metadata.shared > SHARED:
             failed[name] = f"{result.metadata.shared} bytes of shared memory: there are {SHARED}"
+        if form in UNSPILLED and (size := stack_of(result.asm["cubin"])) > MOST_STACK:
+            failed[name] = f"{size} bytes of stack: registers are spilled"
         ptx = result.asm["ptx"]
         sizes = (int(v or 1) * int(bits) // 8 for v, bits in ACCESS.findall(ptx))
         counts: Counts = collections.Counter(sizes)
         compiled[name].append(counts | {"exposed": exposed(ptx)})
 
     return launch
+
+
+def stack_of(cubin: bytes) -> int:
+    """Bytes of a kernel's stack, which holds what registers do not."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"\bSTACK:(\d+)", usage)[-1])
 
 
 def exposed(ptx: str) -> int:

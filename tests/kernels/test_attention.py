@@ -26,6 +26,7 @@ from tigon.kernels.attention.mask import BLOCK
 
 __all__ = ["on_hopper", "played"]
 implementation = importlib.import_module("tigon.kernels.attention.api")
+MASKS = importlib.import_module("tigon.kernels.attention.mask")
 B, H, K, D = 2, 6, 2, 10
 
 
@@ -183,7 +184,9 @@ CUDNN = ("causal", "window 9", "scale", "packed in threes", "both sides")  # all
 @pytest.mark.parametrize(
     ("backend", "case"),
     [(name, case) for name in ("fa4", "flash") for case in CASES if "softcap" not in CASES[case][1]]
-    + [("cudnn", case) for case in CUDNN],
+    + [("cudnn", case) for case in CUDNN]
+    # Under the interpreter
+    + [("triton", case) for case in CASES if not {"softcap", "sinks"} & CASES[case][1].keys()],
 )
 def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> None:
     assert_right(attention, case, kv_heads, backend)
@@ -280,7 +283,7 @@ def test_determinism_is_asked_of_flash_attn_4(monkeypatch: pytest.MonkeyPatch) -
 def test_padding_inside_a_sequence_needs_a_dense_mask() -> None:
     real = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 1]]).bool()
     q, k, v = tensors(5)
-    for backend in ("fa4", "cudnn", "flash"):
+    for backend in ("fa4", "cudnn", "flash", "triton"):
         message = f"'{backend}' cannot do this: it takes no dense mask, and there is padding inside"
         with pytest.raises(ValueError, match=message):
             attention(q, k, v, mask=AttentionMask(5, key_mask=real, backend=backend))
@@ -366,7 +369,7 @@ def test_bf16_is_as_good_as_eager() -> None:
 @pytest.mark.parametrize(
     ("backend", "message"),
     [
-        ("fast", "attention='fast' is not one of auto, fa4, cudnn, flash, flex, sdpa, reference"),
+        ("fast", "attention='fast' is not one of auto, fa4, cudnn, flash, triton, flex, sdpa, ref"),
         ("fa4", "attention='fa4' cannot do this: it runs on CUDA GPUs, not on cpu"),
         ("flash", "attention='flash' cannot do this: it runs on CUDA GPUs, not on cpu"),
     ],
@@ -458,6 +461,32 @@ def test_parts_of_bounds_that_were_given(backend: str) -> None:
     mask = AttentionMask(9, **given, backend=backend)
     found = in_parts(attention, q, k, v, mask, (0, 2, 5, 9), window=2)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tells of the CPU's path")
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("saved", [1, 162 - 88, 162 - 87])
+def test_packed_rows_on_a_cpu(
+    saved: int, causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one, without a mask of all tokens, if that saves so many scores."""
+    monkeypatch.setattr(MASKS, "WORTH_SPLITTING", saved)
+    cu = torch.tensor([0, 3, 4, 9, 9, 16, 18]).int()
+    given: dict[str, Any] = {"segment_ids": SEGMENTS, "cu_seq_lens": cu, "causal": causal}
+    mask, heads, upstream = (
+        AttentionMask(9, **given, longest=7),
+        tensors(9),
+        torch.randn(B, 9, H, D),
+    )
+    found = attention(*heads, mask=mask, window=window)
+    expected = attention_ref(*heads, mask=AttentionMask(9, **given), window=window)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    pairs = (torch.autograd.grad(out, heads, upstream) for out in (found, expected))
+    for a, b in zip(*pairs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    # 9 + 1 + 25 + 49 + 4 of 2 times 81
+    assert any(key[0] == "bias" for key in mask._derived) == (saved > 162 - 88)
 
 
 @pytest.mark.slow(first=2)

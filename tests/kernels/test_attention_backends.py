@@ -74,13 +74,16 @@ def path() -> None:
         ({**GEMMA, "sm": 100}, NO_FA4, "flash", "not cudnn: head_dim 256 needs sm_90, not sm_100"),
         ({**GEMMA, "sm": 100, "softcap": True}, {}, "flex", "backward pass on Blackwell has no so"),
         ({**GEMMA, "sm": 100, "softcap": True, "grad": False}, {}, "fa4", ""),
-        (
-            WIDE,
-            {},
-            "flex",
-            "not cudnn: head_dim 512 is above 256; not flash: head_dim 512 is above",
-        ),
-        ({**WIDE, "longest": 100}, {}, "sdpa", "not flex: 100 tokens are too few to compile for"),
+        (WIDE, {}, "triton", "not flash: head_dim 512 is above 256"),
+        ({**WIDE, "longest": 100, "layout": "sequences"}, {}, "triton", ""),
+        ({**WIDE, "window": True, "part": True, "compiling": True}, {}, "triton", ""),
+        ({**WIDE, "cached": True}, {}, "triton", ""),
+        ({**WIDE, "layout": "holes"}, {}, "sdpa", "do not fit into shared memory"),
+        ({**WIDE, "softcap": True}, {}, "reference", "not triton: it has no softcap"),
+        ({**WIDE, "sinks": True}, {}, "reference", "not triton: it has no sinks"),
+        ({**WIDE, "sm": 80}, {}, "sdpa", "not triton: it is for Hopper, not for sm_80"),
+        ({**WIDE, "dtype": torch.float32}, {}, "sdpa", "not triton: it takes bfloat16 and float16"),
+        ({**WIDE, "head_dim": 520}, {}, "sdpa", "not triton: head_dim 520 is above 512"),
         ({**WIDE, "cached": True, "single": True}, {}, "sdpa", "the first choice on cuda"),
         (PHI, {}, "cudnn", "not fa4: its backward pass is wrong for head_dim 80, which is no mult"),
         ({**PHI, "window": True}, {}, "flash", "not fa4: its backward pass is wrong for head_dim"),
@@ -88,7 +91,6 @@ def path() -> None:
         ({**PHI, "sm": 100}, {}, "fa4", "the first choice on cuda"),
         ({**TRAINED, "deterministic": True}, NO_FA4, "flash", "cudnn: its backward pass is not"),
         ({"longest": 4096, "deterministic": True}, NO_FA4, "cudnn", ""),
-        ({**TRAINED, "head_dim": 512}, {}, "flex", "not flash: head_dim 512 is above 256"),
         ({**TRAINED, "head_dim": 20}, {}, "flex", "head_dim 20 is not a multiple of 8"),
         ({**TRAINED, "head_dim": 12}, {}, "sdpa", "not flex: head_dim 12 is below 16"),
         ({**TRAINED, "layout": "holes"}, {}, "flex", "not flash: it takes no dense mask, and hole"),
@@ -143,9 +145,11 @@ def test_what_auto_takes(request_: Any, missing: Any, name: str, why: str) -> No
         ("cudnn", {"head_dim": 264}, "'cudnn' cannot do this: head_dim 264 is above 256"),
         ("flash", {"device": "cpu"}, "'flash' cannot do this: it runs on CUDA GPUs, not on cpu"),
         ("flex", {"head_dim": 8}, "'flex' cannot do this: head_dim 8 is below 16"),
+        ("flex", {"head_dim": 264}, "'flex' cannot do this: its blocks of head_dim 264 do not fit"),
+        ("triton", {"sinks": True}, "'triton' cannot do this: it has no sinks"),
         ("sdpa", {"softcap": True}, "'sdpa' cannot do this: it has no softcap"),
         ("sdpa", {"sinks": True}, "'sdpa' cannot do this: it has no sinks"),
-        ("eager", {}, "'eager' is not one of auto, fa4, cudnn, flash, flex, sdpa, reference"),
+        ("eager", {}, "'eager' is not one of auto, fa4, cudnn, flash, triton, flex, sdpa, refer"),
     ],
 )
 def test_a_demand_that_cannot_be_met(name: str, request_: Any, message: str) -> None:
@@ -154,7 +158,7 @@ def test_a_demand_that_cannot_be_met(name: str, request_: Any, message: str) -> 
         choose_backend(AttentionRequest(**request), name, request_.get("missing", {}))
 
 
-@pytest.mark.parametrize("name", ["fa4", "cudnn", "flash", "flex", "sdpa", "reference"])
+@pytest.mark.parametrize("name", ["fa4", "cudnn", "flash", "triton", "flex", "sdpa", "reference"])
 def test_demanded_backend_is_taken(name: str) -> None:
     assert choose_backend(AttentionRequest(longest=100), name) == (name, f"attention='{name}'")
 

@@ -327,7 +327,7 @@ def test_a_recomputed_block_has_no_last_product(
     x, w = leaf(2, 3, 32, dtype=dtype), leaf(32, dtype=dtype)
     made: list[Tensor] = []
     one, whole = (importlib.import_module(f"tigon.kernels.linear.{n}") for n in ("fp8", "fp8_mlp"))
-    products = [(one, "cast_product"), (whole, "cast_product"), (whole, "_down")]
+    products = [(one, "cast_product"), (whole, "cast_product"), (whole, "_down_product")]
     for module, name in products if fp8 else [(F, "linear")]:
         product = getattr(module, name)
         noted = lambda *args, of=product: made.append(args[1]) or of(*args)  # noqa: E731

@@ -118,6 +118,7 @@ OPERATORS = {
     "rope": "rope",
     "sandwich_norm": "sandwich_norm",
     "selected_logprobs": "selected_logprobs",
+    "softmax_topk": "softmax_topk",
 }
 NORMS: list[tuple[Given, str]] = [
     ({"weight": ones(7)}, "weight (7,) does not fit x (2, 5, 33)"),
@@ -153,6 +154,8 @@ ROWS: list[tuple[str, Given, str]] = [
     ("gated_act", {"gate_up": ones(2, 5)}, "gate_up (2, 5) has no two halves"),
     ("grouped_mlp, biases", {"down_bias": ones(5, 24)}, "biases [(5, 48), (5, 24)] are not"),
     ("grouped_mlp, biases", {"transposed": False}, "down (5, 24, 16), experts"),
+    ("softmax_topk", {"k": 6}, "logits (6, 5), k=6"),
+    ("softmax_topk", {"logits": ones(5)}, "logits (5,), k=2"),
     ("grouped_mlp", {"act": "relu"}, "act='relu'"),
     ("grouped_mlp", {"x": ones(6, 17)}, "x (6, 17), gate_up (5, 48, 16)"),
     ("grouped_mlp", {"x": ones(2, 6, 16)}, "x (2, 6, 16)"),

@@ -21,7 +21,7 @@ from tigon.distributed import collectives
 from tigon.distributed.sequence_parallel import SequenceParallelRegion
 from tigon.kernels import use
 from tigon.kernels.recompute import recompute_above
-from tigon.layers import Linear
+from tigon.layers import GatedMLP, Linear
 from tigon.models import CausalLM
 from tigon.parallel import MeshSizes, keep_rank_zero, shard_model
 
@@ -104,6 +104,22 @@ def test_exchanges_run_beside_products(alone, fp8):
         y.sum().backward()
     assert order.found == [
         "all_gather_into_tensor", "mm", "reduce_scatter_tensor", "wait_tensor", "mm", "wait_tensor",
+    ]  # fmt: skip
+
+
+def test_exchanges_run_beside_an_mlp_in_fp8(alone):
+    """The gather beside the first three products of backward, the sum beside the last."""
+    stream = SequenceParallelRegion(collectives.Ranks.of(dist.group.WORLD), (1, 6), False)
+    mlp = GatedMLP(16, 48, "silu").bfloat16()
+    mlp.gate_up_proj.fp8 = mlp.down_proj.fp8 = True
+    x = torch.randn(1, 3, 16, dtype=torch.bfloat16, requires_grad=True)
+    with use("triton"), recompute_above(0):
+        y = mlp(stream.gather_from_region(x, single_reader=True))
+        with Order() as order:
+            y.sum().backward()
+    assert order.found == [
+        "all_gather_into_tensor", "mm", "mm", "mm", "reduce_scatter_tensor", "wait_tensor", "mm",
+        "wait_tensor",
     ]  # fmt: skip
 
 

@@ -60,6 +60,36 @@ def test_a_signal_lets_running_requests_end(directory: Path) -> None:
 
 
 @pytest.mark.slow
+def test_requests_name_adapters(directory: Path, adapters: dict[str, Path]) -> None:
+    options = [f"--adapter={name}={place}" for name, place in adapters.items()]
+    with started(directory, *options) as (url, _):
+        models = httpx.get(url + "/v1/models").json()["data"]
+        assert [each["id"] for each in models] == [directory.name, "one", "two"]
+        texts = set()
+        for each in models:
+            body = {"model": each["id"], "prompt": "the model", "max_tokens": 12}
+            reply = httpx.post(url + TEXT, json=body, timeout=60).json()
+            texts.add(reply["choices"][0]["text"])
+        assert len(texts) == 3
+
+
+def test_adapters_that_cannot_be_served(
+    directory: Path, adapters: dict[str, Path], capfd: pytest.CaptureFixture[str]
+) -> None:
+    place = adapters["one"]
+    for options, message in (
+        ([f"a={place}", f"a={place}"], "names must differ, also from the model's, tiny"),
+        ([f"tiny={place}"], "names must differ, also from the model's, tiny"),
+        (["a=/nowhere"], "no directory /nowhere"),
+        ([f"a={directory}"], "has no file adapter_config.json: it holds no adapter"),
+    ):
+        more = [f"--adapter={option}" for option in options]
+        assert main(["serve", str(directory), "--port", "0", *more]) == 1
+        said = capfd.readouterr().err
+        assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.slow
 def test_an_interrupt(directory: Path) -> None:
     with started(directory, "--name", directory.name) as (_, process):
         process.send_signal(signal.SIGINT)

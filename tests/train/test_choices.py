@@ -14,10 +14,11 @@ import torch
 from tests.train.test_memory import B, tiny
 from tigon.layers import activation_offload as offloading
 from tigon.parallel import MeshSizes
-from tigon.train import choices, main, memory, trainer
+from tigon.train import build, choices, main, memory, trainer
 from tigon.train.choices import StepChoice, Way, choose_step, lessen, spaced_blocks
 from tigon.train.config_file import load
-from tigon.train.distributed import World
+from tigon.train.distributed import InputError, World
+from tigon.train.less_memory import within_memory
 from tigon.train.memory import GIB
 from tigon.train.tasks import find_task
 
@@ -275,6 +276,19 @@ def test_choices_change_no_more_than_rounding(workspace) -> None:
     assert "micro_batch_size: 4\n" in text and "sharding: gradients\n" in text
 
 
+def test_missed_backend_is_told_where_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "missed_speed", lambda _, *, packed: f"packed: {packed}")
+    cuda = torch.device("cuda")
+    for changes, said in (
+        ({}, ["attention=auto: packed: True"]),
+        ({"packing": "false"}, ["attention=auto: packed: False"]),
+        ({"attention": "flash"}, []),
+        ({"param_dtype": "float32", "dtype": "float32"}, []),
+    ):
+        config = load(None, given(device="auto", **changes))
+        assert build.find_slow_attention(config, cuda) == said
+
+
 # Steps that run out of memory
 
 
@@ -340,6 +354,23 @@ def test_nothing_that_takes_less(workspace, short_of_memory) -> None:
     short_of_memory.append(0)
     with pytest.raises(SystemExit, match="step 1: CUDA out of memory: give a smaller micro_batch"):
         main(workspace.settings("none left", steps=1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "in_backward", "said"),
+    [(2, None, "rank 1: step 3: CUDA out of memory: give a"), (1, "one", "step 3: CUDA out of")],
+)
+def test_passes_that_cannot_be_repeated(ranks: int, in_backward: Any, said: str) -> None:
+    def passes() -> None:
+        calls.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
+
+    calls: list[int] = []
+    world = World(ranks - 1, ranks, torch.device("cpu"))
+    run: Any = SimpleNamespace(world=world, in_backward=in_backward, choice=CHOICE)
+    with pytest.raises(InputError, match=said):
+        within_memory(run, 3, passes)
+    assert len(calls) == 1
 
 
 def test_recomputed_blocks_of_a_checkpoint() -> None:

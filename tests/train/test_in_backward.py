@@ -302,7 +302,7 @@ def test_partly_updated_weights_are_not_saved(workspace, ordinary, monkeypatch, 
         train(run)
     said = "weights of which some have its update and some have not: begin again, from a checkpoint"
     with pytest.raises(RuntimeError, match=said):
-        trainer.save(run, 4, None, {})
+        trainer.save(run, 4, None, {}, last=False)
     with run.prefetcher, pytest.raises(RuntimeError, match=said):
         trainer.forward_backward(run, 3)
     assert checkpoint.latest(run.saver.directory).name == "step-00000002"

@@ -355,7 +355,8 @@ def test_the_estimate_knows(workspace, nf4_settings):
         with start("cpu") as world:
             inputs = read_inputs(config, world, here=False)
             for gpus in (1, 2):
-                found[quantize, gpus] = estimate_run(config, inputs, gpus).kinds["parameters"]
+                kinds = estimate_run(inputs.config, inputs, gpus).kinds
+                found[quantize, gpus] = kinds["parameters"]
             inputs.data.close()
     sizes = json.loads((workspace.model / "config.json").read_text())
     assert sizes["num_hidden_layers"] == 2

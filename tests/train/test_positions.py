@@ -234,7 +234,7 @@ def divided(
     sizes = Parallel(**way).sizes(world.size)
     own = replace(world, meshes=Meshes.of("cpu", sizes))
     model = part(wide(1024), 1, 0).bfloat16()
-    parallelize(model, settings(**changes), own)
+    parallelize(model, settings(**changes, micro_batch_size=1), own)
     return stepped(model, **changes)
 
 

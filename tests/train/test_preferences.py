@@ -292,7 +292,7 @@ def test_stream_warns_of_pairs_that_may_not_fit(world):
 def test_dry_run_times_steps_and_estimates_memory(workspace, settings, task, capsys):
     main([*settings(f"dry-{task}", task), "--dry-run"])
     assert "a step, measured: " in capsys.readouterr().out
-    config = load(None, settings(f"estimated-{task}", task))
+    config = load(None, settings(f"estimated-{task}", task, micro_batch_size=1))
     objective = find_task(task)(config, World(0, 1, torch.device("cpu")))
     model = meta_model(config, torch.float32)
     found = estimate(model, objective, config, 1, torch.bfloat16)

@@ -19,7 +19,7 @@ import torch
 from tigon.models import CausalLM
 from tigon.parallel import MeshSizes
 from tigon.train import checkpoint
-from tigon.train.config import Config, mesh_sizes
+from tigon.train.config import MAX_TOKENS, Config, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.memory import estimate, format_gib, gpu_memory, memory_budget
 from tigon.train.model import compute_dtype, is_sharded, meta_model, sum_dtype, weights_dtype
@@ -273,8 +273,8 @@ def _choose(
     ways.sort(key=lambda way: way != before)
     tokens = -(-config.seq_len // sizes.context)
     at_once = rows[0]
-    if config.micro_batch_size == "auto" and config.batch_size % sizes.data == 0:
-        at_once = config.batch_size // sizes.data
+    if config.micro_batch_size == "auto" and config.batch_size * tokens <= MAX_TOKENS:
+        at_once = max(1, config.batch_size // sizes.data)
     options: dict[str, Any] = {"auto": auto, "offload": config.activation_offload}
     options |= {"at_once": at_once, "before": before}
     choice = choose_step(total, ways, tokens, len(layers), budget, **options)

@@ -13,23 +13,28 @@ from tigon.train.cuda_graphs import Graphs
 from tigon.train.distributed import InputError
 
 T = TypeVar("T")
+ADVICE = (
+    "give a smaller micro_batch_size or seq_len, activation_checkpointing=true, or what "
+    "docs/memory.md lists; --dry-run estimates each"
+)
 
 
 def within_memory(run: TrainingRun, step: int, compute: Callable[[], T]) -> T:
     """Returns the result of `compute`, the passes of a step, which is repeated with less memory
     while it raises torch.OutOfMemoryError, as a line says each time.
 
-    On several ranks the error is raised, as the others wait for this one; InputError where nothing
-    that takes less is left open.
+    Raises InputError where nothing that takes less is left open, on several ranks, as the others
+    wait for this one, and with optimizer_in_backward, which may have changed weights.
     """
     while True:
         try:
             return compute()
         except torch.OutOfMemoryError as error:
-            if run.world.size > 1 or run.in_backward is not None:  # or weights have changed
-                raise
-            problem = f"step {step}: {str(error).split('. ')[0]}"
+            rank = f"rank {run.world.rank}: " if run.world.size > 1 else ""
+            problem = f"{rank}step {step}: {str(error).split('. ')[0]}"
         # Beyond the error, whose frames hold the tensors of the passes
+        if run.world.size > 1 or run.in_backward is not None:
+            raise InputError(f"{problem}: {ADVICE}")
         use_less(run, problem)
 
 
@@ -48,10 +53,7 @@ def use_less(run: TrainingRun, problem: str) -> None:
         choice.apply(model)
         run.world.log_rank0(f"{problem}: goes on with {choice.describe()}")
     else:
-        raise InputError(
-            f"{problem}: give a smaller micro_batch_size or seq_len, activation_checkpointing="
-            "true, or what docs/memory.md lists; --dry-run estimates each"
-        )
+        raise InputError(f"{problem}: {ADVICE}")
     gc.collect()
     if run.world.device.type == "cuda":
         torch.cuda.empty_cache()

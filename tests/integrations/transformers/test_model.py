@@ -308,17 +308,6 @@ def test_checkpointing() -> None:
     assert model.native.activation_checkpointing == 1
 
 
-def test_fused_projections(tmp_path: Path) -> None:
-    theirs, ours = pair("llama", projections="fused")
-    assert "model.layers.0.self_attn.qkv_proj.weight" in ours.state_dict()
-    given = inputs()
-    ours.load_state_dict({name: t + 0.01 for name, t in theirs.state_dict().items()})
-    theirs.load_state_dict({name: t + 0.01 for name, t in theirs.state_dict().items()})
-    assert_near(ours(**given).logits, theirs(**given).logits)
-    ours.save_pretrained(tmp_path)
-    assert_near(load(tmp_path)(**given).logits, theirs(**given).logits)
-
-
 def load(directory: Path) -> Any:
     """transformers' model of a directory."""
     return AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
@@ -367,7 +356,6 @@ def test_generation_config_of_the_checkpoint(tmp_path: Path) -> None:
         ({"num_labels": 0}, "num_labels=0 is no number of labels"),
         ({"device_map": {"a": 0, "b": 1}}, r"device_map=\{'a': 0, 'b': 1\} may spread"),
         ({"device_map": "cuda:77"}, "device 'cuda:77' cannot be used here"),
-        ({"projections": "both"}, "projections='both' is not one of"),
         ({"tigon_options": {"loss_reduction": "sum"}}, "loss_reduction='sum' is not one of"),
     ],
     ids=str,

@@ -14,21 +14,21 @@ from tigon.models.causal_lm import CausalLM
 
 
 def as_transformers(
-    model: CausalLM, *, projections: str = "split", tigon_options: Mapping[str, Any] | None = None
+    model: CausalLM, *, tigon_options: Mapping[str, Any] | None = None
 ) -> TigonPreTrainedModel:
     """Makes a transformers model that has the modules and weights of a native one: no copies.
 
     The projections that checkpoints have separately become modules of their own in both, under
-    transformers' names; projections="fused" leaves them as they are. `tigon_options` are defaults
-    of forward's keywords in calls with labels, such as metrics. Raises TypeError for a model that
-    is not Tigon's, and ValueError for one with adapters, quantized weights or shards.
+    transformers' names. `tigon_options` are defaults of forward's keywords in calls with labels,
+    such as metrics. Raises TypeError for a model that is not Tigon's, and ValueError for one with
+    adapters, quantized weights or shards.
     """
     if not isinstance(model, CausalLM):
         raise TypeError(
             f"{type(model).__name__} is no model of Tigon: load one with tigon.from_pretrained"
         )
     cls = find_class(model)
-    return cls.from_native(model, projections=projections, tigon_options=tigon_options)
+    return cls.from_native(model, tigon_options=tigon_options)
 
 
 def find_class(model: CausalLM) -> type[TigonPreTrainedModel]:
@@ -48,7 +48,6 @@ def from_pretrained(
     dtype: torch.dtype | str = "auto",
     device_map: Any = None,
     num_labels: int | None = None,
-    projections: str = "split",
     tigon_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> TigonPreTrainedModel:
@@ -61,7 +60,7 @@ def from_pretrained(
     """
     options |= {"dtype": dtype, "device_map": device_map, "num_labels": num_labels}
     native = load_native(path_or_repo, **options)
-    return as_transformers(native, projections=projections, tigon_options=tigon_options)
+    return as_transformers(native, tigon_options=tigon_options)
 
 
 # transformers' Auto classes

@@ -29,12 +29,7 @@ from tigon.integrations.transformers.cache import open_cache
 from tigon.integrations.transformers.calls import capture, check_options, make_batch, refuse_liger
 from tigon.integrations.transformers.generation import TigonGeneration
 from tigon.integrations.transformers.hooks import keep_hooks
-from tigon.integrations.transformers.native import (
-    assemble_parameters,
-    check_config,
-    load_native,
-    take_apart,
-)
+from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
 from tigon.integrations.transformers.outputs import to_transformers
 from tigon.integrations.transformers.projections import split_projections
 from tigon.layers import Embedding
@@ -45,7 +40,6 @@ from tigon.models.inputs import Batch
 from tigon.models.loss import Targets
 from tigon.models.moe import MoEConfig
 
-PROJECTIONS = ("split", "fused")  # query, key, value, gate and up apart as in transformers, or not
 OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
 
 
@@ -165,18 +159,13 @@ class TigonPreTrainedModel(PreTrainedModel):
         native: CausalLM | None = None,
         *,
         tigon_options: Mapping[str, Any] | None = None,
-        projections: str = "split",
     ):
         options = check_options(tigon_options)
         super().__init__(config)
         if native is None:
             native = self.family.from_config(config.to_dict(), dtype=torch.get_default_dtype())
         self.tigon_options = options
-        self.projections = projections
-        if projections not in PROJECTIONS:
-            raise ValueError(f"projections={projections!r} is not one of {PROJECTIONS}")
-        if projections == "split":
-            split_projections(native, make_reference(type(self).__name__, config))
+        split_projections(native, make_reference(type(self).__name__, config))
         # Past nn.Module's own __setattr__, which would give all parameters two names
         self.__dict__ |= {"native": native, "_modules": native._modules}
         call_with_ids(native, config)
@@ -203,7 +192,6 @@ class TigonPreTrainedModel(PreTrainedModel):
         path_or_repo: str | os.PathLike[str],
         *args: Any,
         config: PreTrainedConfig | None = None,
-        projections: str = "split",
         tigon_options: Mapping[str, Any] | None = None,
         attn_implementation: str | None = None,
         **options: Any,
@@ -219,12 +207,11 @@ class TigonPreTrainedModel(PreTrainedModel):
         native = load_native(path_or_repo, **options)
         if (name := native.config.transformers_class) != cls.__name__:
             raise ValueError(f"{native.config.source.name!r} is a {name}, no {cls.__name__}")
-        attributes: dict[str, Any] = {"projections": projections, "tigon_options": tigon_options}
         if config is None:
-            return cls.from_native(native, **attributes)
+            return cls.from_native(native, tigon_options=tigon_options)
         check_config(native, config)
         config._attn_implementation = None  # Auto classes put it there
-        return cls(config, native, **attributes)
+        return cls(config, native, tigon_options=tigon_options)
 
     def _set_statics(self) -> None:
         """Sets what transformers' `post_init` would: names of tied parameters, and no plans."""
@@ -266,18 +253,6 @@ class TigonPreTrainedModel(PreTrainedModel):
         if (config.output_router_logits, config.router_aux_loss_coef) != (router_logits, coef):
             changes: dict[str, Any] = {"router_aux_loss_coef": coef}
             self.native.config = replace(config, output_router_logits=router_logits, **changes)
-
-    def save_pretrained(  # type: ignore[override]
-        self,
-        save_directory: str | os.PathLike[str],
-        is_main_process: bool = True,
-        state_dict: dict[str, Tensor] | None = None,
-        **options: Any,
-    ) -> None:
-        """Writes files as transformers' own model would, into a directory that may hold others."""
-        if self.projections == "fused":
-            state_dict = take_apart(self.native, state_dict or self.state_dict())
-        super().save_pretrained(save_directory, is_main_process, state_dict, **options)
 
     def resize_token_embeddings(
         self,

@@ -20,7 +20,7 @@ IGNORED = frozenset(
 )
 QUANTIZED = ("load_in_4bit", "load_in_8bit", "quantization_config", "quantize")
 OPTIONS = frozenset(LoadOptions.__annotations__) - {"dtype", "device", "labels", "quantize"}
-OPTIONS |= {"device_map", "num_labels", "projections", "tigon_options"}  # for hints
+OPTIONS |= {"device_map", "num_labels", "tigon_options"}  # for hints
 # Fields of a config that may differ from the file's: forward reads transformers' config for them
 MUTABLE = frozenset(
     (
@@ -117,18 +117,3 @@ def assemble_parameters(
             for source, target, count in part.rows:
                 rows[target : target + count] = tensor[source : source + count]
         state[prefix + name] = whole
-
-
-def take_apart(native: CausalLM, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns a state dict with the checkpoint's tensors in place of fused projections."""
-    layout, apart = native.layout(stacked_experts=True), dict[str, Tensor]()
-    for name, whole in state.items():
-        if name not in layout:
-            apart[name] = whole
-            continue
-        for part in layout[name]:
-            rows = whole.reshape(-1, *part.shape[1:])
-            apart[part.name] = tensor = rows.new_empty(part.shape)
-            for source, target, count in part.rows:
-                tensor[source : source + count] = rows[target : target + count]
-    return apart

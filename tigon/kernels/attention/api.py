@@ -1,8 +1,9 @@
 """Causal attention with grouped heads, packed sequences, padding, windows, softcap and sinks.
 
 Backends, by the names that `attention=` takes: "fa4" flash-attn-4 (Hopper, Blackwell; an extra),
-"cudnn" and "flash" (FlashAttention-2, also packed) as torch has them, "flex" FlexAttention,
-"sdpa" torch's own choice with a dense mask where one is needed, "reference".
+"cudnn" and "flash" (FlashAttention-2, also packed) as torch has them, "triton" our own kernels, for
+head dims above 256, "flex" FlexAttention, "sdpa" torch's own choice with a dense mask where one is
+needed, "reference".
 
 # B batch, T query tokens, S key tokens, H query heads, K kv heads, D head dim
 """
@@ -32,6 +33,7 @@ from tigon.kernels.attention.backends import (
 )
 from tigon.kernels.attention.mask import AttentionMask, Sequences
 from tigon.kernels.attention.sinks import FusedPasses, attention_with_sinks, scale_by_sinks
+from tigon.kernels.attention.wide import wide_attention
 
 __all__ = [
     "AttentionMask",
@@ -227,6 +229,21 @@ def _flash(
     return run(*flat, *bounds, *longest, 0.0, causal, False, **options)[0].view(q.shape)
 
 
+def _triton(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
+) -> Tensor:
+    """Returns the attention [B, T, H, D] of our own kernels."""
+    bounds: tuple[Tensor | None, Tensor | None] = (None, None)
+    longest = q.shape[1], k.shape[1]
+    if plan.sequences is None:
+        x, y, z = (t.flatten(0, 1) for t in (q, k, v))
+    else:
+        (x, y, z), bounds, longest = _flatten_sequences(q, k, v, plan.sequences)
+    left, right = plan.reach(mask.causal)
+    reach = left, 0 if mask.causal else right
+    return wide_attention(x, y, z, bounds, longest, scale=plan.scale, reach=reach).view(q.shape)
+
+
 def _flex(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
 ) -> Tensor:
@@ -283,7 +300,15 @@ def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
 ) -> Tensor:
     """Returns F.scaled_dot_product_attention's [B, T, H, D], with a dense mask where `is_causal` is
-    not enough."""
+    not enough; on a CPU packed sequences one by one, where that pays."""
+    eager_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if eager_cpu and (masks := mask.alone(len(q))):
+        sizes = [one.tokens for one in masks]
+        parts = (x.flatten(0, 1)[None].split(sizes, 1) for x in (q, k, v))
+        each = zip(*parts, masks, strict=True)
+        return torch.cat([_sdpa(x, y, z, one, plan, sinks) for x, y, z, one in each], 1).view(
+            q.shape
+        )
     window, scale = plan.window, plan.scale
     bias = mask.bias(window, q.dtype, q.device) if mask.needs_dense(window) else None
     b, t, h, d = q.shape
@@ -323,11 +348,12 @@ BACKENDS: dict[str, Callable[..., Tensor]] = {
     "fa4": _fa4,
     "cudnn": _cudnn,
     "flash": _flash,
+    "triton": _triton,
     "flex": _flex,
     "sdpa": _sdpa,
     "reference": _reference,
 }
-VARLEN_BACKENDS = ("fa4", "cudnn", "flash")  # take the bounds of sequences, not a mask
+VARLEN_BACKENDS = ("fa4", "cudnn", "flash", "triton")  # take the bounds of sequences, not a mask
 
 
 def attention(

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-Backend = Literal["auto", "fa4", "cudnn", "flash", "flex", "sdpa", "reference"]
+Backend = Literal["auto", "fa4", "cudnn", "flash", "triton", "flex", "sdpa", "reference"]
 HALF = (torch.bfloat16, torch.float16)
 MIN_KERNEL_TOKENS = 256  # fewer tokens are not worth compiling a kernel for
 UNTRACED_SINKS = "torch.compile does not trace its sinks"
@@ -55,14 +55,14 @@ def _first_problem(*rules: tuple[bool, str]) -> str | None:
     return next((reason for holds, reason in rules if holds), None)
 
 
-def _fused_problem(r: AttentionRequest) -> str | None:
+def _fused_problem(r: AttentionRequest, widest: int = 256) -> str | None:
     """Returns the requirement of every fused kernel that the request does not meet, or None."""
     return _first_problem(
         (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
         (r.sm < 80, f"it needs sm_80 or newer, and this GPU is sm_{r.sm}"),
         (r.dtype not in HALF, f"it takes bfloat16 and float16, not {str(r.dtype)[6:]}"),
         (r.head_dim % 8 > 0, f"head_dim {r.head_dim} is not a multiple of 8"),
-        (r.head_dim > 256, f"head_dim {r.head_dim} is above 256"),
+        (r.head_dim > widest, f"head_dim {r.head_dim} is above {widest}"),
         (r.layout not in ("rows", "sequences"), f"it takes no dense mask, and {r.layout}"),
     )
 
@@ -110,12 +110,22 @@ def _flash_problem(r: AttentionRequest) -> str | None:
     )
 
 
+def _triton_problem(r: AttentionRequest) -> str | None:
+    """Returns why our own kernels cannot serve the request, or None."""
+    return _fused_problem(r, 512) or _first_problem(
+        (r.sm // 10 != 9, f"it is for Hopper, not for sm_{r.sm}"),
+        (r.softcap, "it has no softcap"),
+        (r.sinks, "it has no sinks"),
+    )
+
+
 def _flex_problem(r: AttentionRequest) -> str | None:
     """Returns why FlexAttention cannot serve the request, or None."""
     return _first_problem(
         (r.device != "cuda", f"it runs on CUDA GPUs, not on {r.device}"),
         (r.cached, "it does not continue a cache"),
         (r.head_dim < 16, f"head_dim {r.head_dim} is below 16"),
+        (r.head_dim > 256, f"its blocks of head_dim {r.head_dim} do not fit into shared memory"),
     )
 
 
@@ -129,6 +139,7 @@ OBSTACLES: dict[str, Callable[[AttentionRequest], str | None]] = {
     "fa4": _fa4_problem,
     "cudnn": _cudnn_problem,
     "flash": _flash_problem,
+    "triton": _triton_problem,
     "flex": _flex_problem,
     "sdpa": _sdpa_problem,
     "reference": lambda r: None,
@@ -158,6 +169,8 @@ def _reason_against(name: str, r: AttentionRequest) -> str | None:
     step = 64 if longest <= CUDNN_MAX_TOKENS else 256
     if name == "cudnn" and longest % step:
         return f"it prepares for every new length, and {longest} is no multiple of {step}"
+    if name == "triton" and r.head_dim <= 256:
+        return "it is meant for head dims above 256"
     if name == "flex" and r.dtype not in HALF:
         return "float32 is no faster with it"
     return None
@@ -257,7 +270,7 @@ def missing(device: int) -> dict[str, str]:
     if not torch.backends.cudnn.is_available():
         lacks["cudnn"] = "this torch has no cuDNN"
     if find_spec("triton") is None:
-        lacks["flex"] = "Triton is not installed"
+        lacks["triton"] = lacks["flex"] = "Triton is not installed"
     return lacks
 
 

@@ -16,6 +16,7 @@ from tigon.kernels.runtime import next_power_of_2
 
 MAX_REAL_SHARE = 7 / 8  # share of real tokens in a batch up to which padding is dropped
 BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
+WORTH_SPLITTING = 2**20  # scores of a head that must be saved
 
 
 # Packed sequences that continue a shared prefix and see its keys and values
@@ -427,6 +428,21 @@ class AttentionMask:
         """Whether `is_causal` alone does not describe the mask."""
         windowed = window is not None and window < self.keys
         return windowed or not self.rows or (self.past > 0 and self.tokens > 1)
+
+    def alone(self, batch: int) -> list[Self]:
+        """Returns a mask for each packed sequence of a flattened batch, if one by one they have so
+        many fewer scores than rows that it pays; else none. The host reads the bounds."""
+        cu, more = self.cu_seq_lens, self.past or self.full_mask is not None
+        if cu is None or more or self.key_mask is not None or self.prefixes is not None:
+            return []
+
+        def split() -> list[Self]:
+            lengths = [n for n in cu.diff().tolist() if n]
+            saved = batch * self.tokens**2 - sum(n**2 for n in lengths)
+            whole = sum(lengths) == batch * self.tokens
+            return [self._like(n) for n in lengths] if whole and saved >= WORTH_SPLITTING else []
+
+        return self._once("alone", split)
 
     def dense(self, window: int | None, device: torch.device) -> Tensor:
         """Returns bool [B or 1, 1, T, S], True where a query attends to a key."""

@@ -22,9 +22,9 @@ from torch import Tensor
 from tigon.kernels.linear.fp8_casts import (
     ALIGN,
     ScaledMatrix,
-    cast_again,
     cast_both,
     cast_columns,
+    cast_input,
     cast_rows,
     cast_rows_and_maxima,
 )
@@ -129,7 +129,7 @@ class _Fp8Linear(torch.autograd.Function):
                 remote.reduce(dx.view(ctx.shape))  # beside what follows
         if columns is not None:
             fn, size = ctx.recompute_fn, ctx.shape[-1]
-            x_columns = cast_again(fn, saved_x, size, col_maxima.x, **options)
+            x_columns = cast_input(fn, saved_x, size, col_maxima.x, **options)
             dw = scaled_product(columns, x_columns, fast=FAST_BACKWARD, **options)
         return dx, dw, None, None, None, None
 

@@ -350,7 +350,7 @@ def cast_both(
     return ScaledMatrix(data, scale), ScaledMatrix(*turned)
 
 
-def cast_again(
+def cast_input(
     fn: RecomputeFn | None,
     saved: Sequence[Tensor],
     columns: int,

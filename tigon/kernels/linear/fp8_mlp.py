@@ -30,8 +30,8 @@ from tigon.kernels.linear.fp8_casts import (
     E4M3,
     ScaledMatrix,
     Tile,
-    cast_again,
     cast_both,
+    cast_input,
     cast_rows_and_maxima,
     compute_scales,
     launch_tiles,
@@ -235,7 +235,7 @@ class _Pass:
         self.gate_up: Tensor | None = None
 
 
-def _down(gate_up: Tensor, weight: Tensor, act: Activation, state: _Pass) -> Tensor:
+def _down_product(gate_up: Tensor, weight: Tensor, act: Activation, state: _Pass) -> Tensor:
     """Returns the last product [T, C] from gate_up [T, 2 I]."""
     state.gate_up = None
     b, state.down.weight = cast_rows_and_maxima(weight, fused=True)
@@ -256,7 +256,7 @@ class _Fp8MLP(torch.autograd.Function):
         if deferred:
             ctx.state.gate_up = gate_up
             return placeholder(x, len(down))
-        return _down(gate_up, down, ctx.act, ctx.state)
+        return _down_product(gate_up, down, ctx.act, ctx.state)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -274,7 +274,7 @@ class _Fp8MLP(torch.autograd.Function):
         dx = cast_gradient(casts.rows, up, state.up.weight, True)
         if remote is not None:
             remote.reduce(dx.view(ctx.shape))  # beside what follows
-        x = cast_again(ctx.recompute_fn, saved_x, ctx.shape[-1], state.up.x, **options)
+        x = cast_input(ctx.recompute_fn, saved_x, ctx.shape[-1], state.up.x, **options)
         d_up = scaled_product(casts.columns, x, fast=FAST_BACKWARD, **options)
         return dx, d_up, d_down, *5 * (None,)
 
@@ -300,5 +300,5 @@ def fp8_mlp(
     rows = x.reshape(-1, x.shape[-1])
     y = _Fp8MLP.apply(rows, up, down, act, recompute, state, x.shape, deferred)
     if (saved := state.gate_up) is not None:
-        y = deferred_product(y, lambda: _down(saved, down, act, state))
+        y = deferred_product(y, lambda: _down_product(saved, down, act, state))
     return finish_output(y, x.shape[:-1], bias)

@@ -19,7 +19,7 @@ from tigon.kernels.runtime import (
     triton,
 )
 
-SCORES, MOST_ROWS, WARPS = 1 << 11, 32, 4  # numbers and rows of a program, and its warps
+SCORES, MOST_ROWS, MOST_WARPS = 512, 32, 8  # numbers of a warp; rows and warps of a program
 
 
 class TopExperts(NamedTuple):
@@ -63,10 +63,10 @@ def _forward_kernel(
     values = tl.zeros((ROWS, SLOTS), tl.float32)
     numbers = tl.zeros((ROWS, SLOTS), tl.int32)
     for j in tl.static_range(K):
-        _, best = tl.max(left, 1, return_indices=True)
-        chosen = column == best[:, None]
-        value = tl.sum(tl.where(chosen, p, 0.0), 1)
-        left = tl.where(chosen, -1.0, left)
+        value = tl.max(left, 1)
+        best = tl.min(tl.where(left == value[:, None], column, BLOCK), 1)  # of equal ones the first
+        left = tl.where(column == best[:, None], -1.0, left)
+        value = tl.where(value > 1.0, float("nan"), value)
         values = tl.where(slot == j, value[:, None], values)
         numbers = tl.where(slot == j, best[:, None], numbers)
     if NORMALIZE:
@@ -114,9 +114,11 @@ def _backward_kernel(
 
 
 def _tile(experts: int) -> dict[str, int]:
-    """Returns the rows and columns of a program."""
+    """Returns the rows and columns of a program: one warp, unless a row is too long for it."""
     columns = next_power_of_2(experts)
-    return {"ROWS": max(1, min(MOST_ROWS, SCORES // columns)), "BLOCK": columns, "num_warps": WARPS}
+    rows = max(1, min(MOST_ROWS, SCORES // columns))
+    warps = max(1, min(MOST_WARPS, rows * columns // SCORES))
+    return {"ROWS": rows, "BLOCK": columns, "num_warps": warps}
 
 
 def _choice(

@@ -1,4 +1,4 @@
-"""Fused attention for head dims up to 512, which other kernels end at 256: the backend "triton".
+"""Fused attention for head dims up to 512, where others end at 256: the backend "triton".
 
 # B sequences, N queries and M keys of all, T and S of the longest, H query heads, K kv heads,
 # D head dim

@@ -26,8 +26,8 @@ from tigon.train.model import compute_dtype, is_sharded, meta_model, sum_dtype, 
 from tigon.train.tasks import Task
 
 # Tokens of a micro-batch, beyond which more are hardly faster: to add up the gradients of 16,384 in
-# bfloat16 moves bytes for about 1 % of a pass. Blocks of fewer than 2^25 parameters compute these in
-# less time than Python needs to launch their kernels, and get as many more, up to a limit
+# bfloat16 moves bytes for about 1 % of a pass. Blocks of fewer than 2^25 parameters compute these
+# in less time than Python needs to launch their kernels, and get as many more, up to a limit
 USEFUL_TOKENS, MOST_TOKENS, USEFUL_WORK = 2**14, 2**16, 2**39  # the last in tokens x parameters
 # Bytes that a pass moves for each parameter besides its kernels, about: FSDP2 casts or gathers
 # weights twice and copies them, sharding=gradients only adds gradients up

@@ -71,6 +71,7 @@ CASES = (
     Case("Gemma 3, full", (8192,) * 2, 8192, **GEMMA),
     Case("Gemma 3, window 512", (8192,) * 2, 8192, window=512, **GEMMA),
     Case("Gemma 2, softcap 50, packed", (4096,) * 2, 8192, softcap=50.0, **GEMMA),
+    Case("Gemma 4, full", (8192,), 8192, (8, 2), 512),
 )
 
 
@@ -145,9 +146,12 @@ class Ways:
         kind = getattr(torch.nn.attention.SDPBackend, backend)  # no Enum to index in 2.11
 
         def run() -> Tensor:
-            rows = (x.view(-1, self.longest, *x.shape[2:]).transpose(1, 2) for x in self.parts)
+            q, k, v = (x.view(-1, self.longest, *x.shape[2:]).transpose(1, 2) for x in self.parts)
+            if backend == "EFFICIENT_ATTENTION":  # has no grouped heads
+                k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+            grouped = q.shape[1] != k.shape[1]
             with torch.nn.attention.sdpa_kernel(kind):
-                out = F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True)
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
             return out.transpose(1, 2).reshape(self.parts[0].shape)
 
         return run
@@ -193,6 +197,8 @@ class Ways:
                 yield Provider("SDPA flash", partial(self.sdpa, "FLASH_ATTENTION"))
             if self.window is not None or self.longest < self.case.row:
                 yield Provider("transformers, SDPA with a mask", self.transformers_sdpa)
+        if self.case.head_dim > 256:
+            yield Provider("SDPA efficient", partial(self.sdpa, "EFFICIENT_ATTENTION"))
         yield Provider("FlexAttention", self.flex)
 
 

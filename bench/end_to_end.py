@@ -109,7 +109,7 @@ def device_memory() -> Iterator[list[int]]:
 def environment(caches: Path, tiny: bool) -> dict[str, str]:
     """The environment of a side, whose caches are empty."""
     names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_DATASETS_CACHE", "TIGON_CACHE")
-    names += ("XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR", "TMPDIR")
+    names += ("XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR")
     found = os.environ | {"PYTHONPATH": harness.python_path(), "HF_HUB_OFFLINE": "1"}
     for name in names:
         found[name] = str(caches / name.lower())

@@ -277,6 +277,8 @@ def main() -> None:
     clock.turn()
     size = sum(f.stat().st_size for f in Path(request.run_dir).rglob("*") if f.is_file())
     print(json.dumps({"kind": "side", **found, **figures(clock, request), "written": size}))
+    if request.library == "tigon":
+        import_module("tigon.cli.main").end(0)  # as the command ends
 
 
 if __name__ == "__main__":

@@ -132,6 +132,13 @@ def test_keys_without_queries_and_queries_without_keys() -> None:
         assert not x.any()
 
 
+def test_no_tokens() -> None:
+    leaves = [torch.zeros(1, 0, n, 16, requires_grad=True) for n in (H, K, K)]
+    out = attention(*leaves, mask=AttentionMask(0, backend="triton"))
+    out.sum().backward()
+    assert out.shape == (1, 0, H, 16) and all(x.grad.shape == x.shape for x in leaves)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_operators(packed: bool) -> None:
     """Schemas and shapes as torch wants them, for tensors in other orders too."""

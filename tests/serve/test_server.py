@@ -438,3 +438,9 @@ def test_the_page_names_no_other_address(server: Server) -> None:
     assert "default-src 'none'" in policy and "connect-src 'self'" in policy
     assert "://" not in response.text.replace("http://www.w3.org/2000/svg", "")
     assert "/v1/chat/completions" in response.text
+
+
+def test_an_idle_connection_is_kept_longer_than_by_clients(server: Server) -> None:
+    """Else a request and the end of its connection may cross."""
+    kept = run.make_server(server.service).config.timeout_keep_alive
+    assert kept > 2 * (httpx.Limits().keepalive_expiry or 0) > 0

@@ -22,9 +22,13 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def run() -> NoReturn:
-    """Runs the command of a shell and ends the process as soon as threads and exit handlers are
-    done: Python would go on to take apart what torch has made, for up to a second."""
-    status = main()
+    """Runs the command of a shell and ends the process."""
+    end(main())
+
+
+def end(status: int) -> NoReturn:
+    """Ends the process as soon as threads and exit handlers are done: Python would go on to take
+    apart what torch has made, for up to a second."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):

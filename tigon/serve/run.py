@@ -11,6 +11,9 @@ from tigon.serve.app import Service, make_app
 from tigon.serve.engine import Engine
 
 FINISHING_SECONDS = 10  # after SIGTERM, for requests that are being answered
+# That a connection may be idle: longer than clients keep one (httpx 5, aiohttp 15, nginx 60), who
+# would else send a request into a connection that is being closed, and get no answer
+KEEP_ALIVE_SECONDS = 75
 # Seconds after which a thread lets another one run. By Python's 5 ms the engine, which has to start
 # a step every few, would often wait for the one that writes to clients
 SWITCH_SECONDS = 5e-4
@@ -64,6 +67,7 @@ def make_server(service: Service, key: str | None = None, local: bool = True) ->
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=FINISHING_SECONDS + 2,  # for the last event of those
     )
     return Server(config, service.engine)

@@ -1,4 +1,4 @@
-"""Fused attention for head dims up to 512, which other kernels end at 256: the backend "triton".
+"""Fused attention for head dims up to 512, where others end at 256: the backend "triton".
 
 # B sequences, N queries and M keys of all, T and S of the longest, H query heads, K kv heads,
 # D head dim
@@ -261,7 +261,7 @@ def _forward(
     """Returns attention [N, H, D], and the log-sum-exp [H, N] of the scores."""
     out, lse = _outputs(q)
     N, H = q.shape[:2]
-    B = N // T if cu_seqlens is None else len(cu_seqlens) - 1
+    B = N // max(T, 1) if cu_seqlens is None else len(cu_seqlens) - 1
     key_cu_seqlens = cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
     _forward_kernel[(2 * H * B * triton.cdiv(T, FORWARD.queries),)](
         *(q, k, v, out, lse, cu_seqlens, key_cu_seqlens, T, S, N, scale, left, right),
@@ -297,7 +297,7 @@ def _backward(
     """Returns the gradients of q, k and v; see `_forward`."""
     dq, dk, dv = _gradients(dout, q, k, v)
     (N, H, _), K = q.shape, k.shape[1]
-    B = N // T if cu_seqlens is None else len(cu_seqlens) - 1
+    B = N // max(T, 1) if cu_seqlens is None else len(cu_seqlens) - 1
     key_cu_seqlens = cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
     shared = cu_seqlens, key_cu_seqlens, T, S, N, scale, left, right, *_strides(q, k, v, dout)
     row_sums = torch.empty_like(lse)

@@ -14,7 +14,7 @@ import torch
 from tests.train.test_memory import B, tiny
 from tigon.layers import activation_offload as offloading
 from tigon.parallel import MeshSizes
-from tigon.train import build, choices, main, memory, trainer
+from tigon.train import build, choices, dry_run, main, memory, trainer
 from tigon.train.choices import StepChoice, Way, choose_step, lessen, spaced_blocks
 from tigon.train.config_file import load
 from tigon.train.distributed import InputError, World
@@ -315,7 +315,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def backward(self: torch.Tensor, *args: Any, **options: Any) -> None:
         loss(self, *args, **options)
-        if most[-1] < backward.rows:
+        if self.device.type != "meta" and most[-1] < backward.rows:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
 
     def resolve(run: Any, data_step: int) -> Any:
@@ -348,6 +348,19 @@ def test_a_step_without_memory_is_repeated(workspace, capsys, short_of_memory, c
     said = capsys.readouterr().out
     assert "chosen: micro_batch_size=1, " in said and "out of memory" not in said
     assert workspace.metrics(name, "loss") == workspace.metrics(f"{name} plain", "loss")
+
+
+def test_a_dry_run_goes_on_with_less(workspace, capsys, monkeypatch, short_of_memory) -> None:
+    """As the run does, and says that a step does not fit where that stops."""
+    monkeypatch.setattr(dry_run, "forward_backward", trainer.forward_backward)
+    given = workspace.settings("dry", batch_size=4, memory_budget=1)
+    short_of_memory.append(1)
+    main(["--dry-run", *given])
+    said = capsys.readouterr().out
+    assert "goes on with micro_batch_size=1, " in said and "a step, measured: " in said
+    short_of_memory.append(0)
+    with pytest.raises(SystemExit, match="a step does not fit: step 1: CUDA out of memory\n  less"):
+        main(["--dry-run", *given])
 
 
 def test_nothing_that_takes_less(workspace, short_of_memory) -> None:

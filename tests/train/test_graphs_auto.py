@@ -15,8 +15,9 @@ from tests.support.small import LLAMA
 from tests.train.test_graphs import again, inputs, played  # noqa: F401
 from tigon.train import launch_meter, load
 from tigon.train.cuda_graphs import CaptureError, Graphs, uses_graphs
-from tigon.train.distributed import World
+from tigon.train.distributed import InputError, World
 from tigon.train.launch_meter import PASSES, WARM_UP, LaunchMeter
+from tigon.train.less_memory import use_less
 
 graphs = importlib.import_module("tigon.train.cuda_graphs")
 
@@ -142,6 +143,25 @@ def test_a_capture_that_fails_ends_them(timed, monkeypatch, fails_at) -> None:
     assert said[1:] == [
         "cuda_graphs=auto: not used: the step cannot be captured (RuntimeError: of 3)"
     ]
+
+
+def test_only_graphs_that_are_captured_are_turned_off(timed, played) -> None:  # noqa: F811
+    """By a step that runs out of memory: before, there is nothing to free."""
+    model, made, _ = timed(1.0)
+    run: Any = SimpleNamespace(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+        choice=None,
+        config=SimpleNamespace(cuda_graphs="auto"),
+        world=World(0, 1, torch.device("cpu")),
+    )
+    with pytest.raises(InputError, match="step 1: full: give a smaller"):
+        use_less(run, "step 1: full")
+    assert not made.off and made.meter is not None
+    steps(model)
+    assert made.captured
+    use_less(run, "step 9: full")
+    assert made.off and not made.captured
 
 
 def test_runs_that_cannot_have_graphs(workspace, monkeypatch, capsys) -> None:

@@ -277,16 +277,22 @@ def test_choices_change_no_more_than_rounding(workspace) -> None:
 
 
 def test_missed_backend_is_told_where_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "missed_speed", lambda _, *, packed: f"packed: {packed}")
-    cuda = torch.device("cuda")
+    def missed(_: Any, head_dim: int, *, packed: bool) -> str:
+        return f"head_dim {head_dim}, packed: {packed}"
+
+    monkeypatch.setattr(build, "missed_speed", missed)
+    model, bare = outlined(), outlined()
+    bare.model.layers = bare.model.layers[:0]  # as one whose layers are all recurrent
+    (dim,) = {layer.self_attn.head_dim for layer in model.model.layers}
     for changes, said in (
-        ({}, ["attention=auto: packed: True"]),
-        ({"packing": "false"}, ["attention=auto: packed: False"]),
+        ({}, [f"attention=auto: head_dim {dim}, packed: True"]),
+        ({"packing": "false"}, [f"attention=auto: head_dim {dim}, packed: False"]),
         ({"attention": "flash"}, []),
         ({"param_dtype": "float32", "dtype": "float32"}, []),
     ):
         config = load(None, given(device="auto", **changes))
-        assert build.find_slow_attention(config, cuda) == said
+        assert build.find_slow_attention(config, model) == said
+        assert build.find_slow_attention(config, bare) == []
 
 
 # Steps that run out of memory

@@ -14,6 +14,7 @@ import torch
 from tigon.data import Loader
 from tigon.kernels.attention.api import check_training
 from tigon.kernels.attention.backends import missed_speed
+from tigon.layers import SoftmaxAttention
 from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config
 from tigon.models.pretrained.quantization import count_parameters
@@ -264,7 +265,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
     if inputs.choice is not None:
         world.log_rank0(str(inputs.choice))
     for notice in [
-        *find_slow_attention(config, world.device),
+        *find_slow_attention(config, model),
         *find_unused_settings(config, steps, world.device),
         *find_layers_without_fp8(config, model),
     ]:
@@ -385,11 +386,14 @@ def find_unused_settings(config: Config, steps: int, device: torch.device) -> li
     return notes
 
 
-def find_slow_attention(config: Config, device: torch.device) -> list[str]:
+def find_slow_attention(config: Config, model: CausalLM) -> list[str]:
     """Returns a note on the backend that attention=auto would take if it were installed, if any."""
-    if config.attention != "auto" or compute_dtype(config, device) != torch.bfloat16:
+    if config.attention != "auto" or compute_dtype(config, model.device) != torch.bfloat16:
         return []
-    missed = missed_speed(device, packed=config.packing)
+    dims = [layer.head_dim for layer in model.modules() if isinstance(layer, SoftmaxAttention)]
+    if not dims:
+        return []
+    missed = missed_speed(model.device, max(dims), packed=config.packing)
     return [] if missed is None else [f"attention=auto: {missed}"]
 
 

@@ -14,8 +14,9 @@ import tigon
 from tests.support.small import LLAMA
 from tests.train.test_graphs import again, inputs, played  # noqa: F401
 from tigon.train import launch_meter, load
-from tigon.train.cuda_graphs import CaptureError, Graphs, uses_graphs
+from tigon.train.cuda_graphs import CaptureError, Graphs
 from tigon.train.distributed import InputError, World
+from tigon.train.graph_checks import uses_graphs
 from tigon.train.launch_meter import PASSES, WARM_UP, LaunchMeter
 from tigon.train.less_memory import use_less
 
@@ -175,7 +176,7 @@ def test_runs_that_cannot_have_graphs(workspace, monkeypatch, capsys) -> None:
         ({"device": "cpu"}, 1, False, ""),
         (half | {"packing": "false"}, 1, False, "not used: does not work with packing=false"),
         (half | {"activation_offload": "true"}, 1, False, "not used: does not work with activat"),
-        (half | {"task": "kto"}, 1, False, ""),
+        (half | {"task": "kto"}, 1, False, "not used: with task=kto: the answers of a micro-batch"),
         ({"device": "auto", "sharding": "full"}, 1, False, "not used: with sharding=full: FSDP2"),
     ):
         config = load(None, workspace.settings("x", **changes))

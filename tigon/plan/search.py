@@ -13,8 +13,8 @@ from tigon.plan.cost import BF16, FP32, Job, Step, estimate_step
 from tigon.plan.layout import Layout, divisors, enumerate_meshes
 from tigon.train.choices import useful_rows
 from tigon.train.config import Config
-from tigon.train.cuda_graphs import check_run
 from tigon.train.distributed import World
+from tigon.train.graph_checks import check_run
 from tigon.train.memory import CONTEXT, SHARE, Estimate, estimate
 from tigon.train.model import sum_dtype
 from tigon.train.optim import check_local_model, check_ranks, state_bytes

@@ -25,9 +25,10 @@ from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, resolve_choices
 from tigon.train.config import Config
-from tigon.train.cuda_graphs import Graphs, check_run, uses_graphs
+from tigon.train.cuda_graphs import Graphs
 from tigon.train.data import build_loader, set_share_prompts
 from tigon.train.distributed import World
+from tigon.train.graph_checks import check_run, uses_graphs
 from tigon.train.logging import check_sinks
 from tigon.train.model import (
     add_stop_tokens,

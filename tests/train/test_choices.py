@@ -94,7 +94,7 @@ def test_spaced_blocks_need_least() -> None:
     assert spread_out <= weigh(range(3)) and spread_out < weigh(range(3, LAYERS))
 
 
-OPTIONS: dict[str, Any] = {"auto": frozenset(choices.BY_MEMORY), "offload": False, "at_once": 4}
+OPTIONS: dict[str, Any] = {"auto": frozenset(choices.BY_MEMORY), "offload": False, "all_rows": 4}
 FOUR = [Way(sharding, rows) for sharding in ("gradients", "full") for rows in (4, 2, 1)]
 
 
@@ -143,7 +143,7 @@ def test_all_rows_at_once_have_no_gradients_to_add_up() -> None:
     def total(way: Way, blocks: int, offload: bool) -> int:
         return gigabytes(way, blocks, offload) + (GIB * 60 if way.rows < 16 else 0)
 
-    found = choose_step(total, FOUR, 8192, 8, 80 * GIB, **OPTIONS | {"at_once": 16})
+    found = choose_step(total, FOUR, 8192, 8, 80 * GIB, **OPTIONS | {"all_rows": 16})
     assert (found.sharding, found.rows, found.blocks) == ("full", 16, 7)
     assert not found.offload and found.total == gigabytes(Way("full", 16), 7, False)
 

@@ -57,7 +57,7 @@ def use_less(run: TrainingRun, problem: str) -> None:
     if isinstance(graphs, Graphs) and graphs.auto and graphs.captured:
         graphs.turn_off(problem)
     elif (choice := next_choice(run)) is not None:
-        run.choice, run.config = choice, choice.settings(run.config)
+        run.choice, run.config = choice, choice.resolve(run.config)
         for loader in filter(None, (run.data, run.eval_data)):
             loader.micro_batch_size = choice.rows
         choice.apply(model)

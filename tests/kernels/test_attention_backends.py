@@ -398,20 +398,18 @@ def test_rounding_takes_no_other_backend_or_window():
 def test_what_a_machine_without_flash_attn_4_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it would be taken, and what was measured applies."""
     cuda = torch.device("cuda", 0)
-    for sm, missing, packed, said in (
-        (
-            90,
-            NO_FA4,
-            True,
-            r"flash-attn-4 is not installed.*; with it .* packed rows was 1\.\d\d to",
-        ),
-        (90, NO_FA4, False, r"with it attention over rows was 1\.\d\d to .* as fast on an NVIDIA"),
-        (90, {}, True, None),
-        (100, NO_FA4, True, None),
-        (80, {}, True, None),
+    packed_rows = r"flash-attn-4 is not installed.*; with it .* packed rows was 1\.\d\d to"
+    rows = r"with it attention over rows was 1\.\d\d to .* as fast on an NVIDIA"
+    for sm, missing, head_dim, packed, said in (
+        (90, NO_FA4, 128, True, packed_rows),
+        (90, NO_FA4, 64, False, rows),
+        (90, NO_FA4, 256, True, None),  # the record has none of these
+        (90, {}, 128, True, None),
+        (100, NO_FA4, 128, True, None),
+        (80, {}, 128, True, None),
     ):
         monkeypatch.setattr(backends, "capability", lambda _, sm=sm: sm)
         monkeypatch.setattr(backends, "missing", lambda _, missing=missing: missing)
-        found = backends.missed_speed(cuda, packed=packed)
+        found = backends.missed_speed(cuda, head_dim, packed=packed)
         assert (found is None) if said is None else re.search(said, found or "")
-    assert backends.missed_speed(torch.device("cpu"), packed=True) is None
+    assert backends.missed_speed(torch.device("cpu"), 128, packed=True) is None

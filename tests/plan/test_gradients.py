@@ -24,8 +24,8 @@ from tigon.plan.search import (
 )
 from tigon.train import dry_run, load
 from tigon.train.config import Config, mesh_sizes
-from tigon.train.cuda_graphs import check_run
 from tigon.train.distributed import World
+from tigon.train.graph_checks import check_run
 from tigon.train.optim import check_ranks
 from tigon.train.tasks import find_task
 

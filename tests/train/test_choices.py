@@ -14,7 +14,7 @@ import torch
 from tests.train.test_memory import B, tiny
 from tigon.layers import activation_offload as offloading
 from tigon.parallel import MeshSizes
-from tigon.train import build, choices, main, memory, trainer
+from tigon.train import build, choices, dry_run, main, memory, trainer
 from tigon.train.choices import StepChoice, Way, choose_step, lessen, spaced_blocks
 from tigon.train.config_file import load
 from tigon.train.distributed import InputError, World
@@ -94,7 +94,7 @@ def test_spaced_blocks_need_least() -> None:
     assert spread_out <= weigh(range(3)) and spread_out < weigh(range(3, LAYERS))
 
 
-OPTIONS: dict[str, Any] = {"auto": frozenset(choices.BY_MEMORY), "offload": False, "at_once": 4}
+OPTIONS: dict[str, Any] = {"auto": frozenset(choices.BY_MEMORY), "offload": False, "all_rows": 4}
 FOUR = [Way(sharding, rows) for sharding in ("gradients", "full") for rows in (4, 2, 1)]
 
 
@@ -143,7 +143,7 @@ def test_all_rows_at_once_have_no_gradients_to_add_up() -> None:
     def total(way: Way, blocks: int, offload: bool) -> int:
         return gigabytes(way, blocks, offload) + (GIB * 60 if way.rows < 16 else 0)
 
-    found = choose_step(total, FOUR, 8192, 8, 80 * GIB, **OPTIONS | {"at_once": 16})
+    found = choose_step(total, FOUR, 8192, 8, 80 * GIB, **OPTIONS | {"all_rows": 16})
     assert (found.sharding, found.rows, found.blocks) == ("full", 16, 7)
     assert not found.offload and found.total == gigabytes(Way("full", 16), 7, False)
 
@@ -277,16 +277,22 @@ def test_choices_change_no_more_than_rounding(workspace) -> None:
 
 
 def test_missed_backend_is_told_where_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "missed_speed", lambda _, *, packed: f"packed: {packed}")
-    cuda = torch.device("cuda")
+    def missed(_: Any, head_dim: int, *, packed: bool) -> str:
+        return f"head_dim {head_dim}, packed: {packed}"
+
+    monkeypatch.setattr(build, "missed_speed", missed)
+    model, bare = outlined(), outlined()
+    bare.model.layers = bare.model.layers[:0]  # as one whose layers are all recurrent
+    (dim,) = {layer.self_attn.head_dim for layer in model.model.layers}
     for changes, said in (
-        ({}, ["attention=auto: packed: True"]),
-        ({"packing": "false"}, ["attention=auto: packed: False"]),
+        ({}, [f"attention=auto: head_dim {dim}, packed: True"]),
+        ({"packing": "false"}, [f"attention=auto: head_dim {dim}, packed: False"]),
         ({"attention": "flash"}, []),
         ({"param_dtype": "float32", "dtype": "float32"}, []),
     ):
         config = load(None, given(device="auto", **changes))
-        assert build.find_slow_attention(config, cuda) == said
+        assert build.find_slow_attention(config, model) == said
+        assert build.find_slow_attention(config, bare) == []
 
 
 # Steps that run out of memory
@@ -315,7 +321,7 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
     def backward(self: torch.Tensor, *args: Any, **options: Any) -> None:
         loss(self, *args, **options)
-        if most[-1] < backward.rows:
+        if self.device.type != "meta" and most[-1] < backward.rows:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
 
     def resolve(run: Any, data_step: int) -> Any:
@@ -348,6 +354,19 @@ def test_a_step_without_memory_is_repeated(workspace, capsys, short_of_memory, c
     said = capsys.readouterr().out
     assert "chosen: micro_batch_size=1, " in said and "out of memory" not in said
     assert workspace.metrics(name, "loss") == workspace.metrics(f"{name} plain", "loss")
+
+
+def test_a_dry_run_goes_on_with_less(workspace, capsys, monkeypatch, short_of_memory) -> None:
+    """As the run does, and says that a step does not fit where that stops."""
+    monkeypatch.setattr(dry_run, "forward_backward", trainer.forward_backward)
+    given = workspace.settings("dry", batch_size=4, memory_budget=1)
+    short_of_memory.append(1)
+    main(["--dry-run", *given])
+    said = capsys.readouterr().out
+    assert "goes on with micro_batch_size=1, " in said and "a step, measured: " in said
+    short_of_memory.append(0)
+    with pytest.raises(SystemExit, match="a step does not fit: step 1: CUDA out of memory\n  less"):
+        main(["--dry-run", *given])
 
 
 def test_nothing_that_takes_less(workspace, short_of_memory) -> None:

@@ -18,8 +18,9 @@ from tests.train import watching
 from tigon.kernels.mlp.grouped_product import training_syncs
 from tigon.layers import KVCache
 from tigon.train import load, prepare, train
-from tigon.train.cuda_graphs import Graphs, check_run
+from tigon.train.cuda_graphs import Graphs
 from tigon.train.distributed import local
+from tigon.train.graph_checks import check_run
 
 graphs = importlib.import_module("tigon.train.cuda_graphs")
 
@@ -85,7 +86,7 @@ def again(run, device, pool):
 @pytest.fixture
 def played(monkeypatch):
     monkeypatch.setattr(graphs, "capture", again)
-    monkeypatch.setattr(graphs, "training_syncs", lambda *_: False)
+    monkeypatch.setattr("tigon.train.graph_checks.training_syncs", lambda *_: False)
 
 
 def trained(workspace, world, run_dir, case, *, with_graphs: bool):

@@ -14,9 +14,11 @@ import tigon
 from tests.support.small import LLAMA
 from tests.train.test_graphs import again, inputs, played  # noqa: F401
 from tigon.train import launch_meter, load
-from tigon.train.cuda_graphs import CaptureError, Graphs, uses_graphs
-from tigon.train.distributed import World
+from tigon.train.cuda_graphs import CaptureError, Graphs
+from tigon.train.distributed import InputError, World
+from tigon.train.graph_checks import uses_graphs
 from tigon.train.launch_meter import PASSES, WARM_UP, LaunchMeter
+from tigon.train.less_memory import use_less
 
 graphs = importlib.import_module("tigon.train.cuda_graphs")
 
@@ -144,6 +146,25 @@ def test_a_capture_that_fails_ends_them(timed, monkeypatch, fails_at) -> None:
     ]
 
 
+def test_only_graphs_that_are_captured_are_turned_off(timed, played) -> None:  # noqa: F811
+    """By a step that runs out of memory: before, there is nothing to free."""
+    model, made, _ = timed(1.0)
+    run: Any = SimpleNamespace(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters()),
+        choice=None,
+        config=SimpleNamespace(cuda_graphs="auto"),
+        world=World(0, 1, torch.device("cpu")),
+    )
+    with pytest.raises(InputError, match="step 1: full: give a smaller"):
+        use_less(run, "step 1: full")
+    assert not made.off and made.meter is not None
+    steps(model)
+    assert made.captured
+    use_less(run, "step 9: full")
+    assert made.off and not made.captured
+
+
 def test_runs_that_cannot_have_graphs(workspace, monkeypatch, capsys) -> None:
     cuda = torch.device("cuda")
     model = tigon.Llama.from_config(LLAMA, dtype=torch.bfloat16)
@@ -155,7 +176,7 @@ def test_runs_that_cannot_have_graphs(workspace, monkeypatch, capsys) -> None:
         ({"device": "cpu"}, 1, False, ""),
         (half | {"packing": "false"}, 1, False, "not used: does not work with packing=false"),
         (half | {"activation_offload": "true"}, 1, False, "not used: does not work with activat"),
-        (half | {"task": "kto"}, 1, False, ""),
+        (half | {"task": "kto"}, 1, False, "not used: with task=kto: the answers of a micro-batch"),
         ({"device": "auto", "sharding": "full"}, 1, False, "not used: with sharding=full: FSDP2"),
     ):
         config = load(None, workspace.settings("x", **changes))

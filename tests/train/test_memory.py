@@ -18,6 +18,7 @@ from tigon.kernels import runtime, use
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT
 from tigon.train import dry_run, main
+from tigon.train.build import build_run
 from tigon.train.config import Config, Parallel, ParameterGroup, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.memory import Estimate, estimate
@@ -334,16 +335,24 @@ def test_dry_run_times_steps(workspace, capsys, monkeypatch) -> None:
     assert not (workspace.root / "dry").exists()
 
 
-def test_short_passes_take_more_steps_in_a_dry_run() -> None:
-    """Of which the first decide on CUDA graphs."""
-    for tokens, changes, long in (
-        (2048, {}, False),
-        (16384, {}, True),
-        (2048, {"cuda_graphs": False}, True),
-        (2048, {"device": "cpu"}, True),
-    ):
-        config = settings(seq_len=tokens, micro_batch_size=1, batch_size=1, **changes)
-        assert dry_run.passes_are_long(config) == long
+@pytest.mark.parametrize("graphs", [None, object()])
+def test_runs_with_graphs_take_more_steps_in_a_dry_run(workspace, monkeypatch, graphs) -> None:
+    """Of which the first decide on them."""
+    counts = []
+
+    def timed(run: Any, steps: int) -> dry_run.StepTiming:
+        counts.append(steps)
+        return dry_run.StepTiming(1, 1, 1, 0)
+
+    def built(*args: Any) -> Any:
+        run = build_run(*args)
+        run.model.graphs = graphs
+        return run
+
+    monkeypatch.setattr("tigon.train.dry_run.time_steps", timed)
+    monkeypatch.setattr("tigon.train.dry_run.build_run", built)
+    main(["--dry-run", *workspace.settings("dry")])
+    assert counts == [dry_run.STEPS if graphs is None else dry_run.MANY_STEPS]
 
 
 def test_dry_run_checks_like_a_run(workspace, tmp_path: Path) -> None:

@@ -11,10 +11,9 @@ from tigon.data.examples import format_count
 from tigon.parallel import check_context
 from tigon.plan.cost import BF16, FP32, Job, Step, estimate_step
 from tigon.plan.layout import Layout, divisors, enumerate_meshes
-from tigon.train.choices import useful_rows
-from tigon.train.config import Config
-from tigon.train.cuda_graphs import check_run
+from tigon.train.choices import leanest_sharding, useful_rows
 from tigon.train.distributed import World
+from tigon.train.graph_checks import check_run
 from tigon.train.memory import CONTEXT, SHARE, Estimate, estimate
 from tigon.train.model import sum_dtype
 from tigon.train.optim import check_local_model, check_ranks, state_bytes
@@ -86,12 +85,6 @@ def settings_error(job: Job, layout: Layout) -> str | None:
     return None
 
 
-def planned_sharding(config: Config) -> Any:
-    """Returns the sharding that a layout of these settings is planned with: that which takes less
-    memory, if it is auto."""
-    return "full" if config.sharding == "auto" else config.sharding
-
-
 def configured_layouts(job: Job, mesh: Layout) -> Iterator[Layout]:
     """Yields a mesh with the micro-batch, checkpointing and sharding of the job's settings."""
     c, batch = job.config, job.batch_rows // mesh.data
@@ -99,7 +92,7 @@ def configured_layouts(job: Job, mesh: Layout) -> Iterator[Layout]:
     for rows in useful_rows(c, mesh, 0):
         for checkpointing in CHECKPOINTING if setting == "auto" else (setting,):
             layout = replace(mesh, rows=rows, micro_batches=batch // rows)
-            layout = replace(layout, checkpointing=checkpointing, sharding=planned_sharding(c))
+            layout = replace(layout, checkpointing=checkpointing, sharding=leanest_sharding(c))
             if batch % rows == 0 and settings_error(job, layout) is None:
                 yield layout
 

@@ -16,8 +16,9 @@ from tigon.plan.cost import Job, Shapes
 from tigon.plan.gpu import find_gpu
 from tigon.plan.layout import Layout, enumerate_meshes
 from tigon.plan.report import check_modeled, format_reasons
-from tigon.plan.search import LayoutPlan, configured_layouts, make_plan, planned_sharding
+from tigon.plan.search import LayoutPlan, configured_layouts, make_plan
 from tigon.train import checkpoint
+from tigon.train.choices import leanest_sharding
 from tigon.train.config import Config, Parallel, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.memory import format_gib, gpu_memory, memory_budget
@@ -85,7 +86,7 @@ def choose_layout(
         return kept.choices[0].layout.parallel, f"{describe_best(kept)}, as in {source}"
     # With the sharding of the settings, so that errors name what it excludes
     meshes = enumerate_meshes(gpus, shapes.experts)
-    found = plan([replace(mesh, sharding=planned_sharding(config)) for mesh in meshes])
+    found = plan([replace(mesh, sharding=leanest_sharding(config)) for mesh in meshes])
     if not found.choices:
         lines = [
             f"parallel=auto: no layout of {gpus} GPUs can have batch_size={config.batch_size}, "

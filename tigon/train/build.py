@@ -14,6 +14,7 @@ import torch
 from tigon.data import Loader
 from tigon.kernels.attention.api import check_training
 from tigon.kernels.attention.backends import missed_speed
+from tigon.layers import SoftmaxAttention
 from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config
 from tigon.models.pretrained.quantization import count_parameters
@@ -24,9 +25,10 @@ from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, resolve_choices
 from tigon.train.config import Config
-from tigon.train.cuda_graphs import Graphs, check_run, uses_graphs
+from tigon.train.cuda_graphs import Graphs
 from tigon.train.data import build_loader, set_share_prompts
 from tigon.train.distributed import World
+from tigon.train.graph_checks import check_run, uses_graphs
 from tigon.train.logging import check_sinks
 from tigon.train.model import (
     add_stop_tokens,
@@ -264,7 +266,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
     if inputs.choice is not None:
         world.log_rank0(str(inputs.choice))
     for notice in [
-        *find_slow_attention(config, world.device),
+        *find_slow_attention(config, model),
         *find_unused_settings(config, steps, world.device),
         *find_layers_without_fp8(config, model),
     ]:
@@ -385,11 +387,14 @@ def find_unused_settings(config: Config, steps: int, device: torch.device) -> li
     return notes
 
 
-def find_slow_attention(config: Config, device: torch.device) -> list[str]:
+def find_slow_attention(config: Config, model: CausalLM) -> list[str]:
     """Returns a note on the backend that attention=auto would take if it were installed, if any."""
-    if config.attention != "auto" or compute_dtype(config, device) != torch.bfloat16:
+    if config.attention != "auto" or compute_dtype(config, model.device) != torch.bfloat16:
         return []
-    missed = missed_speed(device, packed=config.packing)
+    dims = [layer.head_dim for layer in model.modules() if isinstance(layer, SoftmaxAttention)]
+    if not dims:
+        return []
+    missed = missed_speed(model.device, max(dims), packed=config.packing)
     return [] if missed is None else [f"attention=auto: {missed}"]
 
 

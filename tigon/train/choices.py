@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -33,14 +33,16 @@ USEFUL_TOKENS, MOST_TOKENS, USEFUL_WORK = 2**14, 2**16, 2**39  # the last in tok
 # weights twice and copies them, sharding=gradients only adds gradients up
 MOVED = {"full": 34, "gradients": 10}
 FEW_TOKENS = 2**12  # with fewer, GEMMs and launches lose more than recomputing blocks
-FACTS = "rows", "sharding", "budget", "blocks", "offload"
+CONDITIONS = "rows", "sharding", "budget"  # with which recomputed blocks are those of a checkpoint
+FACTS = (*CONDITIONS, "blocks", "offload")
 BY_MEMORY = ("micro_batch_size", "sharding", "activation_checkpointing")
+Sharding: TypeAlias = Literal["full", "gradients"]
 
 
 class Way(NamedTuple):
     """One way to compute a step."""
 
-    sharding: Any
+    sharding: Sharding
     rows: int  # B
 
 
@@ -48,22 +50,22 @@ class Way(NamedTuple):
 class StepChoice:
     """Says how a step is computed where settings leave it open, and the memory it then takes."""
 
-    open: frozenset[str]  # those of BY_MEMORY that were auto
-    sharding: Any
+    settings: frozenset[str]  # those of BY_MEMORY that were auto
+    sharding: Sharding
     rows: int  # B
-    blocks: int  # recomputed, those of `spaced_blocks`, if that is open
+    blocks: int  # recomputed, those of `spaced_blocks`, if that was auto
     layers: int  # all blocks
     offload: bool
     total: int  # bytes of a GPU, estimated
     budget: int
 
-    def settings(self, config: Config) -> Config:
+    def resolve(self, config: Config) -> Config:
         """Returns the settings with the chosen rows and sharding."""
         return replace(config, micro_batch_size=self.rows, sharding=self.sharding)
 
     def apply(self, model: CausalLM) -> None:
         """Sets the model to recompute and offload as chosen."""
-        if "activation_checkpointing" in self.open:
+        if "activation_checkpointing" in self.settings:
             model.activation_checkpointing = spaced_blocks(self.blocks, self.layers)
             model.activation_offload = self.offload
 
@@ -75,13 +77,13 @@ class StepChoice:
         """Returns the chosen settings as a command line has them, recomputed blocks in words."""
         which = f"{self.blocks} of {self.layers} blocks"
         which = {0: "no block", self.layers: f"all {self.layers} blocks"}.get(self.blocks, which)
-        away = " and activation_offload" if self.offload else ""
+        offload = " and activation_offload" if self.offload else ""
         words = {
             "micro_batch_size": f"micro_batch_size={self.rows}",
             "sharding": f"sharding={self.sharding}",
-            "activation_checkpointing": f"{which} recomputed{away}",
+            "activation_checkpointing": f"{which} recomputed{offload}",
         }
-        return ", ".join(words[name] for name in BY_MEMORY if name in self.open)
+        return ", ".join(words[name] for name in BY_MEMORY if name in self.settings)
 
     def __str__(self) -> str:
         memory = f"{format_gib(self.total)} of {format_gib(self.budget)} GiB, estimated"
@@ -116,7 +118,12 @@ def useful_rows(config: Config, sizes: MeshSizes, block: int) -> list[int]:
     return [n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * tokens <= most)]
 
 
-def possible_shardings(config: Config, sizes: MeshSizes, compute: torch.dtype) -> list[Any]:
+def leanest_sharding(config: Config) -> Sharding:
+    """Returns the sharding that takes least memory of those that the settings leave open."""
+    return "full" if config.sharding == "auto" else config.sharding
+
+
+def possible_shardings(config: Config, sizes: MeshSizes, compute: torch.dtype) -> list[Sharding]:
     """Returns the values of sharding that the other settings allow, the fastest first.
 
     Where nothing is sharded or cast, they are the same. Where sums of gradients would be in
@@ -136,38 +143,38 @@ def possible_shardings(config: Config, sizes: MeshSizes, compute: torch.dtype) -
 
 def choose_step(
     total: Callable[[Way, int, bool], int], ways: Sequence[Way], tokens: int, layers: int,
-    budget: int, *, auto: frozenset[str], offload: bool, at_once: int, before: Way | None = None,
+    budget: int, *, auto: frozenset[str], offload: bool, all_rows: int, previous: Way | None = None,
 ) -> StepChoice:  # fmt: skip
     """Returns the first way that fits without recomputed blocks, of those with FEW_TOKENS or more
-    and that which the run had `before`; else that of the leanest sharding with the fewest
-    recomputed blocks.
+    and the `previous` one of the run; else that of the leanest sharding with the fewest recomputed
+    blocks.
 
     `total(way, n, offload)` is the memory of a GPU that recomputes n blocks, `tokens` those of a
-    row on a rank, `at_once` all rows of a step on it. Raises ValueError if even all blocks with
+    row on a rank, `all_rows` those of a step on it. Raises ValueError if even all blocks with
     their inputs in host memory do not fit.
     """
 
-    def chosen(way: Way, blocks: int, size: int, away: bool = offload) -> StepChoice:
-        return StepChoice(auto, *way, blocks, layers, away, size, budget)
+    def choice(way: Way, blocks: int, size: int, offload: bool = offload) -> StepChoice:
+        return StepChoice(auto, *way, blocks, layers, offload, size, budget)
 
     least = min(FEW_TOKENS, max(way.rows for way in ways) * tokens)
-    enough = [way for way in ways if way == before or way.rows * tokens >= least]
-    others = [way for way in ways if way not in enough]
+    large_ways = [way for way in ways if way == previous or way.rows * tokens >= least]
+    small_ways = [way for way in ways if way not in large_ways]
     fixed = "activation_checkpointing" not in auto
     sizes: dict[Way, int] = {}
-    for way in [*enough, *(others if fixed else ())]:
+    for way in [*large_ways, *(small_ways if fixed else ())]:
         sizes[way] = total(way, 0, offload)
         if sizes[way] <= budget:
-            return chosen(way, 0, sizes[way])
+            return choice(way, 0, sizes[way])
     if fixed:  # is tried all the same
         way = min(sizes, key=lambda way: sizes[way])
-        return chosen(way, 0, sizes[way])
+        return choice(way, 0, sizes[way])
     # Few rows have few activations, all rows at once no gradients to add up: both are tried
-    for group in (enough, others, [Way(ways[-1].sharding, at_once)]):
-        lean = [way for way in group if way.sharding == ways[-1].sharding]
+    for group in (large_ways, small_ways, [Way(ways[-1].sharding, all_rows)]):
+        lean_ways = [way for way in group if way.sharding == ways[-1].sharding]
         found = [
-            chosen(way, *result)
-            for way in dict.fromkeys((*lean[:1], *lean[-1:]))
+            choice(way, *result)
+            for way in dict.fromkeys((*lean_ways[:1], *lean_ways[-1:]))
             if (result := _fewest_blocks(partial(total, way), layers, budget, offload))
         ]
         if found:
@@ -180,31 +187,32 @@ def _fewest_blocks(
 ) -> tuple[int, int, bool] | None:
     """Returns the fewest recomputed blocks that fit, their memory, and whether activations are in
     host memory, which comes last; None if nothing fits."""
-    enough, size = layers, total(layers, offload)
+    high, size = layers, total(layers, offload)
     if size > budget and layers > 1:  # recomputing the last block may take more than saving it
         fewer = total(layers - 1, offload)
         if fewer < size:
-            enough, size = layers - 1, fewer
+            high, size = layers - 1, fewer
     if size > budget:
         offloaded = size if offload else total(layers, True)
         return (layers, offloaded, True) if offloaded <= budget else None
-    too_few = 0
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
+    low = 0  # does not fit
+    while high - low > 1:
+        middle = (low + high) // 2
         if (tried := total(middle, offload)) <= budget:
-            enough, size = middle, tried
+            high, size = middle, tried
         else:
-            too_few = middle
-    return enough, size, offload
+            low = middle
+    return high, size, offload
 
 
 def _explain(total: Callable[[Way, int, bool], int], way: Way, layers: int, budget: int) -> str:
     """Returns the error's text that says what a step takes, and what would take less."""
-    none, every, away = (total(way, *how) for how in ((0, False), (layers, False), (layers, True)))
+    options = (0, False), (layers, False), (layers, True)
+    plain, recompute, offload = (format_gib(total(way, *option)) for option in options)
     return (
         f"activation_checkpointing=auto: a step with micro_batch_size={way.rows} takes "
-        f"{format_gib(none)} GiB of a GPU, {format_gib(every)} with every block recomputed and "
-        f"{format_gib(away)} with activation_offload too, and {format_gib(budget)} GiB are there: "
+        f"{plain} GiB of a GPU, {recompute} with every block recomputed and "
+        f"{offload} with activation_offload too, and {format_gib(budget)} GiB are there: "
         "give a smaller micro_batch_size or seq_len, param_dtype=bfloat16, another optimizer, "
         "optimizer_offload=true, parallel.context, or more GPUs"
     )
@@ -234,15 +242,14 @@ def resolve_choices(
         )
     if budget is None or not auto:
         rows = useful_rows(config, sizes, 0)[-1]
-        sharding = "full" if config.sharding == "auto" else config.sharding
-        return replace(config, micro_batch_size=rows, sharding=sharding), None
+        return replace(config, micro_batch_size=rows, sharding=leanest_sharding(config)), None
     choice: StepChoice | None = None
     with world.raise_on_all_ranks():
         if world.main:
             choice = _choose(config, task, source, gpus, device, budget)
     choice = world.gather(choice)[0]
     assert choice is not None
-    return choice.settings(config), choice
+    return choice.resolve(config), choice
 
 
 def _choose(
@@ -266,28 +273,30 @@ def _choose(
     layers = build().model.layers
     rows = useful_rows(config, sizes, sum(p.numel() for p in layers[0].parameters()))
     ways = [Way(how, n) for how in possible_shardings(config, sizes, compute) for n in rows]
-    ways.sort(key=lambda way: MOVED[way.sharding] / way.rows)
     saved = {} if source is None else checkpoint.read_metadata(source)
     known: dict[str, Any] = saved.get("config") or {}
-    before = Way(known.get("sharding"), known.get("micro_batch_size", 0))
-    ways.sort(key=lambda way: way != before)
+    previous = Way(known.get("sharding", "full"), known.get("micro_batch_size", 0))
+    ways.sort(key=lambda way: (way != previous, MOVED[way.sharding] / way.rows))
     tokens = -(-config.seq_len // sizes.context)
-    at_once = rows[0]
+    all_rows = rows[0]
     if config.micro_batch_size == "auto" and config.batch_size * tokens <= MAX_TOKENS:
-        at_once = max(1, config.batch_size // sizes.data)
-    options: dict[str, Any] = {"auto": auto, "offload": config.activation_offload}
-    options |= {"at_once": at_once, "before": before}
-    choice = choose_step(total, ways, tokens, len(layers), budget, **options)
+        all_rows = max(1, config.batch_size // sizes.data)
+    choice = choose_step(
+        total, ways, tokens, len(layers), budget,
+        auto=auto, offload=config.activation_offload, all_rows=all_rows, previous=previous,
+    )  # fmt: skip
     return as_before(choice, saved.get("choice"))
 
 
 def as_before(choice: StepChoice, saved: Any) -> StepChoice:
     """Returns the choice with as many recomputed blocks as a checkpoint says that the run came to
     need, with the same rows and memory."""
-    if not isinstance(saved, dict) or any(saved.get(n) != getattr(choice, n) for n in FACTS[:3]):
+    if not isinstance(saved, dict) or any(
+        saved.get(name) != getattr(choice, name) for name in CONDITIONS
+    ):
         return choice
     blocks, offload = saved.get("blocks"), saved.get("offload")
-    if "activation_checkpointing" not in choice.open or not isinstance(blocks, int):
+    if "activation_checkpointing" not in choice.settings or not isinstance(blocks, int):
         return choice
     blocks = min(max(choice.blocks, blocks), choice.layers)
     return replace(choice, blocks=blocks, offload=choice.offload or offload is True)
@@ -298,9 +307,9 @@ def lessen(choice: StepChoice, config: Config, ranks: int) -> StepChoice | None:
     then activations in host memory; None if nothing of these is open."""
     rows = config.batch_size // ranks
     fewer = [n for n in range(1, choice.rows // 2 + 1) if rows % n == 0]
-    if "micro_batch_size" in choice.open and fewer and not config.optimizer_in_backward:
+    if "micro_batch_size" in choice.settings and fewer and not config.optimizer_in_backward:
         return replace(choice, rows=fewer[-1])
-    if "activation_checkpointing" not in choice.open:
+    if "activation_checkpointing" not in choice.settings:
         return None
     if choice.blocks < choice.layers:
         more = max(2 * choice.blocks, -(-choice.layers // 4))

@@ -14,31 +14,21 @@ one memory pool for all graphs: only one pass is under way at a time.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import Any, Self, TypeAlias
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.generation.steps import side_stream
 from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.attention.mask import pad_cu_seqlens
-from tigon.kernels.mlp.grouped_product import training_syncs
 from tigon.kernels.runtime import autocast_dtype
-from tigon.layers import Adapters, Attention
-from tigon.layers.moe import Experts
+from tigon.layers import Attention
 from tigon.models import CausalLM
 from tigon.models.decoder import Decoder
-from tigon.train.config import Config
-from tigon.train.distributed import World
+from tigon.train.graph_checks import GraphKey, Recompute, ReplayGuard, check_model, graph_key
 from tigon.train.launch_meter import LaunchMeter
-from tigon.train.model import compute_dtype, is_sharded
-from tigon.train.tasks import find_task
 
-Recompute = int | Collection[int]
-GraphKey: TypeAlias = tuple[Any, ...]
 Replay = Callable[[], None]
 
 MAX_GRAPHS = 8  # kinds of micro-batches that have graphs
@@ -50,84 +40,6 @@ class CaptureError(RuntimeError):
     def __init__(self, reason: str) -> None:
         super().__init__(f"cuda_graphs=true: {reason}; cuda_graphs=false trains without")
         self.reason = reason.split("\n")[0]
-
-
-class ReplayGuard:
-    """Detects what a replay would ignore: hooks, moved parameters, another active adapter.
-
-    It keeps the modules' dictionaries, as walking through the modules would take longer: a check
-    of 16 blocks takes 0.2 ms.
-    """
-
-    def __init__(self, model: CausalLM) -> None:
-        decoder, zero = model.model, model.zero2 is not None
-        ends = *decoder.first_modules, *decoder.layers, *decoder.last_modules
-        inner = dict.fromkeys(m for end in ends for m in end.modules())
-        modules = decoder, *inner
-        with_zero_hook = ends if zero else ()  # ZeRO has one hook on each
-        self._zero_hooks = [m._forward_pre_hooks for m in with_zero_hook]
-        self._hooks = [m._forward_pre_hooks for m in modules if m not in with_zero_hook]
-        self._hooks += [m._forward_hooks for m in modules]
-        self._hooks += [m._backward_hooks for m in modules]
-        self._hooks += [m._backward_pre_hooks for m in modules]
-        self._num_zero_hooks = int(zero)  # on each parameter
-        self._parameters = [m._parameters for m in inner if m._parameters]
-        self._adapters = [m for m in inner if isinstance(m, Adapters)]
-        rest = [
-            m
-            for part in decoder.children()
-            if part not in decoder.embeddings
-            for m in part.modules()
-        ]
-        self._tensors = [d for m in rest for d in (m._parameters, m._buffers) if d]
-
-    def has_hooks(self) -> bool:
-        """Returns whether there are hooks besides those of ZeRO."""
-        if any(self._hooks) or any(len(hooks) > 1 for hooks in self._zero_hooks):
-            return True
-        if _has_any_global_hook():
-            return True
-        for parameter in (p for parameters in self._parameters for p in parameters.values()):
-            if parameter is not None and parameter.requires_grad:
-                hooks = parameter._post_accumulate_grad_hooks
-                if parameter._backward_hooks or (hooks and len(hooks) > self._num_zero_hooks):
-                    return True
-        return False
-
-    def fingerprint(self) -> list[object]:
-        """Returns address and requires_grad of each parameter and buffer, and the chosen adapters,
-        to compare with those of another pass."""
-        tensors = (t for named in self._tensors for t in named.values())
-        states: list[object] = [(t.data_ptr(), t.requires_grad) for t in tensors if t is not None]
-        return states + [m.chosen for m in self._adapters]
-
-
-def graph_key(
-    x: Tensor,
-    positions: Tensor,
-    mask: AttentionMask,
-    recompute: Recompute,
-    routing: bool,
-    dropout_keys: Tensor | None,
-) -> GraphKey:
-    """Returns a key that is equal for passes that one graph serves: it has shapes, and the host
-    numbers that launches use."""
-    cu = mask.cu_seq_lens
-    return (
-        x.shape,
-        x.dtype,
-        x.requires_grad,  # whether the embedding learns
-        positions.shape,
-        None if cu is None else len(cu),
-        mask.longest,
-        mask.segment_ids is not None,
-        mask.key_mask is not None,
-        mask.causal,
-        mask.backend,
-        recompute if isinstance(recompute, int) else tuple(sorted(recompute)),
-        routing,
-        dropout_keys is not None,
-    )
 
 
 class GradientBuffers:
@@ -422,7 +334,7 @@ class Graphs:
         shares = mask.prefixes is not None
         if self.off or not learns or offload or shares or self._needs_eager():
             return self.decoder(x, position_ids, mask, *rest)
-        if self.meter is not None and self._decide(self.meter) is None:
+        if self.meter is not None and not self._decide(self.meter):
             # Before later micro-batches of a step the GPU's queue may be full, where launches wait
             first = not self.gradients.exist()
             with self.meter.measuring() if first else nullcontext():
@@ -440,21 +352,36 @@ class Graphs:
             return self._first(learned, x, position_ids, roomy, *rest)
         key = kind, adds
         if key not in self.captured:
-            graph = CapturedGraph(self.decoder, self.gradients, frozenset(learned))
-            inputs = x, position_ids, roomy, dropout_keys
-            try:
-                self.captured[key] = graph.capture(
-                    *inputs, self.pool, (recompute, routing), adds=adds
-                )
-            except (CaptureError, torch.OutOfMemoryError) as error:
-                if not self.auto:
-                    raise
-                self.turn_off(getattr(error, "reason", "its graph has no room in memory"))
-            if self.off:  # beyond the error, which holds what the capture made
+            self._capture(key, x, position_ids, roomy, dropout_keys, (recompute, routing))
+            if self.off:
                 return self.decoder(x, position_ids, mask, *rest)
         args = self._anchor, x, position_ids, roomy, dropout_keys
         hidden, *tallies = _ReplayFunction.apply(self, self.captured[key], *args)
         return hidden, tallies
+
+    def _capture(
+        self,
+        key: tuple[GraphKey, bool],
+        x: Tensor,
+        positions: Tensor,
+        mask: AttentionMask,
+        dropout_keys: Tensor | None,
+        options: tuple[Recompute, bool],
+    ) -> None:
+        """Captures the graph of a kind of pass; where auto cannot, turns graphs off."""
+        kind, adds = key
+        graph = CapturedGraph(self.decoder, self.gradients, frozenset(self.learned[kind]))
+        inputs = x, positions, mask, dropout_keys
+        try:
+            self.captured[key] = graph.capture(*inputs, self.pool, options, adds=adds)
+        except CaptureError as error:
+            if not self.auto:
+                raise
+            self.turn_off(error.reason)
+        except torch.OutOfMemoryError:
+            if not self.auto:
+                raise
+            self.turn_off("its graph has no room in memory")
 
     def turn_off(self, why: str) -> None:
         """Lets all further passes run without graphs, and frees those that there are."""
@@ -463,17 +390,19 @@ class Graphs:
         self.gradients.memory = []
         self.say(f"cuda_graphs=auto: not used: {why}")
 
-    def _decide(self, meter: LaunchMeter) -> bool | None:
-        """Returns whether passes wait for launches, and says so once it is known; None before."""
+    def _decide(self, meter: LaunchMeter) -> bool:
+        """Returns whether it is known if passes wait for launches; says so then, and turns graphs
+        off if they do not."""
         bound = meter.is_launch_bound()
-        if bound is not None:
-            self.meter = None
-            times = f"{1e3 * meter.host:.3g} of the {1e3 * meter.device:.3g} ms of a forward pass"
-            if bound:
-                self.say(f"cuda_graphs=auto: used: launching kernels takes {times}")
-            else:
-                self.turn_off(f"launching kernels takes {times}")
-        return bound
+        if bound is None:
+            return False
+        self.meter = None
+        times = f"{1e3 * meter.host:.3g} of the {1e3 * meter.device:.3g} ms of a forward pass"
+        if bound:
+            self.say(f"cuda_graphs=auto: used: launching kernels takes {times}")
+        else:
+            self.turn_off(f"launching kernels takes {times}")
+        return True
 
     def __reduce__(self) -> Any:
         """Makes None of a copy, or of what is unpickled."""
@@ -568,60 +497,3 @@ class _ReplayFunction(torch.autograd.Function):
             )
         ctx.done = True
         return None, None, None, ctx.captured.backward(gradients), None, None, None
-
-
-def check_run(config: Config, world: World) -> None:
-    """Raises ValueError if the run's device, ranks or sharding do not allow cuda_graphs."""
-    if config.cuda_graphs is not True:
-        return
-    if world.device.type != "cuda":
-        raise ValueError(f"cuda_graphs=true needs a GPU, and device={config.device} is a CPU here")
-    if world.size > 1:
-        raise ValueError(
-            f"cuda_graphs=true is for one GPU, and there are {world.size} ranks: messages between "
-            "them are not captured; leave it out"
-        )
-    if config.sharding == "full" and is_sharded(config, 1, compute_dtype(config, world.device)):
-        raise ValueError(
-            f"cuda_graphs=true with sharding=full: FSDP2, which computes in another dtype than "
-            f"param_dtype={config.param_dtype} or adds up in float32, gathers weights by Python; "
-            "give sharding=gradients, or param_dtype=bfloat16 without accumulate_fp32"
-        )
-
-
-def uses_graphs(config: Config, world: World, model: CausalLM) -> bool:
-    """Returns whether the run begins with `Graphs`: cuda_graphs=true, or auto where nothing is
-    against it, which one GPU says."""
-    if config.cuda_graphs != "auto":
-        return config.cuda_graphs
-    if world.size > 1 or world.device.type != "cuda" or find_task(config.task).many_lengths:
-        return False
-    try:
-        wanted = replace(config, cuda_graphs=True)
-        check_run(wanted, world)
-        check_model(model)
-    except ValueError as error:
-        reason = str(error).removeprefix("cuda_graphs=true ").removeprefix("cuda_graphs: ")
-        world.log_rank0(f"cuda_graphs=auto: not used: {reason}")
-        return False
-    return True
-
-
-def check_model(model: CausalLM) -> None:
-    """Raises ValueError for a model whose passes cannot be captured."""
-    if model.activation_offload:
-        raise ValueError(
-            "cuda_graphs with activation_offload, which copies beside the passes: leave one out"
-        )
-    zero = model.zero2
-    if zero is None and any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ValueError("cuda_graphs: the model is sharded by FSDP2, which gathers by Python")
-    dtype = model.dtype if zero is None else zero.compute
-    for name, module in model.named_modules():
-        if isinstance(module, Experts) and training_syncs(
-            module.gate_up_proj.shape, dtype, model.device
-        ):
-            raise ValueError(
-                f"cuda_graphs: {name} asks the GPU how many tokens each expert has, except in "
-                "bfloat16 from sm_90 on with sizes that 8 divides: cuda_graphs=false trains without"
-            )

@@ -4,6 +4,7 @@ import gc
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -29,10 +30,10 @@ from tigon.train.build import (
     read_inputs,
     resolve_parallel,
 )
-from tigon.train.choices import USEFUL_TOKENS
 from tigon.train.config import Config, mesh_sizes, micro_batch_rows, parallel_settings
 from tigon.train.distributed import InputError, World, local
 from tigon.train.launch_meter import PASSES, WARM_UP
+from tigon.train.less_memory import StepMemoryError, within_memory
 from tigon.train.memory import GIB, Estimate, estimate, gpu_memory
 from tigon.train.model import compute_dtype, meta_model, parallelize, weights_dtype
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
@@ -50,7 +51,7 @@ SAVING: tuple[dict[str, object], ...] = (
     {"param_dtype": "bfloat16"},
 )
 STEPS = 4  # the first half warms up: kernels, the allocator, optimizer states
-MANY_STEPS = 2 * (WARM_UP + PASSES + 2)  # of short passes, whose first half decides on CUDA graphs
+MANY_STEPS = 2 * (WARM_UP + PASSES + 2)  # whose first half decides on CUDA graphs and captures
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,8 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
 
 
 def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
-    """Runs `steps` steps and returns the mean measurements of the second half; raises
-    torch.OutOfMemoryError."""
+    """Runs `steps` steps, with less memory where `tigon train` would go on with less, and returns
+    the mean measurements of the second half; raises StepMemoryError or torch.OutOfMemoryError."""
     device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before
     run.task.rehearse(run.model)
     gc.collect()
@@ -90,7 +91,7 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
     with run.prefetcher:
         for step in range(first, first + steps):
             began = time.perf_counter()
-            _, scale = forward_backward(run, step)
+            _, scale = within_memory(run, step + 1, partial(forward_backward, run, step))
             update_weights(run, step, scale)
             run.optimizer.zero_grad()
             if device.type == "cuda":
@@ -340,12 +341,6 @@ def targets_gpu(config: Config) -> bool:
     return config.device != "cpu"
 
 
-def passes_are_long(config: Config) -> bool:
-    """Returns whether the passes of a run take too long to wait for launches, or have no graphs."""
-    tokens = micro_batch_rows(config) * config.seq_len
-    return tokens >= USEFUL_TOKENS or config.cuda_graphs is False or not targets_gpu(config)
-
-
 def timing_obstacle(config: Config, world: World, gpus: int) -> str | None:
     """Returns why no step can run on this machine, or None."""
     if targets_gpu(config) and world.device.type == "cpu":
@@ -364,11 +359,11 @@ def time_run(config: Config, inputs: RunInputs, world: World, advised: bool) -> 
             inputs.choice.apply(model)
         optimizer = build_optimizer(model, config)
         run = build_run(config, world, inputs, model, optimizer, build_ema(model, config))
-        timing = time_steps(run, STEPS if passes_are_long(config) else MANY_STEPS)
-    except torch.OutOfMemoryError as error:
+        timing = time_steps(run, MANY_STEPS if run.model.graphs else STEPS)
+    except (StepMemoryError, torch.OutOfMemoryError) as error:
         lines = memory_advice(config, inputs, world.size) if world.main and not advised else []
-        first = str(error).split(". ")[0]
-        raise InputError("\n  ".join([f"a step does not fit: {first}", *lines])) from None
+        problem = error.problem if isinstance(error, StepMemoryError) else str(error).split(". ")[0]
+        raise InputError("\n  ".join([f"a step does not fit: {problem}", *lines])) from None
     speed = timing.tokens / timing.seconds
     line = f"a step, measured: {timing.seconds:.3g} s, {speed:,.0f} tokens/s"
     peak = peak_flops(world.device, compute_dtype(config, world.device))

@@ -19,12 +19,21 @@ ADVICE = (
 )
 
 
+class StepMemoryError(InputError):
+    """Says that a step does not fit, and that nothing that takes less is open; `problem` is the
+    text without advice."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"{problem}: {ADVICE}")
+        self.problem = problem
+
+
 def within_memory(run: TrainingRun, step: int, compute: Callable[[], T]) -> T:
     """Returns the result of `compute`, the passes of a step, which is repeated with less memory
     while it raises torch.OutOfMemoryError, as a line says each time.
 
-    Raises InputError where nothing that takes less is left open, on several ranks, as the others
-    wait for this one, and with optimizer_in_backward, which may have changed weights.
+    Raises StepMemoryError where nothing that takes less is left open, on several ranks, as the
+    others wait for this one, and with optimizer_in_backward, which may have changed weights.
     """
     while True:
         try:
@@ -34,26 +43,27 @@ def within_memory(run: TrainingRun, step: int, compute: Callable[[], T]) -> T:
             problem = f"{rank}step {step}: {str(error).split('. ')[0]}"
         # Beyond the error, whose frames hold the tensors of the passes
         if run.world.size > 1 or run.in_backward is not None:
-            raise InputError(f"{problem}: {ADVICE}")
+            raise StepMemoryError(problem)
         use_less(run, problem)
 
 
 def use_less(run: TrainingRun, problem: str) -> None:
-    """Drops what a step has computed, and gives the run its next smaller choice."""
+    """Drops what a step has computed, and gives the run its next smaller choice; raises
+    StepMemoryError if there is none."""
     model, graphs = run.model, run.model.graphs
     run.optimizer.zero_grad()
     if model.zero2 is not None:
         model.zero2.drop_gradients()
-    if isinstance(graphs, Graphs) and graphs.auto and not graphs.off:
+    if isinstance(graphs, Graphs) and graphs.auto and graphs.captured:
         graphs.turn_off(problem)
     elif (choice := next_choice(run)) is not None:
-        run.choice, run.config = choice, choice.settings(run.config)
+        run.choice, run.config = choice, choice.resolve(run.config)
         for loader in filter(None, (run.data, run.eval_data)):
             loader.micro_batch_size = choice.rows
         choice.apply(model)
         run.world.log_rank0(f"{problem}: goes on with {choice.describe()}")
     else:
-        raise InputError(f"{problem}: {ADVICE}")
+        raise StepMemoryError(problem)
     gc.collect()
     if run.world.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -274,10 +274,11 @@ def missing(device: int) -> dict[str, str]:
     return lacks
 
 
-def missed_speed(device: torch.device, *, packed: bool) -> str | None:
+def missed_speed(device: torch.device, head_dim: int, *, packed: bool) -> str | None:
     """Returns a text on how much faster flash-attn-4 would compute packed or whole rows in training
-    on this GPU, by bench/attention.py's record on one of its kind; None if nothing is missed."""
-    if device.type != "cuda" or capability(device.index or 0) // 10 != 9:
+    on this GPU, by bench/attention.py's record on one of its kind; None if nothing is missed, or
+    for head dims that the record is not of."""
+    if device.type != "cuda" or capability(device.index or 0) // 10 != 9 or head_dim > 128:
         return None
     if "fa4" not in missing(device.index or 0):
         return None

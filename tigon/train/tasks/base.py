@@ -73,7 +73,6 @@ class Task:
     # Further settings that it serves: of TaskSettings and TOKEN_SETTINGS
     serves: ClassVar[frozenset[str]] = frozenset()
     group: ClassVar[int] = 1  # examples that stay in one row
-    many_lengths: ClassVar[bool] = False  # whether micro-batches have more kinds than CUDA graphs
     unit: ClassVar[str] = "example"  # the name of a group in messages
     may_cut: ClassVar[bool] = True  # whether long examples may lose their end
     # Whether the examples of a group, or of several groups of one, answer the same prompt

@@ -41,7 +41,6 @@ class KTO(AnswerTask):
     serves = COMMON_SETTINGS | {"beta", "desirable_weight", "undesirable_weight", "reference"}
     refers = True
     group = 2
-    many_lengths = True
     per_token: ClassVar[Mapping[str, torch.dtype]] = {reference.COLUMN: torch.float32}
     per_example: ClassVar[Mapping[str, torch.dtype]] = {
         "desired": torch.bool,

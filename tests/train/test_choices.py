@@ -14,7 +14,7 @@ import torch
 from tests.train.test_memory import B, tiny
 from tigon.layers import activation_offload as offloading
 from tigon.parallel import MeshSizes
-from tigon.train import build, choices, dry_run, main, memory, trainer
+from tigon.train import build, checkpoint, choices, dry_run, main, memory, trainer
 from tigon.train.choices import StepChoice, Way, choose_step, lessen, spaced_blocks
 from tigon.train.config_file import load
 from tigon.train.distributed import InputError, World
@@ -272,8 +272,9 @@ def test_choices_change_no_more_than_rounding(workspace) -> None:
         losses[name] = workspace.metrics(f"same {name}", "loss")
     assert losses["zero"] == losses["fsdp"]
     assert losses["auto"] == pytest.approx(losses["fsdp"], rel=2e-3)
-    text = (workspace.root / "same auto/config.yaml").read_text()
-    assert "micro_batch_size: 4\n" in text and "sharding: gradients\n" in text
+    saved = checkpoint.read_metadata(workspace.root / "same auto/checkpoints/step-00000003")
+    chosen = saved["config"]["micro_batch_size"], saved["config"]["sharding"]
+    assert chosen == (4, "gradients")
 
 
 def test_missed_backend_is_told_where_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,6 +355,18 @@ def test_a_step_without_memory_is_repeated(workspace, capsys, short_of_memory, c
     said = capsys.readouterr().out
     assert "chosen: micro_batch_size=1, " in said and "out of memory" not in said
     assert workspace.metrics(name, "loss") == workspace.metrics(f"{name} plain", "loss")
+    # Another machine may choose anew
+    assert "micro_batch_size: auto\n" in (workspace.root / name / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("function", ["update_weights", "evaluate"])
+def test_memory_that_ends_outside_of_passes(workspace, monkeypatch, function) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
+
+    monkeypatch.setattr(trainer, function, fail)
+    with pytest.raises(SystemExit, match="CUDA out of memory: give a smaller micro"):
+        main(workspace.settings(function, steps=1, eval_data=workspace.held_out))
 
 
 def test_a_dry_run_goes_on_with_less(workspace, capsys, monkeypatch, short_of_memory) -> None:

@@ -176,21 +176,8 @@ def test_exports_while_training(workspace):
 
 @pytest.mark.parametrize("save_every", [0, 1])
 def test_after_the_last_step_nothing_is_copied(save_every, workspace, monkeypatch):
-    """The evaluation does not wait for the checkpoint, nor the export for memory."""
-    evaluated, written, copied = threading.Event(), format._write, []
-
-    def wait(path, *rest):
-        assert "step-00000001" in str(path) or evaluated.wait(60)
-        return written(path, *rest)
-
-    def evaluate(*arguments):
-        row = measured(*arguments)
-        evaluated.set()
-        return row
-
-    measured, stage = trainer.evaluate, saver.Copies.stage
-    monkeypatch.setattr(format, "_write", wait)
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    """Neither the checkpoint nor the export takes memory for a copy."""
+    copied, stage = [], saver.Copies.stage
     monkeypatch.setattr(
         saver.Copies, "stage", lambda self, state: copied.append(1) or stage(self, state)
     )

@@ -23,7 +23,7 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
-from tigon.train.choices import StepChoice, resolve_choices
+from tigon.train.choices import StepChoice, open_settings, resolve_choices
 from tigon.train.config import Config
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.data import build_loader, set_share_prompts
@@ -87,6 +87,7 @@ class TrainingRun:
     ema: Ema | None
     prompts: list[SamplePrompt] = field(default_factory=list)  # of samples
     choice: StepChoice | None = None  # of how a step is computed
+    auto: frozenset[str] = frozenset()  # settings that were left open
     benchmarks: Callable[[], dict[str, float]] | None = None  # measures lm-eval's tasks
     base: str = ""  # digest of an adapter's base
     in_backward: InBackward | None = None  # updates the weights during backward
@@ -121,6 +122,7 @@ class RunInputs:
     start: int
     state: TrainState
     choice: StepChoice | None  # made for what the settings leave open
+    auto: frozenset[str]  # names of these
 
     def check_model(self, model: CausalLM) -> None:
         """Raises ValueError if the data has tokens beyond the model's vocabulary; adds the tokens
@@ -167,6 +169,7 @@ def read_inputs(
         check_context(config, source)
         task.check_frozen_models(tokenizer, source)
         reason = set_share_prompts(task, source)
+    auto = open_settings(config)
     config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
     task.config = config
     with world.raise_on_all_ranks():
@@ -193,7 +196,7 @@ def read_inputs(
             start = checkpoint.step_of(source)
             state = resume.read_state(source, count_steps(config, data))
     return RunInputs(
-        config, task, source, source_lock, tokenizer, data, eval_data, start, state, choice
+        config, task, source, source_lock, tokenizer, data, eval_data, start, state, choice, auto
     )
 
 
@@ -312,6 +315,7 @@ def build_run(
         ema=ema,
         prompts=list(prompts),
         choice=inputs.choice,
+        auto=inputs.auto,
         base=base,
         in_backward=build_in_backward(model, optimizer, config),
     )

@@ -159,6 +159,8 @@ class UserCallback(Callback):
         try:
             with torch.no_grad():
                 return call(*args)
+        except torch.OutOfMemoryError:  # the step may be repeated with less
+            raise
         except Exception as error:
             raise RuntimeError(f"callback {self.name}: {type(error).__name__}: {error}") from error
 

@@ -34,6 +34,7 @@ from tigon.train.distributed import (
     start,
 )
 from tigon.train.dry_run import dry_run
+from tigon.train.less_memory import StepMemoryError
 from tigon.train.signals import NUMBERS, Signals, handled_signals
 from tigon.train.tasks import describe_tasks
 from tigon.train.trainer import train
@@ -159,7 +160,12 @@ def _run(config: Config, world: World, plan: int | None) -> int:
         where = f"rank {world.rank}: " if world.size > 1 else ""
         raise InputError(f"{where}{error}") from None
     with flight_recorder(config, world):
-        return train(run)
+        try:
+            return train(run)
+        except torch.OutOfMemoryError as error:  # in an update or an evaluation
+            if world.size > 1:  # the others wait for this one
+                raise
+            raise StepMemoryError(str(error).split(". ")[0]) from error
 
 
 def _run_rank(config: Config, world: World, plan: int | None) -> int:

@@ -57,7 +57,10 @@ def train(run: TrainingRun) -> int:
             world.log_rank0(report.write_or_explain(Path(config.run_dir)))
         return 0
     open_task(run)
-    log = RunLog(config, world, run.start, run.steps)
+    # So that its config.yaml chooses anew on another machine
+    left_open: dict[str, Any] = dict.fromkeys(run.auto, "auto")
+    asked = replace(config, **left_open)
+    log = RunLog(asked, world, run.start, run.steps)
     if run.meter.convention:
         world.log_rank0(run.meter.convention)
     with world.signals, run.saver, run.exporter, run.prefetcher:
@@ -71,9 +74,6 @@ def train(run: TrainingRun) -> int:
         world.signals.phase = "in training: resume=auto goes on from the last checkpoint"
         with world.signals.deferred():
             step = run.start if over else train_steps(run, log)
-            if not over and not world.any(world.signals.received > 0):
-                guard.check_skipped(run, step)
-                evaluate_once(run, step, log)  # while the last checkpoint is written
             run.saver.wait()
         if signal := world.all_reduce_max_int(world.signals.received):
             log.close()
@@ -464,7 +464,7 @@ def finish(run: TrainingRun, step: int, log: RunLog) -> None:
     """
     config, world, state = run.config, run.world, run.state
     guard.check_skipped(run, step)
-    if step < run.steps and state.is_out_of_patience(config.patience):
+    if state.is_out_of_patience(config.patience):
         count = format_count(state.evaluations_since, "evaluation")
         world.log_rank0(
             f"ended after step {step}: no eval loss in {count} was "

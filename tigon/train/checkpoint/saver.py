@@ -199,8 +199,6 @@ class Saver(BackgroundWriter):
         except FloatingPointError as error:
             raise FloatingPointError(f"{target} was not written: {error}") from None
         state = full_state(model, optimizer, ema)
-        # An evaluation while this is written does not count, whichever of the two ends first
-        losses = self._eval_losses() if self.world.main else None
         content = {
             "step": step,
             "saved_at": time.time(),
@@ -215,7 +213,7 @@ class Saver(BackgroundWriter):
                 write_description(directory, model.config, model.generation_config, tokenizer)
                 (directory / RUN).write_text(json.dumps(content, indent=2) + "\n")
                 write_sums(directory, sums)
-            self._prune(step, losses)
+            self._prune(step)
 
         self._target, self._staging = target, ExitStack()
         stager = self._stager if copy else AsStored()
@@ -276,22 +274,15 @@ class Saver(BackgroundWriter):
         if done.exception() is None:
             self.seconds = time.monotonic() - self._start_time
 
-    def _eval_losses(self) -> dict[int, float] | None:
-        """Returns the losses of held-out data by step; None, and logs, for an OSError."""
+    def _prune(self, newest: int) -> None:
+        """Removes the checkpoints that `keep` does not choose, now that a newer one is complete;
+        only logs an OSError."""
         try:
-            rows = read_metrics(self.metrics)
-        except OSError as error:
-            self.world.log_rank0(f"no older checkpoint will be removed: {error}")
-            return None
-        losses = ((row["step"], row.get("eval_loss")) for row in rows)
-        return {step: loss for step, loss in losses if loss is not None}
-
-    def _prune(self, newest: int, losses: dict[int, float] | None) -> None:
-        """Removes the checkpoints that `keep` does not choose by these losses, now that a newer one
-        is complete; only logs an OSError."""
-        if losses is None:
-            return
-        try:
+            losses = {
+                row["step"]: row["eval_loss"]
+                for row in read_metrics(self.metrics)
+                if row.get("eval_loss") is not None
+            }
             prune(self.directory, newest, self.keep, losses)
         except OSError as error:
             self.world.log_rank0(f"an older checkpoint could not be removed: {error}")

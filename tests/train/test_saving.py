@@ -188,11 +188,11 @@ def test_after_the_last_step_nothing_is_copied(save_every, workspace, monkeypatc
         evaluated.set()
         return row
 
-    measured, stage = trainer.evaluate, saver.Copies.stage
+    measured, stage = trainer.evaluate, saver.CopyStager.stage
     monkeypatch.setattr(format, "_write", wait)
     monkeypatch.setattr(trainer, "evaluate", evaluate)
     monkeypatch.setattr(
-        saver.Copies, "stage", lambda self, state: copied.append(1) or stage(self, state)
+        saver.CopyStager, "stage", lambda self, state: copied.append(1) or stage(self, state)
     )
     monkeypatch.setattr(background_export, "copy_to_host", None)
     name = f"last-{save_every}"

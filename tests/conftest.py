@@ -89,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_pycollect_makeitem(
     collector: pytest.Module | pytest.Class, name: str, obj: Any
 ) -> list[pytest.Item] | None:
-    """Their modules are imported, but their thousands of parametrisations are not made."""
+    """Their modules are imported, but their thousands of parametrizations are not made."""
     marks = left_out(collector.config)
     if not name.startswith("test"):
         return None
@@ -99,7 +99,7 @@ def pytest_pycollect_makeitem(
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, why in left_out(item.config).items():
-        if item.get_closest_marker(mark):  # of one parametrisation
+        if item.get_closest_marker(mark):  # of one parametrization
             pytest.skip(why)
 
 

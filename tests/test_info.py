@@ -75,7 +75,7 @@ def reward_model(folder: Path) -> None:
 FACTS: list[tuple[Callable[[Path], Any], dict[str, str], str]] = [
     (
         lambda f: to_fp8(f, (16, 32), DYNAMIC),
-        {"quantised": "fp8", "tensors": "float8_e4m3fn"},
+        {"quantized": "fp8", "tensors": "float8_e4m3fn"},
         "as",
     ),
     (lambda f: to_fp8(f, None, STATIC), {"parameters": "82,304"}, "as tigon.Llama in"),

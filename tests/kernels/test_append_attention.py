@@ -24,7 +24,7 @@ NAN = float("nan")
 int8 = pytest.mark.parametrize("int8", [False, True], ids=["plain", "int8"])
 
 
-def dequantised(x: Tensor) -> Tensor:
+def dequantized(x: Tensor) -> Tensor:
     """In fp32, whose roundings decide between two codes."""
     largest = x.float().abs().amax(-1, keepdim=True)
     scales = largest / largest.new_full((), 127.0)  # by a plain 127 torch does not divide on GPUs
@@ -75,7 +75,7 @@ class Rows:
             here = slice(0 if first is None else first[row], n + q.shape[1])
             k, v = self.k[row, here].double(), self.v[row, here].double()
             if self.int8:
-                k, v = dequantised(k), dequantised(v)
+                k, v = dequantized(k), dequantized(v)
             out.append(plain(q[row].double(), k, v, **options))
         return torch.stack(out)
 
@@ -105,7 +105,7 @@ class Rows:
                 found, expected = held[row].transpose(0, 1), given[row, at.clamp(min=0)]
                 if scales is not None:
                     found = found * scales[row].transpose(0, 1)[..., None].double()
-                    expected = dequantised(expected)
+                    expected = dequantized(expected)
                 expected = expected.where((at >= 0)[:, None, None], NAN)
                 torch.testing.assert_close(found, expected, equal_nan=True)
 

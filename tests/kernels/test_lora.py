@@ -433,7 +433,7 @@ def test_nothing_is_dropped(p: float) -> None:
 
 
 def test_masks_agree_by_chance_alone() -> None:
-    """Of other layers, neighbouring keys, other rows, and other columns of a row."""
+    """Of other layers, neighboring keys, other rows, and other columns of a row."""
     base = Dropout(keys(ROWS), 1, 0.5)
     first = keep_mask_ref(base, COLUMNS)
     others = {

@@ -185,14 +185,14 @@ def test_every_code_times_its_scale(stored: torch.dtype, width: int) -> None:
 @pytest.mark.parametrize("inner", [PLAIN_BASE, make_fp8_base()])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products(inner: BaseLinear, bias: bool) -> None:
-    """As those of the dequantised weight; backward makes it again and keeps nothing of it."""
+    """As those of the dequantized weight; backward makes it again and keeps nothing of it."""
     torch.manual_seed(0)
     dtype = torch.float32 if inner is PLAIN_BASE else torch.bfloat16
     x = torch.randn(2, 3, 32).to(dtype).requires_grad_()
     b = torch.randn(48).to(dtype).requires_grad_() if bias else None
     weight, made, kept = torch.randn(48, 32).to(dtype), [], []
 
-    def dequantise() -> Tensor:
+    def dequantize() -> Tensor:
         made.append(1)
         return weight.clone()
 
@@ -201,7 +201,7 @@ def test_products(inner: BaseLinear, bias: bool) -> None:
         return saved
 
     with saved_tensors_hooks(pack, lambda saved: saved):
-        y = quantized_linear(x, b, dequantise, inner)
+        y = quantized_linear(x, b, dequantize, inner)
     dy = torch.randn_like(y)
     assert len(made) == 1 and not kept
     wanted = [x] if b is None else [x, b]
@@ -215,7 +215,7 @@ def test_products(inner: BaseLinear, bias: bool) -> None:
     for ours, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(ours, theirs)
     with torch.no_grad():
-        assert torch.equal(quantized_linear(x, b, dequantise, inner), expected)
+        assert torch.equal(quantized_linear(x, b, dequantize, inner), expected)
 
 
 @pytest.mark.skipif(CUDA, reason="of the CPU's autocast")

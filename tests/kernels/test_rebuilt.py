@@ -165,7 +165,7 @@ def test_what_is_kept(kernels_only: None) -> None:
     assert kept(lambda: mlp(rms_norm(x, w, 1e-6)), *mlp.parameters()) == [C, 80]
 
 
-class Quantised(Tensor):
+class Quantized(Tensor):
     """With products of its own."""
 
 
@@ -187,14 +187,14 @@ def test_who_has_a_product_of_its_own(kernels_only: None) -> None:
     x, own, recomputes = leaf(2, 3, C), Linear(C, K), "_RecomputedLinearBackward"
     y = rms_norm(x, leaf(C), 1e-6)
     assert uses(own(y)) == recomputes != uses(F.linear(y, own.weight))
-    quantised = nn.Parameter(torch.randn(K, C).as_subclass(Quantised))
+    quantized = nn.Parameter(torch.randn(K, C).as_subclass(Quantized))
     for given, weight in (
         (y.detach(), own.weight),
         (y[..., :2, :], own.weight),
-        (y.as_subclass(Quantised), own.weight),
+        (y.as_subclass(Quantized), own.weight),
         (y, own.weight[:4]),
         (y, nn.Parameter(torch.randn(C, K).T)),
-        (y, quantised),
+        (y, quantized),
     ):
         assert uses(linear(given, weight)) != recomputes
     parametrised = nn.utils.parametrize.register_parametrization(Linear(C, K), "weight", Doubled())

@@ -109,7 +109,7 @@ def test_chain_in_graph_waits_for_each_result() -> None:
 
 
 class Other(torch.Tensor):
-    """Stands for quantised or sharded weights, which know their own products."""
+    """Stands for quantized or sharded weights, which know their own products."""
 
 
 class Calls(TorchFunctionMode):

@@ -211,7 +211,7 @@ class KeepingProduct(torch.autograd.Function):
 
 
 class OwnProduct(nn.Parameter):
-    """A weight that computes its products, as quantised ones do."""
+    """A weight that computes its products, as quantized ones do."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

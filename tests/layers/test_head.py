@@ -30,7 +30,7 @@ chunks = pytest.mark.parametrize("rows", [3, 10_000])
 
 
 class LoRA(nn.Module):
-    """weight + B A, as a parametrisation."""
+    """weight + B A, as a parametrization."""
 
     def __init__(self) -> None:
         super().__init__()

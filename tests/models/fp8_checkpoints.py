@@ -14,7 +14,7 @@ STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_si
 Block = tuple[int, int] | None
 
 
-def quantise(
+def quantize(
     weight: Tensor, block: Block, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """The weight [..., N, K] in fp8 and a scale for each block, or for each matrix."""
@@ -33,7 +33,7 @@ def quantise(
     return codes, scales.to(dtype) if block else scales.to(dtype)[..., 0, 0]
 
 
-def dequantised(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+def dequantized(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """Element by element what the format says: number times scale in fp32, rounded once."""
     n, k = block or codes.shape[-2:]
     rows, columns = (
@@ -46,7 +46,7 @@ def dequantised(codes: Tensor, scales: Tensor, block: Block, dtype: torch.dtype)
 def to_fp8(
     directory: Path, block: Block, settings: dict[str, Any], scale: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Quantises the matrices of the blocks of a checkpoint in place; what it now means, in bf16."""
+    """Quantizes the matrices of the blocks of a checkpoint in place; what it now means, in bf16."""
     meant: dict[str, Tensor] = {}
     path, content = directory / "model.safetensors", {}
     for name, tensor in load_file(path).items():
@@ -55,9 +55,9 @@ def to_fp8(
         meant[name] = content[name] = tensor
         if tensor.dim() < 2 or "layers" not in name or "gate.weight" in name:
             continue
-        content[name], scales = quantise(tensor, block, scale)
+        content[name], scales = quantize(tensor, block, scale)
         content[f"{name}_scale_inv"] = scales
-        meant[name] = dequantised(content[name], scales, block, torch.bfloat16)
+        meant[name] = dequantized(content[name], scales, block, torch.bfloat16)
         if settings.get("activation_scheme") == "static":
             content[f"{name.removesuffix('weight')}activation_scale"] = torch.tensor(0.37)
     save_file({k: v.contiguous() for k, v in content.items()}, path, metadata={"format": "pt"})

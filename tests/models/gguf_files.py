@@ -140,7 +140,7 @@ def write_gguf(
     held = {}
     for name, tensor in gguf_tensors(config, tensors).items():
         own = kind if tensor.dim() > 1 and "gate_inp" not in name else GGMLQuantizationType.F32
-        data = quantised(tensor.numpy(), own)
+        data = quantized(tensor.numpy(), own)
         writer.add_tensor(name, data, raw_dtype=own)
         held[name] = torch.from_numpy(quants.dequantize(data, own).copy())
     writer.write_header_to_file()
@@ -150,7 +150,7 @@ def write_gguf(
     return held
 
 
-def quantised(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+def quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
     """In blocks of the type; where the package only reads it, random blocks with small scales."""
     try:
         return quants.quantize(values, kind)

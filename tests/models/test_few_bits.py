@@ -15,7 +15,7 @@ from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.test_adapters import gradients
 from tests.models.test_adapters_peft import randomise, trained
 from tests.models.test_parity import tokens
-from tests.models.test_quantised import DELTA, EVEN, EXPERTS
+from tests.models.test_quantized import DELTA, EVEN, EXPERTS
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.layers import Linear
@@ -176,10 +176,10 @@ def test_refusals(bases: dict[str, Path], tmp_path: Path) -> None:
         from_pretrained(base, quantize="keep")
     model = from_pretrained(base, quantize="nf4")
     for convert in (model.half, model.double, lambda: model.to(torch.bfloat16)):
-        with pytest.raises(ValueError, match=r"quantised .nf4. and are used in torch.float32"):
+        with pytest.raises(ValueError, match=r"quantized .nf4. and are used in torch.float32"):
             convert()
         assert model.dtype == torch.float32
-    with pytest.raises(ValueError, match=r"quantised .nf4. and cannot be trained: add_adapter"):
+    with pytest.raises(ValueError, match=r"quantized .nf4. and cannot be trained: add_adapter"):
         model.requires_grad_()
     model.requires_grad_(False)
     tensors = load_file(base / "model.safetensors")

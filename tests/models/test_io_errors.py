@@ -100,7 +100,7 @@ FILES: dict[str, tuple[str, bytes, str]] = {
 FACTORS = {"short_factor": [1.0] * 10, "long_factor": [1.0] * 9}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "model_type": ({"model_type": "gpt9"}, "model_type 'gpt9' is not .* or 'llama'"),
-    "quantised": (
+    "quantized": (
         {"quantization_config": {"quant_method": "awq"}},
         "quantization_config: .* quant_method 'awq'",
     ),

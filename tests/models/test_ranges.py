@@ -86,7 +86,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 changes"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantised with quant_method 'gptq', which Tigon does not read, .* use the model's",
+            "quantized with quant_method 'gptq', which Tigon does not read, .* use the model's",
         ),
         ({"rms_norm_eps": INF}, "rms_norm_eps=inf must be at most"),
         ({"rope_parameters": []}, r"rope_parameters=\[\] is not a dictionary"),

@@ -132,7 +132,7 @@ def test_page_of_a_run(run: Path) -> None:
 def test_line_has_gaps_where_values_are_not_finite(run: Path) -> None:
     loss = next(chart for chart in charts([read(run)]) if chart["title"] == "Loss")
     pattern = r'<path d="([^"]*)" clip-path="[^"]*" style="fill: none; stroke: #0a58ad'
-    (line,) = re.findall(pattern, loss["svg"])  # drawn in a colour and not filled
+    (line,) = re.findall(pattern, loss["svg"])  # drawn in a color and not filled
     assert line.count("M") == 2 and line.count("L") == 7  # ten steps without the fourth
 
 

@@ -51,7 +51,7 @@ def text_pairs(count: int, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
-def labelled(count: int, seed: int = 0) -> list[dict[str, Any]]:
+def labeled(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [
         {
             "prompt": message("user", prompt),

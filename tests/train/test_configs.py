@@ -74,7 +74,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / f"{task}.jsonl").write_text("\n".join(lines) + "\n")
         (root / f"{task}-held-out.jsonl").write_text("\n".join(lines[:1]) + "\n")
     of_tasks = dict.fromkeys(PAIRED, preferences.pairs)
-    of_tasks |= {"kto": preferences.labelled, "grpo": preferences.rewarded}
+    of_tasks |= {"kto": preferences.labeled, "grpo": preferences.rewarded}
     for task, make in of_tasks.items():
         preferences.write(root / f"{task}.jsonl", make(40))
         preferences.write(root / f"{task}-held-out.jsonl", make(2))

@@ -255,7 +255,7 @@ def make(workspace) -> Any:
     files = {
         "text": root / "text.txt",
         "pairs": preferences.write(root / "pairs.jsonl", preferences.pairs(9, 5)),
-        "kto": preferences.write(root / "kto.jsonl", preferences.labelled(9, 5)),
+        "kto": preferences.write(root / "kto.jsonl", preferences.labeled(9, 5)),
         "grpo": preferences.write(root / "grpo.jsonl", preferences.rewarded(5)),
         "held out": f"[{{path: {workspace.held_out}, name: some}}]",
     }

@@ -98,7 +98,7 @@ def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
         ({"base": "a\nb\x1b[31m"}, r"'a\\nb\\x1b\[31m' .* write the base's folder"),
         ({"base": "x" * 9999}, "'x{99}\\.\\.\\. .* write the base's folder"),
         ({"base": "a/b", "revision": "../.."}, r"revision '../..' is outside"),
-        ({"base": "{quantised}"}, "bitsandbytes.* if it is elsewhere, write"),
+        ({"base": "{quantized}"}, "bitsandbytes.* if it is elsewhere, write"),
         ({"task_type": "SEQ_CLS"}, "is of a model that scores sequences"),
     ],
 )
@@ -108,7 +108,7 @@ def test_an_adapter_s_directory_without_its_base(
     copy = shutil.copytree(workspace.root / "one" / "adapter", tmp_path / "adapter")
     values = json.loads((copy / "adapter_config.json").read_text())
     values |= {"base_model_name_or_path" if k == "base" else k: v for k, v in changes.items()}
-    if values["base_model_name_or_path"] == "{quantised}":
+    if values["base_model_name_or_path"] == "{quantized}":
         values["base_model_name_or_path"] = str(shutil.copytree(workspace.model, tmp_path / "base"))
         config = json.loads((tmp_path / "base" / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}

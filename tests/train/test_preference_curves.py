@@ -182,7 +182,7 @@ def test_orpo(workspace: Any) -> None:
 
 @pytest.mark.timeout(300)
 def test_kto(workspace: Any) -> None:
-    rows = preferences.labelled(ROWS, 3)
+    rows = preferences.labeled(ROWS, 3)
     settings = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.8}
     run = ours(workspace, "kto", rows, task="kto", **settings)
     found = theirs(workspace, trl.KTOTrainer, trl.KTOConfig, rows, **settings)

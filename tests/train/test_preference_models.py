@@ -31,7 +31,7 @@ def own_cache(monkeypatch, tmp_path):
 @pytest.fixture
 def data(tmp_path) -> dict[str, Any]:
     pairs = preferences.write(tmp_path / "pairs.jsonl", preferences.pairs(21, 5))
-    kto = preferences.write(tmp_path / "kto.jsonl", preferences.labelled(21, 5))
+    kto = preferences.write(tmp_path / "kto.jsonl", preferences.labeled(21, 5))
     grpo = preferences.write(tmp_path / "grpo.jsonl", preferences.rewarded(9))
     return {"kto": kto, "grpo": grpo} | dict.fromkeys(("dpo", "orpo", "reward"), pairs)
 

@@ -36,15 +36,15 @@ def own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def settings(workspace):
-    """13 pairs or labelled answers, and some held out."""
+    """13 pairs or labeled answers, and some held out."""
     made = {}
-    for kind, make in (("pairs", preferences.pairs), ("labelled", preferences.labelled)):
+    for kind, make in (("pairs", preferences.pairs), ("labeled", preferences.labeled)):
         for name, count, seed in (("data", 13, 5), ("eval_data", 5, 9)):
             path = workspace.root / f"{kind}-{name}.jsonl"
             made[kind, name] = preferences.write(path, make(count, seed))
 
     def settings(run: str, task: str, **changes: Any) -> list[str]:
-        kind = "labelled" if task == "kto" else "pairs"
+        kind = "labeled" if task == "kto" else "pairs"
         same = {name: made[kind, name] for name in ("data", "eval_data")}
         same |= {"task": task, "steps": 4, "eval_every": 2, "max_grad_norm": 0}
         return workspace.settings(run, **same | changes)
@@ -83,7 +83,7 @@ def test_kto_of_pairs(workspace, settings, tmp_path):
 
 def test_answers_of_one_kind_alone_have_no_margin(workspace, settings, tmp_path, capsys):
     """A mean of no answers is not 0."""
-    rows = [row | {"label": False} for row in preferences.labelled(6)]
+    rows = [row | {"label": False} for row in preferences.labeled(6)]
     main(
         settings("bad-alone", "kto", data=preferences.write(tmp_path / "bad.jsonl", rows), steps=2)
     )
@@ -102,7 +102,7 @@ def test_answers_of_one_kind_alone_have_no_margin(workspace, settings, tmp_path,
 
 @pytest.mark.slow
 def test_kto_says_which_weights_balance_its_answers(workspace, settings, tmp_path, capsys):
-    rows = preferences.labelled(9)
+    rows = preferences.labeled(9)
     files = {
         kind: preferences.write(
             tmp_path / f"{kind}.jsonl", [row | {"label": kind == "good"} for row in rows]

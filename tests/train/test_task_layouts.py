@@ -41,7 +41,7 @@ def data(workspace):
     rows = [row | {"margin": i % 3 / 2} for i, row in enumerate(preferences.pairs(13, 5))]
     made = {
         "pairs": (rows, preferences.pairs(5, 9)),
-        "labelled": (preferences.labelled(13, 5), preferences.labelled(5, 9)),
+        "labeled": (preferences.labeled(13, 5), preferences.labeled(5, 9)),
         "rewarded": (preferences.rewarded(14), preferences.rewarded(3, 2)),
     }
     files = {}
@@ -51,7 +51,7 @@ def data(workspace):
         files[name] = {"data": train, "eval_data": held_out, "eval_every": 2}
     teacher = write_model(root / "teacher", num_hidden_layers=1, hidden_size=48)
     distilled = {"data": write_chats(root / "few.jsonl", 16), "teacher": teacher}
-    kinds = {"kto": files["labelled"], "grpo": files["rewarded"], "distill": distilled}
+    kinds = {"kto": files["labeled"], "grpo": files["rewarded"], "distill": distilled}
     return lambda task: kinds.get(task, files["pairs"])
 
 

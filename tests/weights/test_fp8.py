@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.models.fp8_checkpoints import E4M3, Block, dequantised, quantise
+from tests.models.fp8_checkpoints import E4M3, Block, dequantized, quantize
 from tigon.weights import BlockScales, Checkpoint, DecodedTensor, Repository
 from tigon.weights.layout import DecodedSpan
 from tigon.weights.read import Reader
@@ -39,18 +39,18 @@ def test_values(
     tmp_path: Path, shape: tuple[int, ...], block: Block, dtype: torch.dtype, scale: torch.dtype
 ) -> None:
     torch.manual_seed(0)
-    codes, scales = quantise(torch.randn(shape) * 3, block, scale)
+    codes, scales = quantize(torch.randn(shape) * 3, block, scale)
     found = checkpoint(tmp_path, {W: codes, S: scales}, block)
     assert found.tensors.keys() == {W} and found.tensors[W].shape == shape
     out = torch.empty(shape, dtype=dtype)
     found.read_into(W, out)
-    assert torch.equal(out, dequantised(codes, scales, block, dtype))
+    assert torch.equal(out, dequantized(codes, scales, block, dtype))
 
 
 @pytest.mark.parametrize("block", [(8, 16), None], ids=["blocks", "one scale"])
 def test_pieces_are_small(tmp_path: Path, block: Block) -> None:
     torch.manual_seed(0)
-    codes, scales = quantise(torch.randn(300, 200), block)
+    codes, scales = quantize(torch.randn(300, 200), block)
     info = checkpoint(tmp_path, {W: codes, S: scales}, block).tensors[W]
     assert isinstance(info, DecodedTensor)
     out = torch.empty(300, 200)
@@ -59,15 +59,15 @@ def test_pieces_are_small(tmp_path: Path, block: Block) -> None:
     with Reader() as reader:
         for piece in pieces:
             piece.out.copy_(piece.read(reader))
-    assert torch.equal(out, dequantised(codes, scales, block, torch.float32))
+    assert torch.equal(out, dequantized(codes, scales, block, torch.float32))
 
 
 @pytest.mark.parametrize("shape", [(50, 40), (9, 20, 30)])
 def test_any_range_of_rows(tmp_path: Path, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    codes, scales = quantise(torch.randn(shape), (8, 16))
+    codes, scales = quantize(torch.randn(shape), (8, 16))
     info = checkpoint(tmp_path, {W: codes, S: scales}, (8, 16)).tensors[W]
-    expected = dequantised(codes, scales, (8, 16), torch.float32)
+    expected = dequantized(codes, scales, (8, 16), torch.float32)
     with Reader() as reader:
         for first in range(shape[0]):
             for end in range(first, shape[0] + 1):
@@ -89,7 +89,7 @@ def changed(scales: Tensor, value: float) -> Tensor:
     return scales
 
 
-CODES, SCALES = quantise(torch.randn(16, 8), (8, 8))
+CODES, SCALES = quantize(torch.randn(16, 8), (8, 8))
 BAD: dict[str, tuple[dict[str, Tensor], Block, str]] = {
     "no scales": ({W: CODES}, (8, 8), f"'{W}' is stored as .*, but the checkpoint has no '{S}'"),
     "of AutoFP8": ({W: CODES, f"{W}_scale": SCALES}, (8, 8), f"no '{S}'; it has '{W}_scale'"),
@@ -118,7 +118,7 @@ def test_bad_scales_are_refused(tmp_path: Path, case: str) -> None:
 
 def test_fp8_that_the_config_does_not_explain_is_refused(tmp_path: Path) -> None:
     save_file({W: CODES, S: SCALES}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=f"tensor '{re.escape(W)}' is stored as .*a quantised ch"):
+    with pytest.raises(ValueError, match=f"tensor '{re.escape(W)}' is stored as .*a quantized ch"):
         Checkpoint.open(Repository(tmp_path))
 
 

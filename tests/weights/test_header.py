@@ -36,7 +36,7 @@ BAD = {
     "no entry": (build({"a": 3}, b""), "tensor 'a' is described by 3"),
     "no dtype": (build({"a": {"shape": [], "data_offsets": [0, 4]}}, bytes(4)), "not by a dtype"),
     "dtype unknown": (build({"a": entry("F33", [2], 0, 8)}, bytes(8)), "unsupported dtype 'F33'"),
-    "quantised": (build({"a": entry("F8_E8M0", [8], 0, 8)}, bytes(8)), "of a quantised checkpoint"),
+    "quantized": (build({"a": entry("F8_E8M0", [8], 0, 8)}, bytes(8)), "of a quantized checkpoint"),
     "negative size": (build({"a": entry("F32", [-2], 0, 8)}, bytes(8)), "shape of sizes"),
     "one offset": (build({"a": entry("F32", [2], 8)}, bytes(8)), r"data_offsets \[begin, end"),
     "offsets reversed": (build({"a": entry("F32", [2], 8, 0)}, bytes(8)), r"\[8, 0\] hold -8"),
@@ -62,7 +62,7 @@ def test_bad_files_are_refused(tmp_path: Path, case: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         read_header(path)
     assert str(path) in str(error.value)
-    if case != "quantised":
+    if case != "quantized":
         with pytest.raises(SafetensorError):
             load_file(path)
 

@@ -161,7 +161,7 @@ def _parameters(
     values: Mapping[str, Any], stored: Mapping[str, StoredTensor]
 ) -> dict[str, StoredTensor] | None:
     """Returns the parameters of the text model; None if their values are packed."""
-    quantized = _quantization(values).get("quantised")
+    quantized = _quantization(values).get("quantized")
     if quantized == "mxfp4":
         stored = _unpack_mxfp4(stored)
     elif quantized not in (None, "fp8"):
@@ -190,11 +190,11 @@ def _unpack_mxfp4(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]
 
 
 def _quantization(values: Mapping[str, Any]) -> Facts:
-    """Returns {"quantised": METHOD} of a quantized model, else {}."""
+    """Returns {"quantized": METHOD} of a quantized model, else {}."""
     config = values.get("quantization_config")
     if config is None:
         return {}
-    return {"quantised": _plain(config.get("quant_method") if isinstance(config, dict) else config)}
+    return {"quantized": _plain(config.get("quant_method") if isinstance(config, dict) else config)}
 
 
 def supported_class(model_type: Any) -> str | None:

@@ -77,7 +77,7 @@ class QuantizedWeight(nn.Module, ABC):
         new_dtype = change(torch.empty(0, dtype=self.dtype)).dtype
         if new_dtype != self.dtype:
             raise ValueError(
-                f"the model's weights are quantised ({self.kind}) and are used in {self.dtype}: "
+                f"the model's weights are quantized ({self.kind}) and are used in {self.dtype}: "
                 f"they cannot be converted to {new_dtype}; load the model with dtype={new_dtype}"
             )
 

@@ -66,6 +66,6 @@ class CausalLM(LanguageModel):
         attention: Backend = "auto",
     ) -> Self:
         """Makes a model of a config, or of config.json's content, with random weights as
-        transformers initialises them; on "meta", without memory."""
+        transformers initializes them; on "meta", without memory."""
         model = load.from_config(cls, config, dtype=dtype, device=torch.device(device))
         return model.use_attention(attention)

@@ -27,7 +27,7 @@ def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> Non
 
     `full_model` is the unsharded model on the meta device. Every rank draws all weights on the
     CPU, one module after the other, so that memory for one module is enough. 4-bit weights of
-    `model` are quantised from them.
+    `model` are quantized from them.
     """
     parameters, shard_specs = dict(model.named_parameters()), model.shard_specs
     buffers = stored_buffers(model)

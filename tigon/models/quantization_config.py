@@ -9,7 +9,7 @@ from tigon.utils.json import quote
 from tigon.weights import BlockScales, Mxfp4Blocks
 
 KEY = "quantization_config"
-ORIGINAL = "use the model's unquantised repository (bf16)"
+ORIGINAL = "use the model's unquantized repository (bf16)"
 # quant_method -> the way in which transformers makes a plain checkpoint of it
 DEQUANTIZATION = {
     "bitsandbytes": "model.dequantize()",
@@ -25,10 +25,10 @@ NEUTRAL_KEYS = {
 
 
 def read_quantization(config: Mapping[str, Any]) -> BlockScales | Mxfp4Blocks | None:
-    """The blocks of an fp8 or MXFP4 checkpoint; None if the checkpoint is not quantised.
+    """The blocks of an fp8 or MXFP4 checkpoint; None if the checkpoint is not quantized.
 
     A multimodal config has the key at its top or in text_config. Raises ConfigError, which names
-    the format and an alternative, for other quantised checkpoints.
+    the format and an alternative, for other quantized checkpoints.
     """
     text = config.get("text_config")
     settings = config.get(KEY)
@@ -63,11 +63,11 @@ def unsupported_error(settings: Any) -> ConfigError:
         return ConfigError(
             f"{KEY} ({method}) describes stored weights, and a config alone has none: leave it out"
         )
-    message = f"{KEY}: the checkpoint is quantised with quant_method {quote(method)}, which Tigon "
+    message = f"{KEY}: the checkpoint is quantized with quant_method {quote(method)}, which Tigon "
     message += f"does not read, only plain checkpoints, block-scaled fp8 and mxfp4: {ORIGINAL}"
     if isinstance(method, str) and method in DEQUANTIZATION:
         recipe = DEQUANTIZATION[method]
-        message += f", or dequantise it with transformers, {recipe}, and save_pretrained"
+        message += f", or dequantize it with transformers, {recipe}, and save_pretrained"
     return ConfigError(message)
 
 

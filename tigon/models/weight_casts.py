@@ -52,7 +52,7 @@ class CheckedCasts(nn.Module):
         """As nn.Module's, but raises ValueError for True if any weight is quantized."""
         if requires_grad and (weight := self._quantized_weight) is not None:
             raise ValueError(
-                f"the model's weights are quantised ({weight.kind}) and cannot be trained: "
+                f"the model's weights are quantized ({weight.kind}) and cannot be trained: "
                 "add_adapter adds weights that can"
             )
         return super().requires_grad_(requires_grad)

@@ -597,7 +597,7 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
             raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
     for module in model.modules():
         if isinstance(module, Linear) and module.quantized is not None:
-            raise ValueError("tensor parallelism does not work with quantised weights")
+            raise ValueError("tensor parallelism does not work with quantized weights")
         if isinstance(module, TopKMLP):
             raise ValueError(
                 f"{ranks} ranks cannot share an MLP with activation_sparsity_pattern: its cutoff "

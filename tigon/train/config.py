@@ -253,7 +253,7 @@ class LossSettings:
         None, "memory of logits in the loss; null: at most 1 GiB", ge=1
     )
     label_smoothing: float = setting(0.0, "share of a target spread over all tokens", ge=0)
-    z_loss: float = setting(0.0, "factor of the squared log-normaliser, as in PaLM", ge=0)
+    z_loss: float = setting(0.0, "factor of the squared log-normalizer, as in PaLM", ge=0)
     eval: TaskEvaluation | None = setting(
         None, "{tasks: [arc_easy], limit: 100}: benchmarks at evaluations: docs/evaluation.md"
     )
@@ -422,7 +422,7 @@ CONFLICTS = (
     ("lora.quantize=keep", "init", "init has no quantized checkpoint: give lora.quantize=nf4"),
     ("parallel.replicate>1", "sharding=gradients", "each rank has all weights then: drop one"),
     ("cuda_graphs=true", "parallel.tensor>1", "a graph captures no communication between ranks"),
-    ("lora.quantize", "parallel.tensor>1", "quantised weights are not sharded over ranks"),
+    ("lora.quantize", "parallel.tensor>1", "quantized weights are not sharded over ranks"),
     ("sharding=gradients", "parallel.expert>1", "experts are on fewer ranks than other weights"),
     ("cuda_graphs=true", "parallel.expert>1", "a graph captures no communication between ranks"),
     ("optimizer_offload", "optimizer=muon", "its updates take whole matrices: drop one"),

@@ -135,7 +135,7 @@ def _parse_entry(tensor: str, entry: Any) -> tuple[str, tuple[int, ...], int, in
         )
     if tag not in DTYPES:
         raise ValueError(
-            f"{tensor} has the unsupported dtype {quote(tag)}: of a quantised checkpoint, use the "
+            f"{tensor} has the unsupported dtype {quote(tag)}: of a quantized checkpoint, use the "
             f"model's bf16, fp16 or fp32 one; known: {', '.join(DTYPES)}"
         )
     if len(shape) > MAX_DIMENSIONS or math.prod(filter(None, shape)) > LARGEST:

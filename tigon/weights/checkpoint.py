@@ -122,7 +122,7 @@ def decode_fp8(
         where = f"{escape(info.path)}: tensor {quote(name)} is stored as {info.dtype}"
         if scales is None:
             raise ValueError(
-                f"{where}, a quantised checkpoint, and config.json has no quantization_config that "
+                f"{where}, a quantized checkpoint, and config.json has no quantization_config that "
                 "says how to read it: use the model's bf16, fp16 or fp32 checkpoint"
             )
         if len(info.shape) not in (2, 3):

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization: single answers that are labelled as desired or not.
+"""Kahneman-Tversky optimization: single answers that are labeled as desired or not.
 
 # n sequences
 """
@@ -37,7 +37,7 @@ class KTO(AnswerTask):
     micro-batches and ranks. Mismatched answers have a separate pass without gradients.
     """
 
-    learns = "labelled answers"
+    learns = "labeled answers"
     serves = COMMON_SETTINGS | {"beta", "desirable_weight", "undesirable_weight", "reference"}
     refers = True
     group = 2
@@ -65,7 +65,7 @@ class KTO(AnswerTask):
             )
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of labelled answers, each with a mismatched one."""
+        """Returns the encoder of labeled answers, each with a mismatched one."""
         return LabelledEncoder(tokenizer, **self.encoder_options())
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:

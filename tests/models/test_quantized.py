@@ -146,14 +146,14 @@ def test_a_multimodal_config_has_it_at_its_top(tmp_path: Path) -> None:
 def test_other_formats_are_refused_by_name(method: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_quantization({"quantization_config": {"quant_method": method, "bits": 4}})
-    assert f"quantised with quant_method {method!r}" in str(error.value)
-    assert "use the model's unquantised repository" in str(error.value)
+    assert f"quantized with quant_method {method!r}" in str(error.value)
+    assert "use the model's unquantized repository" in str(error.value)
 
 
 FP8 = {"quant_method": "fp8"}
 BAD: dict[str, tuple[Any, str]] = {
-    "unknown": ({"quant_method": "zip"}, "quantised with quant_method 'zip'"),
-    "no method": ({}, "quantised with quant_method None"),
+    "unknown": ({"quant_method": "zip"}, "quantized with quant_method 'zip'"),
+    "no method": ({}, "quantized with quant_method None"),
     "no object": (True, "quantization_config=True is not an object with a quant_method"),
     "4 bits": ({"load_in_4bit": True}, "quant_method 'bitsandbytes'.* model.dequantize"),
     "packed experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype='fp4' is not one of fp8"),
@@ -176,5 +176,5 @@ def test_published_settings_are_read_and_unknown_ones_said() -> None:
     assert read_quantization({"text_config": {"quantization_config": FP8}}) == BlockScales()
     assert read_quantization({"quantization_config": SETTINGS}) == Mxfp4Blocks()
     assert read_quantization({"quantization_config": None, "text_config": 3}) is None
-    with pytest.warns(UserWarning, match=r"keys not understood and ignored: \['colour'\]"):
-        read_quantization({"quantization_config": FP8 | {"colour": 3}})
+    with pytest.warns(UserWarning, match=r"keys not understood and ignored: \['color'\]"):
+        read_quantization({"quantization_config": FP8 | {"color": 3}})

@@ -232,7 +232,7 @@ def measured(root: Path, case: Case, way: str, world: World, job: Job) -> Record
     return found
 
 
-def best(case: Record) -> float | None:
+def auto_ratio(case: Record) -> float | None:
     """Tokens per second of auto over those of the fastest way that sets what auto chooses."""
     speeds = {row["name"]: row.get("tokens_per_second") for row in case["ways"]}
     others = [speed for name, speed in speeds.items() if not name.startswith(AUTO) and speed]
@@ -252,7 +252,7 @@ def show(record: Record) -> str:
             said = [line.partition(": ")[2] for line in row["said"] if AUTO in row["name"]]
             lines.append([case["name"], row["name"], *cells, "; ".join(said)])
         what = f"{case['name']}: tokens/s of auto over the fastest way"
-        ends.append(verdict(what, best(case), LEAST))
+        ends.append(verdict(what, auto_ratio(case), LEAST))
     head = [
         "case",
         "way",
@@ -284,10 +284,10 @@ def run(job: Job) -> str:
                 progress(f"{name}: {way}")
                 cases[-1]["ways"].append(measured(root, case, way, world, job))
                 job.add(cases=cases)
-    return show(replace_losses(job.record))
+    return show(add_loss_differences(job.record))
 
 
-def replace_losses(record: Record) -> Record:
+def add_loss_differences(record: Record) -> Record:
     """The record, with the difference of each way's first losses from those of the last way that
     has any, relative."""
     for case in record["cases"]:

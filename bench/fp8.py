@@ -71,9 +71,9 @@ def gated(n: dict[str, int], device: str) -> Passes:
 
     def tiled(tile: Tile) -> Run:
         def run() -> None:
-            usual, fp8_mlp.TILE = fp8_mlp.TILE, tile
+            usual, fp8_mlp.BACKWARD_TILE = fp8_mlp.BACKWARD_TILE, tile
             fp8_mlp.cast_gated_gradients(d, y, "silu")
-            fp8_mlp.TILE = usual
+            fp8_mlp.BACKWARD_TILE = usual
 
         return run
 

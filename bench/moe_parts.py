@@ -23,6 +23,7 @@ from tigon.kernels.mlp.grouped_mlp import _act_backward
 from tigon.kernels.mlp.grouped_product import grouped_product, grouped_weight_gradient
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
 from tigon.kernels.mlp.slot_order import sort_slots, sort_slots_ref
+from tigon.kernels.runtime import runs_triton
 
 Run = Callable[[], Any]
 BF16 = 2
@@ -55,7 +56,7 @@ def routing(logits: Tensor, chosen: Tensor, experts: int, k: int) -> list[Part]:
         Part("choice, with its gradient", both(softmax_topk), None, both(softmax_topk_ref)),
         Part(
             "order of the slots",
-            lambda: sort_slots(chosen, experts, False, like),
+            lambda: sort_slots(chosen, experts, False, fused=runs_triton(like)),
             None,
             lambda: sort_slots_ref(chosen, experts),
         ),
@@ -69,7 +70,7 @@ def parts(n: int, c: int, i: int, e: int, k: int) -> list[Part]:
     gate_up, down = (torch.randn(e, *shape, **bf16) * 0.02 for shape in ((2 * i, c), (c, i)))
     logits = torch.randn(n, e, **bf16).requires_grad_()
     _, chosen, weights = softmax_topk(logits.detach(), k, normalize=True, dtype=torch.bfloat16)
-    order, inverse, ends = sort_slots(chosen, e, False, x)
+    order, inverse, ends = sort_slots(chosen, e, False, fused=runs_triton(x))
     token, rows, hidden = order // k, spread_rows(x, inverse, k, s), torch.randn(s, 2 * i, **bf16)
     h = gated_act(hidden, "silu")
     wide, narrow = torch.randn(2 * i, c, **bf16), torch.randn(c, i, **bf16)

@@ -107,7 +107,7 @@ def pretend() -> None:
     runtime.INTERPRETED = True  # launch on the CPU
     grouped_product._triton_supports = lambda x, weight: grouped_product._aligned(x, weight)
     # What a launch would have written is indexed with
-    grouped_mlp.sort_slots = lambda experts, number, *_: sort_slots_ref(experts, number)
+    grouped_mlp.sort_slots = lambda experts, number, *_, **__: sort_slots_ref(experts, number)
     torch.set_num_threads(1)
     JITFunction.__getitem__ = _compiling
     CUDABackend.add_stages = _with_an_exit

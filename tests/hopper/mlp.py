@@ -66,7 +66,7 @@ def forms() -> Forms:
     yield "expert_rows", _expert_rows
     for slots in 64, 1024:
         chosen = zeros(slots, dtype=torch.int64)
-        yield f"slot_order {slots}", partial(sort_slots, chosen, 128, False, zeros(1))
+        yield f"slot_order {slots}", partial(sort_slots, chosen, 128, False, fused=True)
     for normalize in (True, False):
         yield f"softmax_topk, normalize={normalize}", partial(_softmax_topk, normalize)
     for dtype in one_shot_all_reduce.BITS:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -192,7 +193,14 @@ def test_batches_move_nothing(ours: TigonLM, root: Path, size: int | str) -> Non
 
 
 def test_batches_grow_with_the_memory_of_a_gpu(ours: TigonLM, monkeypatch: Any) -> None:
-    lm = TigonLM(ours.model, ours.tokenizer)
+    lm, found = TigonLM(ours.model, ours.tokenizer), list[int]()
+
+    def scored(_: Any, pairs: Any, *, tokens_per_batch: int) -> list[Any]:
+        found.append(tokens_per_batch)
+        return [SimpleNamespace(logprob=0.0, greedy=True) for _ in pairs]
+
+    monkeypatch.setattr(lm_eval, "log_likelihoods", scored)
+    pairs = [([5] * 100, [5])]  # the last one is not read
     asked = {"until": ["x"], "max_gen_toks": 100}
     prompts = [Prompt(i, "", [5] * 60, asked) for i in range(3000)]
     # Two layers of keys and values of 2 heads of 16 numbers in fp32: 512 bytes of a token
@@ -200,10 +208,12 @@ def test_batches_grow_with_the_memory_of_a_gpu(ours: TigonLM, monkeypatch: Any) 
     for device, gib, read, rows in (*sizes, ("cuda", 9, 32768, 256)):
         lm._device = torch.device(device)
         monkeypatch.setattr(lm_eval, "total_memory", lambda _, gib=gib: int(gib * 2**30))
-        assert lm._pass_tokens(10**6) == read
+        lm._score(pairs)
+        assert found[-1] == read
         assert len(next(iter(lm._batches(prompts)))) == rows
     lm.rows = 7
-    assert lm._pass_tokens(100) == 700 and len(next(iter(lm._batches(prompts)))) == 7
+    lm._score(pairs)
+    assert found[-1] == 700 and len(next(iter(lm._batches(prompts)))) == 7
 
 
 def test_contexts_are_cut_as_in_hf(ours: TigonLM, root: Path) -> None:

@@ -280,7 +280,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_mlp, "ROWS", 4)
     monkeypatch.setattr(fp8_mlp, "BACKWARD", (64, 1))
     monkeypatch.setattr(fp8_mlp, "GATED_COLUMNS_PER_SM", 16)
-    monkeypatch.setattr(fp8_mlp, "TILE", SMALL)
+    monkeypatch.setattr(fp8_mlp, "BACKWARD_TILE", SMALL)
 
 
 @pytest.mark.usefixtures("small_tiles")

@@ -134,7 +134,7 @@ def test_slots_are_sorted_by_expert(
     """Equal ones stay in their order; some experts have no slot, and one has many."""
     chosen = torch.randint(0, experts + absent, (slots,))
     chosen[torch.rand(slots) < 0.3] = experts // 2
-    found = sort_slots(chosen, experts, absent, torch.zeros(()))
+    found = sort_slots(chosen, experts, absent, fused=True)
     for y, expected in zip(found, sort_slots_ref(chosen, experts), strict=True):
         assert y.dtype == expected.dtype and torch.equal(y, expected)
 

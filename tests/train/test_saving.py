@@ -177,9 +177,9 @@ def test_exports_while_training(workspace):
 @pytest.mark.parametrize("save_every", [0, 1])
 def test_after_the_last_step_nothing_is_copied(save_every, workspace, monkeypatch):
     """Neither the checkpoint nor the export takes memory for a copy."""
-    copied, stage = [], saver.Copies.stage
+    copied, stage = [], saver.CopyStager.stage
     monkeypatch.setattr(
-        saver.Copies, "stage", lambda self, state: copied.append(1) or stage(self, state)
+        saver.CopyStager, "stage", lambda self, state: copied.append(1) or stage(self, state)
     )
     monkeypatch.setattr(background_export, "copy_to_host", None)
     name = f"last-{save_every}"

@@ -1,3 +1,3 @@
-from tigon.cli import main
+from tigon.cli import run
 
-raise SystemExit(main())
+run()

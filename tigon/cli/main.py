@@ -106,15 +106,15 @@ def _import_interruptibly(name: str) -> Any:
     main_thread = threading.current_thread() is threading.main_thread()
     # Whoever ignores SIGINT, as nohup's scripts do, goes on
     if name in sys.modules or not main_thread or before is not signal.default_int_handler:
-        return _import_for_good(name)
+        return _import_module(name)
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     try:
-        return _import_for_good(name)
+        return _import_module(name)
     finally:
         signal.signal(signal.SIGINT, before)
 
 
-def _import_for_good(name: str) -> Any:
+def _import_module(name: str) -> Any:
     """Returns a module, in which the garbage collector looks for nothing: a quarter of the time of
     importing torch is a search through what stays to the end of the process."""
     if name in sys.modules or not gc.isenabled():
@@ -125,6 +125,7 @@ def _import_for_good(name: str) -> Any:
     finally:
         gc.freeze()
         gc.enable()
+        # Whoever calls `main` from Python ends by Python's own end, which frees no frozen cycle
         atexit.register(gc.unfreeze)
 
 

@@ -33,9 +33,8 @@ def keep_top_p(scores: Tensor, p: float) -> Tensor:
     return scores.masked_fill(remove.scatter(1, order, remove), float("-inf"))
 
 
-def keep_min_p(scores: Tensor, p: float | Tensor) -> Tensor:
-    """Returns scores [b, V] with -inf where probability is below p times a row's largest; p may be
-    [b, 1]."""
+def keep_min_p(scores: Tensor, p: float) -> Tensor:
+    """Returns scores [b, V] with -inf where probability is below p times a row's largest."""
     probabilities = scores.softmax(-1)
     floor = p * probabilities.amax(-1, keepdim=True)
     return scores.masked_fill(probabilities < floor, float("-inf"))

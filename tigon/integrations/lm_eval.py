@@ -254,7 +254,10 @@ class TigonLM(TemplateLM):
         """Returns the log-likelihood of each continuation, and whether it is greedy; each rank
         computes those of some contexts."""
         longest = max((len(c) + len(t) - 1 for c, t in pairs), default=1)
-        tokens = self._pass_tokens(longest)
+        if self.rows is None:
+            tokens = min(MOST_TOKENS, self._fit_tokens(TOKENS_SHARE, TOKENS))
+        else:
+            tokens = self.rows * longest
         costs: dict[tuple[int, ...], int] = {}  # of a context with all its continuations
         for context, continuation in pairs:
             key = tuple(context)
@@ -268,12 +271,6 @@ class TigonLM(TemplateLM):
             return {i: (s.logprob, s.greedy) for i, s in zip(places, scores, strict=True)}
 
         return self._on_all_ranks(score, len(pairs))
-
-    def _pass_tokens(self, longest: int) -> int:
-        """Returns the tokens of a forward pass whose longest request has so many."""
-        if self.rows is not None:
-            return self.rows * longest
-        return min(MOST_TOKENS, self._fit_tokens(TOKENS_SHARE, TOKENS))
 
     def _fit_tokens(self, share: float, least: int) -> int:
         """Returns the tokens whose keys and values take a share of the GPU's memory, or `least`."""
@@ -376,10 +373,10 @@ class TigonLM(TemplateLM):
         return answers
 
 
-def cached_bytes(model: CausalLM, tokens: int = 1024) -> float:
-    """Returns the bytes that a cache holds of each of a row's `tokens`."""
+def cached_bytes(model: CausalLM) -> float:
+    """Returns the bytes that a cache holds of each token of a row of 1,024."""
     make, dtype = model.model.make_states, model.compute_dtype or model.dtype
-    return StaticCache(make, 1, tokens, dtype=dtype, device="meta").nbytes / tokens
+    return StaticCache(make, 1, 1024, dtype=dtype, device="meta").nbytes / 1024
 
 
 def _load(

@@ -66,7 +66,6 @@ class Exporter(checkpoint.BackgroundWriter):
             tensors, describe = prepare_save(model, dtype=dtype, values=values, **options)
             write = write_model
         nbytes = sum(block.rows * entry.row_bytes for entry in tensors for block in entry.blocks)
-        copy = copy and self.background
         background = self.background and (not copy or checkpoint.fits_in_memory(nbytes, self.world))
         if copy and background:
             with self._ranks.sync_errors():  # the thread of a rank without a copy would not write

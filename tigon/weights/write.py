@@ -296,12 +296,6 @@ class StagingBuffer:
         return self._buffer[:nbytes]
 
 
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's bytes on the host, row-major."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return _bytes_of(flat.view(torch.uint8))
-
-
 def _bytes_of(flat: Tensor) -> memoryview:
     """Views the memory of a flat tensor of bytes."""
     return flat.numpy().data

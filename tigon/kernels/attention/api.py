@@ -1,7 +1,7 @@
 """Causal attention with grouped heads, packed sequences, padding, windows, softcap and sinks.
 
 Backends, by the names that `attention=` takes: "fa4" flash-attn-4 (Hopper, Blackwell; an extra),
-"cudnn" and "flash" (FlashAttention-2, also packed) as torch has them, "triton" our own kernels, for
+"cudnn" and "flash" (FlashAttention-2, also packed) as torch has them, "triton" Tigon's kernels, for
 head dims above 256, "flex" FlexAttention, "sdpa" torch's own choice with a dense mask where one is
 needed, "reference".
 
@@ -232,7 +232,7 @@ def _flash(
 def _triton(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
 ) -> Tensor:
-    """Returns the attention [B, T, H, D] of our own kernels."""
+    """Returns the attention [B, T, H, D] of Tigon's kernels."""
     bounds: tuple[Tensor | None, Tensor | None] = (None, None)
     longest = q.shape[1], k.shape[1]
     if plan.sequences is None:
@@ -302,7 +302,7 @@ def _sdpa(
     """Returns F.scaled_dot_product_attention's [B, T, H, D], with a dense mask where `is_causal` is
     not enough; on a CPU packed sequences one by one, where that pays."""
     eager_cpu = q.device.type == "cpu" and not torch.compiler.is_compiling()
-    if eager_cpu and (masks := mask.alone(len(q))):
+    if eager_cpu and (masks := mask.split_sequences(len(q))):
         sizes = [one.tokens for one in masks]
         parts = (x.flatten(0, 1)[None].split(sizes, 1) for x in (q, k, v))
         each = zip(*parts, masks, strict=True)

@@ -111,7 +111,7 @@ def _flash_problem(r: AttentionRequest) -> str | None:
 
 
 def _triton_problem(r: AttentionRequest) -> str | None:
-    """Returns why our own kernels cannot serve the request, or None."""
+    """Returns why Tigon's kernels cannot serve the request, or None."""
     return _fused_problem(r, 512) or _first_problem(
         (r.sm // 10 != 9, f"it is for Hopper, not for sm_{r.sm}"),
         (r.softcap, "it has no softcap"),

@@ -429,7 +429,7 @@ class AttentionMask:
         windowed = window is not None and window < self.keys
         return windowed or not self.rows or (self.past > 0 and self.tokens > 1)
 
-    def alone(self, batch: int) -> list[Self]:
+    def split_sequences(self, batch: int) -> list[Self]:
         """Returns a mask for each packed sequence of a flattened batch, if one by one they have so
         many fewer scores than rows that it pays; else none. The host reads the bounds."""
         cu, more = self.cu_seq_lens, self.past or self.full_mask is not None
@@ -442,7 +442,7 @@ class AttentionMask:
             whole = sum(lengths) == batch * self.tokens
             return [self._like(n) for n in lengths] if whole and saved >= WORTH_SPLITTING else []
 
-        return self._once("alone", split)
+        return self._once("split", split)
 
     def dense(self, window: int | None, device: torch.device) -> Tensor:
         """Returns bool [B or 1, 1, T, S], True where a query attends to a key."""

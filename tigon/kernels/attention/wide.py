@@ -38,7 +38,8 @@ class Launch(NamedTuple):
         return sizes | blocks | {"num_warps": self.warps}
 
 
-# What fits into the 227 KB of shared memory and 255 registers a thread of Hopper for 512 dims
+# What fits into the 227 KiB (232,448 bytes) of shared memory and 255 registers a thread of Hopper,
+# for 512 dims
 FORWARD = Launch(128, 32, 8, 2)
 DQ = Launch(64, 16, 4, 3)
 DK = Launch(16, 64, 4, 3)
@@ -314,7 +315,7 @@ def _backward(
 
 
 class _WideAttention(torch.autograd.Function):
-    """`wide_attention`."""
+    """Computes `wide_attention` and its gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:

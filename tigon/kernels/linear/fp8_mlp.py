@@ -35,6 +35,7 @@ from tigon.kernels.linear.fp8_casts import (
     cast_rows_and_maxima,
     compute_scales,
     launch_tiles,
+    round_up,
     row_programs,
     store_column_cast,
     store_row_cast,
@@ -65,7 +66,7 @@ from tigon.kernels.runtime import (
 GATED_COLUMNS_PER_SM = 32768  # columns that a multiprocessor holds in forward
 ROWS = 32  # of one program that finds maxima, which then adds its own to the columns'
 STAGES = 3  # of these rows in flight, and in use
-TILE = Tile(128, 64, 8)  # of backward's casts
+BACKWARD_TILE = Tile(128, 64, 8)
 
 
 @triton.jit
@@ -191,7 +192,7 @@ def cast_gated_rows(gate_up: Tensor, act: Activation) -> ScaledMatrix:
 
 
 class GatedCasts(NamedTuple):
-    """The casts of the gradient of gate_up [R, 2 I], and of the gated product [R, I]."""
+    """Holds the casts of the gradient of gate_up [R, 2 I], and of the gated product [R, I]."""
 
     rows: ScaledMatrix
     columns: ScaledMatrix
@@ -200,7 +201,7 @@ class GatedCasts(NamedTuple):
 
 def _gated_casts_output(dy: Tensor, *_: Any) -> list[Tensor]:
     """Allocates the tensors of `GatedCasts`."""
-    (R, size), S = dy.shape, fp8_casts.round_up(len(dy))
+    (R, size), S = dy.shape, round_up(len(dy))
     shapes = (R, 2 * size), (2 * size, S), (size, S)
     pairs = [(dy.new_empty(s, dtype=E4M3), dy.new_empty(s[0], dtype=torch.float32)) for s in shapes]
     return [t for pair in pairs for t in pair]
@@ -216,7 +217,7 @@ def _cast_gated_gradients(dy: Tensor, gate_up: Tensor, act: str) -> list[Tensor]
     programs = (triton.cdiv(R, ROWS) * triton.cdiv(size, launch["BLOCK"]),)
     step = gate_up.stride(0)
     _gated_maxima_kernel[programs](dy, gate_up, *bits, R, step, size, ACT=act, **launch)
-    grid, S, options = launch_tiles(dy, size, TILE)
+    grid, S, options = launch_tiles(dy, size, BACKWARD_TILE)
     _gated_tiles_kernel[grid](dy, gate_up, *bits, *outputs, R, size, S, step, ACT=act, **options)
     return outputs
 
@@ -227,15 +228,16 @@ def cast_gated_gradients(dy: Tensor, gate_up: Tensor, act: Activation) -> GatedC
     return GatedCasts(ScaledMatrix(a, b), ScaledMatrix(c, d), ScaledMatrix(e, f))
 
 
-class _Pass:
-    """What the nodes of one pass share: maxima of the columns, and gate_up for a late product."""
+class MLPState:
+    """Holds what the nodes of one pass share: maxima of the columns, and gate_up for a late
+    product."""
 
     def __init__(self) -> None:
         self.up, self.down = ColumnMaxima(), ColumnMaxima()
         self.gate_up: Tensor | None = None
 
 
-def _down_product(gate_up: Tensor, weight: Tensor, act: Activation, state: _Pass) -> Tensor:
+def _down_product(gate_up: Tensor, weight: Tensor, act: Activation, state: MLPState) -> Tensor:
     """Returns the last product [T, C] from gate_up [T, 2 I]."""
     state.gate_up = None
     b, state.down.weight = cast_rows_and_maxima(weight, fused=True)
@@ -243,7 +245,7 @@ def _down_product(gate_up: Tensor, weight: Tensor, act: Activation, state: _Pass
 
 
 class _Fp8MLP(torch.autograd.Function):
-    """y [T, C] of x [T, C] and the weights [2 I, C] and [C, I]."""
+    """Computes y [T, C] of x [T, C] and the weights [2 I, C] and [C, I]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, *args: Any) -> Tensor:
@@ -262,7 +264,7 @@ class _Fp8MLP(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_mlp")
         gate_up, up, down, *saved_x = ctx.saved_tensors
-        state: _Pass = ctx.state
+        state: MLPState = ctx.state
         options: dict[str, Any] = {"fused": True}
         remote = None if ctx.recompute_fn is None else start_fetch(ctx.recompute_fn, saved_x)
         rows, columns = cast_both(dy, find_maxima(dy), **options)
@@ -282,8 +284,8 @@ class _Fp8MLP(torch.autograd.Function):
 def fp8_mlp(
     x: Tensor, up: Tensor, act: Activation, down: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """`fp8_linear(gated_act(fp8_linear(x, up), act), down, bias)` with the same bits, in fewer
-    passes where x [..., C] and both weights, [2 I, C] and [C, I], require gradients."""
+    """Returns `fp8_linear(gated_act(fp8_linear(x, up), act), down, bias)` with the same bits, in
+    fewer passes where x [..., C] and both weights, [2 I, C] and [C, I], require gradients."""
     check_act(act)
     learns = torch.is_grad_enabled() and all(t.requires_grad for t in (x, up, down))
     fused = learns and not torch.compiler.is_compiling() and runs_triton(x)
@@ -296,7 +298,7 @@ def fp8_mlp(
     recompute: Recompute | None = find_recompute(x)
     if recompute is not None:
         recompute.keep_gate_up()
-    deferred, state = defers_product(), _Pass()
+    deferred, state = defers_product(), MLPState()
     rows = x.reshape(-1, x.shape[-1])
     y = _Fp8MLP.apply(rows, up, down, act, recompute, state, x.shape, deferred)
     if (saved := state.gate_up) is not None:

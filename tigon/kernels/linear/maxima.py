@@ -38,8 +38,7 @@ class _MaximaNote(Note):
 
 def note_maxima(x: Tensor, maxima: Maxima) -> None:
     """Notes the maxima of `x` [..., C] on it, for its casts; the operator that wrote x calls it."""
-    if maxima is not NO_MAXIMA:
-        x._maxima = _MaximaNote(x, maxima)  # type: ignore[attr-defined]
+    x._maxima = _MaximaNote(x, maxima)  # type: ignore[attr-defined]
 
 
 def find_maxima(x: Tensor) -> Maxima:

@@ -9,7 +9,7 @@ launches. Nothing is added by atomics: equal experts stay in the order of their 
 import torch
 from torch import Tensor
 
-from tigon.kernels.runtime import next_power_of_2, runs_triton, tl, triton
+from tigon.kernels.runtime import next_power_of_2, tl, triton
 
 # Flags of a program, one for each of its slots and experts, and warps
 FLAGS, WARPS = 1 << 13, 4
@@ -86,15 +86,15 @@ def _place_kernel(
 
 
 def sort_slots(
-    experts: Tensor, number: int, absent: bool, like: Tensor
+    experts: Tensor, number: int, absent: bool, *, fused: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the order of the slots by expert [S], its inverse [S], and where each expert ends.
 
     `experts`, contiguous and int64, are in [0, number), or `number` if some are `absent`. Order and
-    inverse are int64, the ends [number] int32. The kernels run where they would for `like`.
+    inverse are int64, the ends [number] int32. `fused`: by kernels.
     """
     slots = experts.numel()
-    if not slots or not runs_triton(like):
+    if not slots or not fused:
         return sort_slots_ref(experts, number)
     order, inverse = experts.new_empty(slots), experts.new_empty(slots)
     ends = experts.new_empty(number, dtype=torch.int32)

@@ -323,4 +323,5 @@ def _nbytes(item: WriteItem) -> int:
 
 def _row_bytes(item: WriteItem) -> int:
     """Returns the bytes of a row, which spans the last dimension; of a vector, of an element."""
-    return math.prod(_data(item).chunk.sizes[1:][-1:]) * _data(item).properties.dtype.itemsize
+    sizes = _data(item).chunk.sizes
+    return (sizes[-1] if len(sizes) > 1 else 1) * _data(item).properties.dtype.itemsize

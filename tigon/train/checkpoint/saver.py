@@ -168,7 +168,7 @@ class Saver(BackgroundWriter):
         self.world, self.keep, self.background = world, keep, background
         # A separate group: the writer's messages would mix with those of training
         self._group = dist.new_group(backend="gloo")
-        self._stager = Copies()
+        self._stager = CopyStager()
         self._target, self._staging = self.directory, ExitStack()
         self._start_time = 0.0
         self.seconds = 0.0  # that the last checkpoint took, from `save` to the disk
@@ -216,7 +216,7 @@ class Saver(BackgroundWriter):
             self._prune(step)
 
         self._target, self._staging = target, ExitStack()
-        stager = self._stager if copy else AsStored()
+        stager = self._stager if copy else InPlaceStager()
         in_background = self.background and stager.fits(state, self.world)
         writer = Writer(self._make_directory, commit)
         self.pending = self._write(state, writer, stager if in_background else None)
@@ -234,7 +234,7 @@ class Saver(BackgroundWriter):
             new_directory(self._target, replace=True, needed=needed, stale=stale)
         )
 
-    def _write(self, state: State, writer: Writer, stager: "AsStored | None") -> Future[None]:
+    def _write(self, state: State, writer: Writer, stager: "Stager | None") -> Future[None]:
         """Writes the state, or in the background what `stager` makes of it. Returns a future that
         ends with it and has its error, if any."""
         options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
@@ -288,17 +288,14 @@ class Saver(BackgroundWriter):
             self.world.log_rank0(f"an older checkpoint could not be removed: {error}")
 
 
-class AsStored(AsyncStager):
-    """Leaves states where they are, which nobody may change until they are written."""
+class Stager(AsyncStager):
+    """Makes of states what is written while training goes on, all of it before `stage` returns."""
 
-    _synchronize_after_execute = False  # `stage` returns when all is done
+    _synchronize_after_execute = False
 
     def fits(self, state: State, world: World) -> bool:
-        """Returns whether every host has memory for it."""
+        """Returns whether every host has memory for what `stage` makes of a state."""
         return True
-
-    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(state_dict)
 
     def synchronize_staging(self) -> None:
         pass
@@ -307,7 +304,14 @@ class AsStored(AsyncStager):
         pass
 
 
-class Copies(AsStored):
+class InPlaceStager(Stager):
+    """Leaves states where they are, which nobody may change until they are written."""
+
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(state_dict)
+
+
+class CopyStager(Stager):
     """Copies states into buffers in host memory, pinned for a GPU, which the next save reuses."""
 
     def __init__(self) -> None:

@@ -302,6 +302,20 @@ def test_missed_backend_is_told_where_it_would_be_taken(monkeypatch: pytest.Monk
 CHOICE = StepChoice(frozenset(choices.BY_MEMORY), "full", 6, 0, 10, False, 0, 0)
 
 
+def test_a_run_keeps_rows_beyond_use(workspace, capsys, monkeypatch) -> None:
+    """With and without a budget, though a new run would take fewer."""
+    monkeypatch.setattr(choices, "USEFUL_TOKENS", 1)
+    monkeypatch.setattr(choices, "USEFUL_WORK", 0)
+    same = {"batch_size": 4, "export": "false", "schedule": "constant"}
+    main(workspace.settings("rows", steps=1, micro_batch_size=4, **same))
+    for budget in ({}, {"memory_budget": 100}):
+        main(workspace.settings("rows", steps=1 + 1 + len(budget), resume="auto", **same, **budget))
+        step = 2 + len(budget)
+        saved = checkpoint.read_metadata(workspace.root / f"rows/checkpoints/step-{step:08d}")
+        assert saved["config"]["micro_batch_size"] == 4
+    assert "micro_batch_size 4 ->" not in capsys.readouterr().out
+
+
 def test_each_next_choice_takes_less() -> None:
     config = load(None, given(batch_size=24, micro_batch_size="auto"))
     found, steps = CHOICE, []

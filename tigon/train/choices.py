@@ -105,9 +105,10 @@ def open_settings(config: Config) -> frozenset[str]:
     return frozenset(name for name in BY_MEMORY if getattr(config, name) == "auto")
 
 
-def useful_rows(config: Config, sizes: MeshSizes, block: int) -> list[int]:
+def useful_rows(config: Config, sizes: MeshSizes, block: int, previous: int = 0) -> list[int]:
     """Returns the possible rows of a micro-batch, the most first, that are not beyond use for a
-    model with `block` parameters in a block; with optimizer_in_backward all rows of a rank."""
+    model with `block` parameters in a block, or that a run has had; with optimizer_in_backward all
+    rows of a rank."""
     if config.micro_batch_size != "auto":
         return [config.micro_batch_size]
     rows = max(1, config.batch_size // sizes.data)
@@ -115,7 +116,8 @@ def useful_rows(config: Config, sizes: MeshSizes, block: int) -> list[int]:
         return [rows]
     most = min(max(USEFUL_TOKENS, USEFUL_WORK // max(1, block)), MOST_TOKENS)
     tokens = -(-config.seq_len // sizes.context)
-    return [n for n in range(rows, 0, -1) if rows % n == 0 and (n == 1 or n * tokens <= most)]
+    divisors = (n for n in range(rows, 0, -1) if rows % n == 0)
+    return [n for n in divisors if n in (1, previous) or n * tokens <= most]
 
 
 def leanest_sharding(config: Config) -> Sharding:
@@ -241,7 +243,10 @@ def resolve_choices(
             "memory of a GPU, and there is no GPU here: give memory_budget=, in GiB"
         )
     if budget is None or not auto:
-        rows = useful_rows(config, sizes, 0)[-1]
+        with world.raise_on_all_ranks():
+            kept = _previous_way(source).rows
+        possible = useful_rows(config, sizes, 0, kept)
+        rows = kept if kept in possible else possible[-1]
         return replace(config, micro_batch_size=rows, sharding=leanest_sharding(config)), None
     choice: StepChoice | None = None
     with world.raise_on_all_ranks():
@@ -270,13 +275,17 @@ def _choose(
         tried = replace(config, micro_batch_size=way.rows, sharding=way.sharding)
         return estimate(model, task, tried, gpus, compute).total
 
-    layers = build().model.layers
-    rows = useful_rows(config, sizes, sum(p.numel() for p in layers[0].parameters()))
+    layers, previous = build().model.layers, _previous_way(source)
+    block = sum(p.numel() for p in layers[0].parameters())
+    rows = useful_rows(config, sizes, block, previous.rows)
     ways = [Way(how, n) for how in possible_shardings(config, sizes, compute) for n in rows]
-    saved = {} if source is None else checkpoint.read_metadata(source)
-    known: dict[str, Any] = saved.get("config") or {}
-    previous = Way(known.get("sharding", "full"), known.get("micro_batch_size", 0))
-    ways.sort(key=lambda way: (way != previous, MOVED[way.sharding] / way.rows))
+
+    def order(way: Way) -> tuple[bool, bool, float]:
+        """What the run has had, then its sharding, then the fastest."""
+        differs = source is not None and way.sharding != previous.sharding
+        return way != previous, differs, MOVED[way.sharding] / way.rows
+
+    ways.sort(key=order)
     tokens = -(-config.seq_len // sizes.context)
     all_rows = rows[0]
     if config.micro_batch_size == "auto" and config.batch_size * tokens <= MAX_TOKENS:
@@ -285,7 +294,16 @@ def _choose(
         total, ways, tokens, len(layers), budget,
         auto=auto, offload=config.activation_offload, all_rows=all_rows, previous=previous,
     )  # fmt: skip
-    return as_before(choice, saved.get("choice"))
+    return as_before(
+        choice, {} if source is None else checkpoint.read_metadata(source).get("choice")
+    )
+
+
+def _previous_way(source: Path | None) -> Way:
+    """Returns the way of the run that has saved this checkpoint; one of no rows without any."""
+    saved = {} if source is None else checkpoint.read_metadata(source)
+    known: dict[str, Any] = saved.get("config") or {}
+    return Way(known.get("sharding", "full"), known.get("micro_batch_size", 0))
 
 
 def as_before(choice: StepChoice, saved: Any) -> StepChoice:

@@ -51,8 +51,8 @@ class Exporter(checkpoint.BackgroundWriter):
         copy: bool = True,
     ) -> None:
         """Writes Hugging Face's format, or PEFT's of an adapter; what was at `target` stays until
-        the new one is complete. With copy=False no copy is made, and weights must stay as they are
-        until it is.
+        the new one is complete. Returns at once with `background` if host memory has room for a
+        copy, unless copy=False.
 
         `values` replace parameters, by name: this rank's shard of each. Raises SaveError if this or
         the export before it cannot be written.
@@ -66,8 +66,8 @@ class Exporter(checkpoint.BackgroundWriter):
             tensors, describe = prepare_save(model, dtype=dtype, values=values, **options)
             write = write_model
         nbytes = sum(block.rows * entry.row_bytes for entry in tensors for block in entry.blocks)
-        background = self.background and (not copy or checkpoint.fits_in_memory(nbytes, self.world))
-        if copy and background:
+        background = copy and self.background and checkpoint.fits_in_memory(nbytes, self.world)
+        if background:
             with self._ranks.sync_errors():  # the thread of a rank without a copy would not write
                 tensors = copy_to_host(tensors)
         self.pending = self._thread.submit(self._write, target, write, tensors, describe)

@@ -8,7 +8,7 @@ free of rounding, so a run that goes on prefers the rows and the sharding of its
 # B rows of a micro-batch, T tokens of a row
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -244,7 +244,7 @@ def resolve_choices(
         )
     if budget is None or not auto:
         with world.raise_on_all_ranks():
-            kept = _previous_way(source).rows
+            kept = _previous_way(_read_saved(source)).rows
         possible = useful_rows(config, sizes, 0, kept)
         rows = kept if kept in possible else possible[-1]
         return replace(config, micro_batch_size=rows, sharding=leanest_sharding(config)), None
@@ -275,7 +275,8 @@ def _choose(
         tried = replace(config, micro_batch_size=way.rows, sharding=way.sharding)
         return estimate(model, task, tried, gpus, compute).total
 
-    layers, previous = build().model.layers, _previous_way(source)
+    layers, saved = build().model.layers, _read_saved(source)
+    previous = _previous_way(saved)
     block = sum(p.numel() for p in layers[0].parameters())
     rows = useful_rows(config, sizes, block, previous.rows)
     ways = [Way(how, n) for how in possible_shardings(config, sizes, compute) for n in rows]
@@ -294,15 +295,17 @@ def _choose(
         total, ways, tokens, len(layers), budget,
         auto=auto, offload=config.activation_offload, all_rows=all_rows, previous=previous,
     )  # fmt: skip
-    return as_before(
-        choice, {} if source is None else checkpoint.read_metadata(source).get("choice")
-    )
+    return as_before(choice, saved.get("choice"))
 
 
-def _previous_way(source: Path | None) -> Way:
-    """Returns the way of the run that has saved this checkpoint; one of no rows without any."""
-    saved = {} if source is None else checkpoint.read_metadata(source)
-    known: dict[str, Any] = saved.get("config") or {}
+def _read_saved(source: Path | None) -> Mapping[str, Any]:
+    """Returns what a checkpoint says of its run; nothing without one."""
+    return {} if source is None else checkpoint.read_metadata(source)
+
+
+def _previous_way(saved: Mapping[str, Any]) -> Way:
+    """Returns the way of the run that has saved a checkpoint; one of no rows without any."""
+    known: Mapping[str, Any] = saved.get("config") or {}
     return Way(known.get("sharding", "full"), known.get("micro_batch_size", 0))
 
 

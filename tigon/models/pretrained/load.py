@@ -43,7 +43,7 @@ from tigon.models.pretrained.quantization import (
     load_quantized,
     quantize_model,
 )
-from tigon.models.quantization_config import KEY as QUANTISATION
+from tigon.models.quantization_config import KEY as QUANTIZATION
 from tigon.models.quantization_config import read_quantization
 from tigon.utils import config, memory
 from tigon.utils.json import escape, quote, read_json
@@ -89,7 +89,7 @@ def open_model(
     with prefix_errors(file):
         cls = _find_class(_text_config(content), models)
         scales = read_quantization(content)
-        config = parse_config(cls, content, ignored=(QUANTISATION,))
+        config = parse_config(cls, content, ignored=(QUANTIZATION,))
         return file, cls, config, lambda: Checkpoint.open(repository, scales)
 
 

@@ -185,8 +185,7 @@ class Saver(BackgroundWriter):
         copy: bool = True,
     ) -> Path:
         """Writes checkpoints/step-N, whose run.json has `metadata`; then prunes older ones. Returns
-        the path, at once with `background` if host memory has room for a copy, or with copy=False,
-        after which weights and states must stay as they are until `wait` returns.
+        the path, at once with `background` if host memory has room for a copy, unless copy=False.
 
         Raises FloatingPointError if a weight or a state is not finite, and SaveError if this or
         the save before it cannot be written.
@@ -216,10 +215,9 @@ class Saver(BackgroundWriter):
             self._prune(step)
 
         self._target, self._staging = target, ExitStack()
-        stager = self._stager if copy else InPlaceStager()
-        in_background = self.background and stager.fits(state, self.world)
+        in_background = copy and self.background and self._stager.fits(state, self.world)
         writer = Writer(self._make_directory, commit)
-        self.pending = self._write(state, writer, stager if in_background else None)
+        self.pending = self._write(state, writer, in_background=in_background)
         self.pending.add_done_callback(self._measure)
         if not in_background:
             self.wait()
@@ -234,12 +232,12 @@ class Saver(BackgroundWriter):
             new_directory(self._target, replace=True, needed=needed, stale=stale)
         )
 
-    def _write(self, state: State, writer: Writer, stager: "Stager | None") -> Future[None]:
-        """Writes the state, or in the background what `stager` makes of it. Returns a future that
-        ends with it and has its error, if any."""
+    def _write(self, state: State, writer: Writer, *, in_background: bool) -> Future[None]:
+        """Writes the state, or a copy of it in the background. Returns a future that ends with it
+        and has its error, if any."""
         options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
-        if stager is not None:
-            pending = dcp.async_save(dict(state), async_stager=stager, **options)
+        if in_background:
+            pending = dcp.async_save(dict(state), async_stager=self._stager, **options)
             assert isinstance(pending, Future)
             return pending
         done: Future[None] = Future()
@@ -288,31 +286,10 @@ class Saver(BackgroundWriter):
             self.world.log_rank0(f"an older checkpoint could not be removed: {error}")
 
 
-class Stager(AsyncStager):
-    """Makes of states what is written while training goes on, all of it before `stage` returns."""
-
-    _synchronize_after_execute = False
-
-    def fits(self, state: State, world: World) -> bool:
-        """Returns whether every host has memory for what `stage` makes of a state."""
-        return True
-
-    def synchronize_staging(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class InPlaceStager(Stager):
-    """Leaves states where they are, which nobody may change until they are written."""
-
-    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(state_dict)
-
-
-class CopyStager(Stager):
+class CopyStager(AsyncStager):
     """Copies states into buffers in host memory, pinned for a GPU, which the next save reuses."""
+
+    _synchronize_after_execute = False  # `stage` returns when all is copied
 
     def __init__(self) -> None:
         self.buffers: dict[str, list[Tensor]] = {}
@@ -329,6 +306,12 @@ class CopyStager(Stager):
                     "training waits while checkpoints are written"
                 )
         return self._fits
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the tensors copied into host memory, which is kept for the next save."""

@@ -72,6 +72,7 @@ def test_peak_of_each_rank(workspace: Any, tmp_path: Path, parallel: dict[str, i
         path = tmp_path / f"{name}.json"
         path.write_text(json.dumps(deep | changes))
         ends = {"init": path, "tokenizer": workspace.model, "model": "", "steps": 1}
+        ends |= {"batch_size": 4, "micro_batch_size": 1}
         settings.append(workspace.settings(name, **ends))
     Ranks(4, peaks, str(tmp_path), *settings, parallel).finish()
     for rank in range(4):

@@ -2,15 +2,8 @@
 
 from tigon.data.cache import cache_root, clean_cache
 from tigon.data.collate import MicroBatch
-from tigon.data.encode import (
-    ChatEncoder,
-    LabelledEncoder,
-    PairEncoder,
-    RewardedEncoder,
-    TextEncoder,
-    TopEncoder,
-    read_texts,
-)
+from tigon.data.encode import ChatEncoder, TextEncoder, TopEncoder, read_texts
+from tigon.data.encode_answers import LabelledEncoder, PairEncoder, RewardedEncoder
 from tigon.data.examples import Encoder, EncodingReport, Example, Examples, collect, join, read
 from tigon.data.formats import Format
 from tigon.data.loader import Loader

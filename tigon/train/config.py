@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 from tigon.data import Entry
 from tigon.data.formats import REQUIRED_KEYS
-from tigon.hub import check_repository
 from tigon.kernels.attention.api import Backend
 from tigon.models import LoraConfig
 from tigon.models.pretrained.quantization import Quantize
+from tigon.models.pretrained.upload import check_repository
 from tigon.parallel import MeshSizes
 from tigon.tokenizer.chat_template import check_variables
 from tigon.train.config_rules import MAX_TOKENS, check_settings

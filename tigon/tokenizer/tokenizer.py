@@ -361,22 +361,10 @@ class Tokenizer:
         ambiguous. It leaves out turns that the template writes differently when others follow, and
         empty blocks of reasoning: `encode_chat_rows` can include them.
         """
-        ids, weights = self.encode_weighted_chat(
+        ((ids, weights),) = self.encode_chat_rows(
             messages, tools=tools, chat_template=chat_template, **variables
-        )
+        ).rows
         return ids, [weight > 0 for weight in weights]
-
-    def encode_weighted_chat(
-        self, messages: Sequence[Message], **options: Any
-    ) -> tuple[list[int], list[float]]:
-        """Returns the one row of `encode_chat_rows`, which takes the same arguments.
-
-        Raises ValueError if there are several.
-        """
-        rows = self.encode_chat_rows(messages, **options).rows
-        if len(rows) > 1:
-            raise ValueError("the conversation has several rows: encode_chat_rows returns them")
-        return rows[0]
 
     def encode_chat_rows(
         self,
@@ -462,9 +450,9 @@ class Tokenizer:
         check_messages(messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[: turns[-1] + 1] if turns else messages
-        ids, weights = self.encode_weighted_chat(
+        ((ids, weights),) = self.encode_chat_rows(
             messages, tools=tools, train_on="last", **variables
-        )
+        ).rows
         learned = [i for i, weight in enumerate(weights) if weight]
         turn = [ids[i] for i in learned]
         while len(turn) > 1 and not self.decode(turn[-1:]).strip():

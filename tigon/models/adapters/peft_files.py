@@ -446,26 +446,43 @@ def _lora_config(
             f"have {projections}"
         )
     _check_complete(values, stems, known, in_file)
-    ranks, alphas = {}, {}
+    adapted = {stem: module for stem, module in known.items() if stem in stems}
     names = [*map(in_file, stems), *(in_file(module.name) for module in known.values())]
     rank_patterns = Patterns(values, "rank_pattern", int, names)
     alpha_patterns = Patterns(values, "alpha_pattern", int | float, names)
-    for stem in filter(stems.__contains__, known):
-        module, name = known[stem], known[stem].name
-        module_rank = rank_patterns.lookup(in_file(name), rank)
+    ranks = {m.name: rank_patterns.lookup(in_file(m.name), rank) for m in adapted.values()}
+    alphas = {m.name: alpha_patterns.lookup(in_file(m.name), alpha) for m in adapted.values()}
+    for stem, module in adapted.items():
         end = "lora_embedding_A" if module.projection == "embed_tokens" else "lora_A.weight"
-        info = tensors.get(f"{stem}.{end}")
-        rows = module_rank
+        info, rows = tensors.get(f"{stem}.{end}"), ranks[module.name]
         if module.experts:
             rows *= len(model.get_submodule(module.path).get_parameter(module.projection))
         if info is not None and info.shape[:1] != (rows,):
             raise ValueError(
-                f"{stem}.{end} is {list(info.shape)}, and the rank is said to be {module_rank}"
+                f"{stem}.{end} is {list(info.shape)}, and the rank is said to be "
+                f"{ranks[module.name]}"
             )
-        if module_rank != rank:
-            ranks[name] = module_rank
-        if (module_alpha := alpha_patterns.lookup(in_file(name), alpha)) != alpha:
-            alphas[name] = module_alpha
+    base = parse_base(values)
+    return LoraConfig(
+        rank=rank,
+        alpha=alpha,
+        targets=tuple(shorten_names(model, [known[stem].name for stem in stems])),
+        dropout=values.get("lora_dropout", 0.0),
+        rslora=bool(values.get("use_rslora")),
+        dora=bool(values.get("use_dora")),
+        rank_pattern={name: n for name, n in ranks.items() if n != rank},
+        alpha_pattern={name: n for name, n in alphas.items() if n != alpha},
+        modules_to_save=_saved_names(values, tensors, model),
+        base=base.name,
+        revision=base.revision or "",
+    )
+
+
+def _saved_names(
+    values: Mapping[str, Any], tensors: Collection[str], model: LanguageModel
+) -> tuple[str, ...]:
+    """Returns the modules_to_save of PEFT's config by the names that adapters here have for them;
+    raises ValueError for what is no list of names."""
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise ValueError(f"modules_to_save={quote(saved)} is not a list of names")
@@ -477,20 +494,7 @@ def _lora_config(
     saved_names |= {name: None for name, path in paths if path in tensors}
     if "score" in savable:
         saved_names.pop("classifier", None)
-    base = parse_base(values)
-    return LoraConfig(
-        rank=rank,
-        alpha=alpha,
-        targets=tuple(shorten_names(model, [known[stem].name for stem in stems])),
-        dropout=values.get("lora_dropout", 0.0),
-        rslora=bool(values.get("use_rslora")),
-        dora=bool(values.get("use_dora")),
-        rank_pattern=ranks,
-        alpha_pattern=alphas,
-        modules_to_save=tuple(saved_names),
-        base=base.name,
-        revision=base.revision or "",
-    )
+    return tuple(saved_names)
 
 
 def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | None:

@@ -236,12 +236,8 @@ def write_description(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write indented JSON, and flush it to the disk."""
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes indented JSON."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # Uploading

@@ -1,12 +1,12 @@
 """What a training step costs over length, batch and model size, beside its peer and its prediction.
 
 A step is that of bench/train_step.py: forward, backward and AdamW in bf16, on the same weights and
-random tokens, without recomputation. Ours runs from CUDA graphs in steps of at most 4,096 tokens;
-the peer has the faster of two attentions there, and in longer ones flash-attn-4 where it is
-installed, else SDPA. A model is built once for all its points; a time is the median of some steps,
-and the longest step is made once. What does not fit is recorded as such. The prediction is that of
-`tigon plan`, made when a record is shown. Figures of several GPUs are those of bench/train_multi.py
-and bench/parallel.py.
+random tokens, without recomputation. Ours runs from CUDA graphs in steps of at most 4,096 tokens,
+as it comes; the peer has the faster of two attentions there, and is not compiled, as it is in
+bench/train_step.py. In longer steps the peer has flash-attn-4 where it is installed, else SDPA. A
+model is built once for all its points; a time is the median of some steps, and the longest step is
+made once. What does not fit is recorded as such. The prediction is that of `tigon plan`, made when
+a record is shown. Figures of several GPUs are those of bench/train_multi.py and bench/parallel.py.
 
     python bench/cost_curves.py                  # all
     python bench/cost_curves.py --write-docs     # of docs/performance.md; needs no GPU
@@ -115,6 +115,8 @@ def measure_peer(training: Training, point: Point, device: str, tiny: bool) -> R
     """With the fastest of the attentions that are tried."""
     best: Record = {}
     for options in options_of(point.case, device):
+        if options.compiled:  # compiling takes a minute for each point
+            break
         if "ms" in best and point.rows * point.tokens > SHORT:
             break
         found = guarded(training, point, device, tiny, options.attention)

@@ -2,10 +2,11 @@
 
 A checkpoint with random weights and 20,000 ragged chats lie on the disk. Each side is a process of
 its own: it starts, tokenizes and packs, loads, trains some steps, evaluates once, and writes the
-model. Weights, gradients and states are bf16 on all sides; rows, tokens of a row, steps and
-learning rate are the same, only assistants' turns are learned, and tokens are those of chats,
-without padding. Files are in the page cache and Python's bytecode is compiled beforehand; caches of
-compiled kernels and of data are empty for each side.
+model. Weights, gradients and states are bf16 on all sides, but adapters float32, as is the default
+of all; rows, tokens of a row, steps and learning rate are the same, only assistants' turns are
+learned, and tokens are those of chats, without padding. Losses after the last step must agree.
+Files are in the page cache and Python's bytecode is compiled beforehand; caches of compiled kernels
+and of data are empty for each side.
 
 A side that the record has at this commit, with as many steps, is not measured again: a run that is
 cut off goes on with the same command.
@@ -38,12 +39,14 @@ from bench import end_to_end_files as files
 from bench import harness
 from bench.end_to_end_side import COMPILE, STEPS, Request
 from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, progress
+from bench.train_cases import MODELS
 from bench.varlen import VARLEN
 
 HERE = Path(__file__).parent
 DOCUMENT = "docs/performance.md"
 OURS = "Tigon"
 SPEED, MEMORY, FIRST_STEP = 1.5, 0.8, 20.0  # targets beside the best peer; seconds, for 8B
+APART = 0.02  # of losses on held-out chats, after as many steps on the same chats in another order
 CHATS, HELD_OUT = 20_000, 200
 LENGTH, ROWS, RANK = 8192, 2, 16
 LIBRARIES = {
@@ -197,6 +200,7 @@ def run_side(job: Job, root: Path, case: Case, name: str) -> Record:
             steps=options.steps,
             lr=2e-4 if case.rank else 1e-5,
             rank=case.rank,
+            experts="num_experts" in MODELS[case.model][2],
             attention=attention(),
             tiny=tiny,
         )
@@ -294,6 +298,9 @@ def verdicts(name: str, sides: Record) -> list[str]:
     if (limit := CASES[name].limit) is not None:
         what = f"{name}: seconds from start to first step"
         said.append(harness.verdict(what, ours["first_step"], limit, most=True))
+    losses = {n: of["eval_loss"] for n, of in sides.items() if "error" not in of}
+    if max(losses.values()) > (1 + APART) * min(losses.values()):
+        said.append(f"WRONG: {name}: losses on held-out chats differ: {losses}")
     return said
 
 
@@ -301,7 +308,8 @@ def learned(sides: Record) -> str:
     """How many tokens each side has trained on and learned, of one case."""
     parts = [
         f"{name} {found['tokens'] / found['steps']:,.0f} tokens a step, of which "
-        f"{found['learned'] / found['steps']:,.0f} are learned"
+        f"{found['learned'] / found['steps']:,.0f} are learned, to a held-out loss of "
+        f"{found['eval_loss']:.4f}"
         for name, found in sides.items()
         if "error" not in found
     ]

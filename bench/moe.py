@@ -149,10 +149,12 @@ def layer(name: str, quick: bool, device: str = "cuda") -> Record:
     return {"shape": SHAPES[name], "flops_forward": flops, "providers": providers}
 
 
-def their_stack(config: Record, device: str, *, with_liger: bool) -> Any:
-    if with_liger:
-        imported("liger_kernel.transformers:apply_liger_kernel_to_qwen3_moe")()
-    return random_model("Qwen3Moe", config, device)
+def their_stack(config: Record, device: str, **liger: bool) -> Any:
+    """With Liger's kernels as these options have it, and without them where there are none."""
+    if liger:
+        imported("liger_kernel.transformers:apply_liger_kernel_to_qwen3_moe")(**liger)
+    attention = "flash_attention_4" if harness.installed("flash-attn-4") else "sdpa"
+    return random_model("Qwen3Moe", config, device, attention)
 
 
 def stack(config: Record, quick: bool, device: str = "cuda") -> Record:
@@ -163,8 +165,9 @@ def stack(config: Record, quick: bool, device: str = "cuda") -> Record:
     ours = partial(tigon.Qwen3Moe.from_config, config, dtype=torch.bfloat16, device=device)
     makers = {
         "tigon": ours,
-        "transformers": partial(their_stack, config, device, with_liger=False),
-        "transformers + Liger": partial(their_stack, config, device, with_liger=True),
+        "transformers": partial(their_stack, config, device),
+        "transformers + Liger, grouped_mm": partial(their_stack, config, device, swiglu=False),
+        "transformers + Liger": partial(their_stack, config, device, swiglu=True),
     }
     inputs = {"input_ids": ids, "labels": ids}
     found = measure.training_steps(makers, inputs, ONCE if quick else STEP, adam)

@@ -5,8 +5,9 @@ same weights, drawn by their names, and the same tokens. No blocks are recompute
 says so; of LoRA's cases the peer has PEFT, and adapters alone have gradients; of QLoRA's it has its
 projections in bitsandbytes' layers, with the same 4 bits. The peer has torch's fused AdamW and its
 best settings, which short trials choose: its attention (flash-attn-4 where it works there), and its
-experts. In each round both sides are built, trained and freed in turn in one process; a ratio is
-the median over the rounds.
+experts, and torch.compile with CUDA graphs in the cases where ours has CUDA graphs. In each round
+both sides are built, trained and freed in turn in one process; a ratio is the median over the
+rounds.
 
 Cases are added to one record as they come: what it has of a case, at this commit, is not measured
 again. So a run that is cut off goes on with the same command, and parts can be asked for by name.
@@ -43,6 +44,7 @@ LIBRARIES = {
     "bitsandbytes": "bitsandbytes",
     "PEFT": "peft",
     "flash-attn-4": "flash-attn-4",
+    "FLA": "fla-core",
     "triton": "triton",
 }
 LEAST_SECONDS = 20.0  # below which no process is started

@@ -347,7 +347,7 @@ def check_moe(record: Record) -> None:
 def check_padding(record: Record) -> None:
     rows = record["providers"]
     assert record["real"] < math.prod(record["shape"])
-    for row in rows.values():
+    for row in (row for row in rows.values() if "error" not in row):
         near(row, rows[padding.WITH], 1e-3, "loss")
         assert row["gradient_off"] < 0.01
 
@@ -451,7 +451,7 @@ def check_curves(record: Record) -> None:
 
 def check_generate(record: Record) -> None:
     one, many, prefill = record["cases"]
-    assert [r["ms"] for r in one["providers"]] == [pytest.approx([n] * 3) for n in (1.0, 3.0)]
+    assert [r["ms"] for r in one["providers"]] == [pytest.approx([n] * 3) for n in (1.0, 3.0, 3.0)]
     moved = 2 * Size(SMALL_LLAMA).parameters + 3 * 7.5 * Size(SMALL_LLAMA).cached()
     share = generate.share(record, many, many["providers"][0])
     assert share == pytest.approx(1e3 * moved / record["copy"]["bytes_per_second"])
@@ -696,15 +696,35 @@ def test_ends_beside_the_best_peer() -> None:
     """The fastest over all; a side that failed is none, and warm-up is beyond usual steps."""
     phases = dict.fromkeys(end_to_end_side.PHASES, 1.0) | {"steps": 9.0}
     side = {"wall": 20.0, "first_step": 6.0, "phases": phases, "steps": 4, "gaps": [2.0, 1.0, 1.0]}
-    side |= {"tokens": 4000, "learned": 2000, "allocated_gib": 10.0, "asked": 4, "command": "c"}
+    side |= {"tokens": 4000, "learned": 2000, "allocated_gib": 10.0, "asked": 4, "eval_loss": 9.0}
     parts = end_to_end.seconds_of(side)
     assert (parts["steps"], parts["warm-up"]) == (4.0, 6.0)
     assert parts["other"] == 20 - 3 - 10 - 2  # the rest of the process too
     peers = {"TRL": side | {"wall": 40.0}, end_to_end.TRL: side | {"allocated_gib": 20.0}}
-    sides = {end_to_end.OURS: side | {"wall": 10.0}, **peers, "other": {"error": "no"}}
+    sides: Record = {end_to_end.OURS: side | {"wall": 10.0}, **peers, "other": {"error": "no"}}
     said = end_to_end.verdicts("8B LoRA", sides)
     assert [line.partition(":")[0] for line in said] == ["met"] * 3
     assert "2.000" in said[0] and "0.500" in said[1] and "6.000" in said[2]
+    sides[end_to_end.TRL]["eval_loss"] = 9.5
+    assert end_to_end.verdicts("8B LoRA", sides)[3].startswith("WRONG")
+
+
+def test_peers_have_what_tigon_has() -> None:
+    """CUDA graphs where Tigon has them, no spelled-out attention alone; the fastest one counts."""
+    graphs, plain, gpt_oss = (
+        [o.name for o in train_cases.options_of(train_cases.CASES[name], "cuda")]
+        for name in ("Llama-3.2-1B 1 x 512", "Qwen3-4B 2 x 8192", "gpt-oss-20b, 8 layers, 1 x 4096")
+    )
+    assert "sdpa, compiled" in graphs and plain == ["flash_attention_4", "sdpa"]
+    assert "flex_attention" in gpt_oss
+    static = {"name": generate_cases.STATIC, "ms": [5.0, 6.0, 7.0]}
+    eager = {"name": generate_cases.THEIRS, "ms": [20.0, 21.0, 22.0]}
+    ours = {"name": OURS, "ms": [3.0, 3.0, 3.0]}
+    case = {"providers": [ours, eager, static, {"name": generate_cases.FLASH, "error": "no"}]}
+    assert generate.times(case, ours) == 2.0
+    case = {"name": "c", "sides": {neighbours.PEER: [5.0, 6.0], neighbours.FLASH: [7.0, 7.0]}}
+    assert neighbours.fastest_peer(case) == neighbours.FLASH
+    assert neighbours.differing(case | {"losses": {"a": 11.8, "b": 11.9}})
 
 
 def test_wrong_token_is_noticed() -> None:

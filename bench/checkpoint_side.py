@@ -4,7 +4,7 @@ It loads once, says how long that took and what memory it took at the most, and 
 all weights, which must be the same on every side and brings in pages that are still in the file.
 `exports` instead loads on both sides, saves each once beside MODEL, and writes as many raw bytes.
 
-python bench/checkpoint_side.py tigon|tigon-mmap|transformers|tigon-ranks|exports MODEL DTYPE DEVICE
+python -m bench.checkpoint_side tigon|tigon-mmap|transformers|tigon-ranks|exports MODEL DTYPE DEVICE
 """
 
 import gc
@@ -19,9 +19,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor, nn
@@ -216,7 +213,7 @@ def exports(model: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
     sides = {
         "tigon": lambda: seconds(ours.save_pretrained, target),
         "transformers": lambda: seconds(theirs.save_pretrained, target),
-        "raw": lambda: seconds(lambda target: raw(target, source, wait=True), target),
+        "raw": lambda: seconds(lambda target: raw(target, source), target),
     }
     found: dict[str, Any] = {}
     for name, save in sides.items():
@@ -236,4 +233,4 @@ def main(side: str, model: str, dtype: str, device: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))
+    print(json.dumps({"kind": "side", **main(*sys.argv[1:])}))

@@ -3,7 +3,7 @@
 They are drawn from fixed seeds, so that every side and every call has the same ones; what is there
 already is not written again.
 
-python bench/end_to_end_files.py '{"model": "Llama-3.2-1B", "root": "/tmp/end_to_end", ...}'
+python -m bench.end_to_end_files '{"model": "Llama-3.2-1B", "root": "/tmp/end_to_end", ...}'
 """
 
 import json
@@ -12,9 +12,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import tokenizers

@@ -3,7 +3,7 @@
 The library runs as its documentation has it. Only clocks are added, around functions by name: each
 second of the process belongs to the innermost phase that it is in, so that phases add up to all.
 
-python bench/end_to_end_side.py '{"library": "tigon", "model": "/tmp/model", ...}'   # see Request
+python -m bench.end_to_end_side '{"library": "tigon", "model": "/tmp/model", ...}'   # see Request
 """
 
 import json
@@ -17,9 +17,6 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 Record = dict[str, Any]
 START, DATA, MODEL, COMPILE, STEPS = "start", "data", "model", "compile", "steps"

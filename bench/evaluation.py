@@ -7,14 +7,13 @@ and say the same words. TigonLM has its default, batch_size=auto; `hf` has the b
 still. A time is that of lm_eval.evaluate with the model loaded,
 from requests to metrics, after some questions of each task that are not timed.
 
-    python bench/evaluation.py                  # all tasks
-    python bench/evaluation.py --write-docs     # of docs/evaluation.md; needs no GPU
+    python -m bench.evaluation                  # all tasks
+    python -m bench.evaluation --write-docs     # of docs/evaluation.md; needs no GPU
 """
 
 import json
 import math
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,15 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
 import tigon
 from bench import harness
 from bench.compare_side import LLAMA_1B
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from bench.harness import Bench, Job, Record, figure, markdown, progress, report, verdict
 from bench.peers import imported
 from tests.support.benchmarks import DATA
 from tests.support.small import LLAMA, write_tokenizer
@@ -270,17 +266,15 @@ def show(record: Record) -> str:
         ]
         cells = [case["what"], str(case["rows"]), f"{figure(theirs)} ({best})", figure(ours)]
         rows.append([*cells, figure(faster(record, name)), ", ".join(others)])
-    parts = [f"{heading(record, record['libraries'])}.", markdown(head, rows)]
     there = {case["name"] for case in record["cases"]}
-    if missing := [work.what for name, work in WORKS.items() if name not in there]:
-        parts.append(f"Not measured: {'; '.join(missing)}.")
-    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in verdicts(record))])
+    missing = [work.what for name, work in WORKS.items() if name not in there]
+    note = f"Not measured: {'; '.join(missing)}." if missing else ""
+    return report(record, markdown(head, rows), note, (f"- {line}" for line in verdicts(record)))
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
-    job.record["libraries"] = {k: harness.installed(name) for k, name in LIBRARIES.items()}
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "cases": []}
+    job.record |= {"cases": []}
     works = {name: small(work) if tiny else work for name, work in WORKS.items()}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "tasks").mkdir()
@@ -289,11 +283,18 @@ def run(job: Job) -> str:
         sides = Sides(Path(folder) / "model", tasks, tiny)
         for name in job.only:
             job.append("cases", measure(sides, name, works[name]))
-    return show(job.record)
 
 
-OPTIONS = (("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),)
-BENCH = Bench("evaluation", __doc__, run, show, list(WORKS), "docs/evaluation.md", options=OPTIONS)
+BENCH = Bench(
+    "evaluation",
+    __doc__,
+    run,
+    show,
+    list(WORKS),
+    "docs/evaluation.md",
+    libraries=LIBRARIES,
+    tiny=True,
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -4,16 +4,11 @@ Random weights of the shape of Llama-3.1-8B on a GPU; bench/cpu.py has what a CP
 docs/generation.md says what is compared, and how; --write-docs puts the figures there.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor
@@ -21,7 +16,7 @@ from torch import Tensor
 from bench import generate_cases as cases
 from bench import harness, timing
 from bench.generate_cases import CASES, FLASH, LLAMA_8B, OURS, STATIC, THEIRS, Decode, Prefill, Size
-from bench.harness import Bench, Job, Record, figure, progress, row_of, verdict
+from bench.harness import Bench, Job, Record, figure, heading, progress, report, row_of, verdict
 from bench.measure import ONCE, Attempt, Effort, in_turn
 from bench.timing import quantiles
 
@@ -30,7 +25,7 @@ COPY = Effort(rounds=1, total=100.0, least=10, most=60)
 LIMIT = Effort(rounds=1, total=300.0, least=5, most=100)  # as long as clocks take to settle
 FORWARD = Effort(rounds=2, total=1500.0, least=3, most=6)
 PATIENCE = 100.0  # seconds in which a provider must have compiled and generated once
-PACKAGES = ("transformers", "triton", "flash-attn-4")
+LIBRARIES = {name: name for name in ("transformers", "triton", "flash-attn-4")}
 # Case, what is looked at, at least
 TARGETS = (
     ("decode 1 x 1024", "share", 0.85),
@@ -46,11 +41,9 @@ PARTS = {"products": "GEMMs", "passes": "memory-bound kernels"}
 
 
 def seconds(run: Callable[[], object]) -> float:
-    timing.wait()
-    start = time.perf_counter()
+    start = timing.now()
     run()
-    timing.wait()
-    return time.perf_counter() - start
+    return timing.now() - start
 
 
 class Decoding(Attempt):
@@ -228,17 +221,15 @@ def verdicts(record: Record) -> Iterator[str]:
 
 
 def show(record: Record) -> str:
-    head = harness.heading(record, record["packages"])
     speed = record["copy"]["bytes_per_second"] / 1e12
-    parts = [f"{head}; a copy of 1 GiB in the same run: {speed:.2f} TB/s."]
-    parts += [table(record, case) for case in record["cases"]]
-    return "\n\n".join([*parts, "\n".join(verdicts(record))])
+    title = f"{heading(record)}; a copy of 1 GiB in the same run: {speed:.2f} TB/s."
+    tables = (table(record, case) for case in record["cases"])
+    return report(record, *tables, verdicts(record), title=title)
 
 
-def run(job: Job) -> str:
-    job.record["packages"] = {name: harness.installed(name) for name in PACKAGES}
+def run(job: Job) -> None:
     copy = COPY.bandwidth(COPIED)
-    job.record |= {"machine": job.record["gpu"], "copy": copy, "config": LLAMA_8B, "cases": []}
+    job.record |= {"copy": copy, "config": LLAMA_8B, "cases": []}
     models: dict[str, Any] = {}
     for name, make in {OURS: cases.ours, THEIRS: cases.theirs}.items():
         progress(f"random weights: {name}")
@@ -249,10 +240,10 @@ def run(job: Job) -> str:
         else:
             found = prefill(case, models, job.quick) | limit(case, copy["bytes_per_second"])
         job.append("cases", found, table(job.record, found))
-    return "\n".join(verdicts(job.record))
 
 
-BENCH = Bench("generate", __doc__, run, show, [c.name for c in CASES], "docs/generation.md")
+NAMES = [case.name for case in CASES]
+BENCH = Bench(*("generate", __doc__, run, show, NAMES, "docs/generation.md"), libraries=LIBRARIES)
 
 if __name__ == "__main__":
     harness.main(BENCH)

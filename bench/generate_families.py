@@ -11,13 +11,8 @@ recurrence also writes its own.
 # B rows, E experts
 """
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import nn
@@ -27,7 +22,7 @@ from bench import harness, timing
 from bench.compare_side import TINY
 from bench.generate import COPIED, COPY, Decoding, fastest_peer
 from bench.generate_cases import OURS, STATIC, THEIRS, Decode
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, row_of
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, report, row_of
 from bench.measure import in_turn
 from bench.train_cases import MODELS, NO_SDPA, TINY_SHARED, Options, fill_ours, peer_model
 from bench.train_side import free, guarded
@@ -36,7 +31,7 @@ NAMES = ("Qwen3.5-0.8B", "gpt-oss-20b", "Gemma4-E4B", "Qwen3.5-35B-A3B", "Qwen3.
 BATCHES = (1, 64)
 CONTEXT = 1024
 SMALL = TINY | TINY_SHARED | {"num_hidden_layers": 4}  # one of which is full attention
-PACKAGES = ("transformers", "triton")
+LIBRARIES = {name: name for name in ("transformers", "triton")}
 DOUBT = 0.1  # of the logits' deviations, in the mean over tokens
 # Times the embeddings of bench/train_cases.py. Without it the first layers' branches are most of
 # the stream, and where two experts are nearly tied rounding decides about all that follows
@@ -110,16 +105,14 @@ def measure(name: str, tiny: bool) -> Record:
     return {"layers": models[OURS].config.num_hidden_layers, "apart": apart, "cases": found}
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
     copy = {"bytes_per_second": BANDWIDTH_ON_CPU} if tiny else COPY.bandwidth(COPIED)
-    job.record["packages"] = {name: harness.installed(name) for name in PACKAGES}
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "copy": copy, "models": []}
+    job.record |= {"copy": copy, "models": []}
     for name in job.only:
         free()
         found = {"name": name, **guarded(lambda name=name: measure(name, tiny))}
         job.append("models", found, "\n".join(" | ".join(row) for row in rows(job.record, found)))
-    return show(job.record)
 
 
 def rows(record: Record, model: Record) -> Iterator[list[str]]:
@@ -164,9 +157,8 @@ def show(record: Record) -> str:
     ]
     table = markdown(head, (row for model in record["models"] for row in rows(record, model)))
     speed = record["copy"]["bytes_per_second"] / 1e12
-    title = f"{heading(record, record['packages'])}; a copy in the same run: {speed:.2f} TB/s."
-    rest = missing(record), "\n".join(wrong(record))
-    return "\n\n".join(part for part in (title, table, *rest) if part)
+    title = f"{heading(record)}; a copy in the same run: {speed:.2f} TB/s."
+    return report(record, table, missing(record), wrong(record), title=title)
 
 
 def wrong(record: Record) -> Iterator[str]:
@@ -178,9 +170,10 @@ def wrong(record: Record) -> Iterator[str]:
                     yield f"WRONG: {where}: logits are {figure(row['mean_choice'])} deviations off"
 
 
-OPTIONS = (("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),)
 BENCH = Bench(
-    *("generate_families", __doc__, run, show, NAMES, "docs/generation.md"), options=OPTIONS
+    *("generate_families", __doc__, run, show, NAMES, "docs/generation.md"),
+    libraries=LIBRARIES,
+    tiny=True,
 )
 
 if __name__ == "__main__":

@@ -3,23 +3,19 @@
 The trainer's own steps with bf16 weights, gradients and states: Llama-3.1-8B's shape, and
 Qwen3-30B-A3B's with 8 layers.
 
-    python bench/layouts.py                 # about 300 s; starts the processes itself
+    python -m bench.layouts                 # about 300 s; starts the processes itself
 """
 
 import json
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
 from bench import harness
-from bench.estimates import run_ranks
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress
+from bench.processes import run_ranks
 from bench.train_cases import MODELS
 from bench.train_multi import SIDE, settings, write_inputs
 from bench.train_multi import Side as Ranks

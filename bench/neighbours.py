@@ -9,39 +9,25 @@ turn; a ratio is the median over the rounds.
 """
 
 import gc
-import sys
 import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tigon
-from bench import harness
+from bench import harness, timing
 from bench.compare_side import LLAMA_1B
-from bench.harness import (
-    Bench,
-    Job,
-    Record,
-    figure,
-    heading,
-    installed,
-    markdown,
-    progress,
-    verdict,
-)
+from bench.harness import Bench, Job, Record, figure, installed, markdown, progress, report, verdict
 from bench.peers import random_model
 from bench.train_cases import LLAMA_8B, fill, fill_ours
 from tests.support.small import LLAMA
 from tigon.integrations.transformers import as_transformers
 
+LIBRARIES = {"transformers": "transformers", "Liger": "liger-kernel", "triton": "triton"}
+LIBRARIES["flash-attn-4"] = "flash-attn-4"
 BEGIN = 5  # steps that are not timed
 CASES: dict[str, tuple[Record, int, int]] = {  # config, rows of a step, tokens of a row
     "Llama-3.2-1B, 4 x 4096": (LLAMA_1B, 4, 4096),
@@ -60,13 +46,7 @@ class Clock(TrainerCallback):
         self.times: list[float] = []
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.times.append(now())
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+        self.times.append(timing.now())
 
 
 def native_model(config: Record, device: str) -> tigon.CausalLM:
@@ -98,7 +78,7 @@ def native_loop(config: Record, ids: torch.Tensor, device: str) -> Run:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-        times.append(now())
+        times.append(timing.now())
     return times, float(torch.stack(losses).mean())
 
 
@@ -201,27 +181,29 @@ def show(record: Record) -> str:
         for kind, other in ((NATIVE, NATIVE), (PEER, fastest_peer(case)))
     ]
     ends += [line for case in record["cases"] for line in differing(case)]
-    return "\n\n".join(
-        [f"{heading(record, record['libraries'])}.", markdown(head, rows), "\n".join(ends)]
-    )
+    return report(record, markdown(head, rows), ends)
 
 
-def run(job: Job) -> str:
-    job.record["machine"] = job.record.get("gpu", "CPU")
-    packages = {"transformers": "transformers", "Liger": "liger-kernel", "triton": "triton"}
-    packages["flash-attn-4"] = "flash-attn-4"
-    job.record["libraries"] = {name: installed(package) for name, package in packages.items()}
+def run(job: Job) -> None:
     for case in job.only:
         job.append("cases", measured(case, job))
-    return show(job.record)
 
 
 OPTIONS = (
     ("--rounds", {"type": int, "default": 3}),
     ("--steps", {"type": int, "default": 20, "help": "steps that are timed"}),
-    ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
-BENCH = Bench("neighbours", __doc__, run, show, list(CASES), "docs/neighbours.md", options=OPTIONS)
+BENCH = Bench(
+    "neighbours",
+    __doc__,
+    run,
+    show,
+    list(CASES),
+    "docs/neighbours.md",
+    options=OPTIONS,
+    libraries=LIBRARIES,
+    tiny=True,
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -6,15 +6,10 @@ the blocks; with `drop_padding=False`; and transformers with SDPA and with flash
 padding around attention. --write-docs puts the figures into docs/attention.md.
 """
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor
@@ -96,11 +91,10 @@ def show(record: Record) -> str:
     )
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     job.record["transformers"] = installed("transformers")
     inputs = {name: x.cuda() for name, x in batch(LLAMA_1B["vocab_size"], ROWS, MEAN).items()}
     job.add(**measured(LLAMA_1B, inputs, ONCE if job.quick else EFFORT))
-    return show(job.record)
 
 
 BENCH = Bench("padding", __doc__, run, show, ["padding"], "docs/attention.md")

@@ -3,9 +3,8 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -15,32 +14,12 @@ AIM = 1 / 3  # of transformers' time, where the disk allows
 Save = Callable[[Path], object]
 
 
-@contextmanager
-def unsynced() -> Iterator[None]:
-    """Nothing waits for the disk."""
-    fsync, os.fsync = os.fsync, lambda descriptor: None
-    try:
-        yield
-    finally:
-        os.fsync = fsync
-
-
-def sync(directory: Path) -> None:
-    for path in [*directory.iterdir(), directory]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
-def raw(target: Path, like: Path, *, wait: bool, reserve: bool = False) -> None:
-    """Files of the sizes of another export, each by several threads."""
+def raw(target: Path, like: Path) -> None:
+    """Files of the sizes of another export, each by several threads, as fast as the disk allows."""
     target.mkdir()
     buffer = torch.randint(256, (BLOCK,), dtype=torch.uint8).numpy().data
     sizes = {p.name: p.stat().st_size for p in like.iterdir() if p.suffix == ".safetensors"}
     files = {name: os.open(target / name, os.O_WRONLY | os.O_CREAT) for name in sizes}
-    if reserve:
-        for name, size in sizes.items():
-            os.posix_fallocate(files[name], 0, size)
 
     def write(job: tuple[str, int]) -> None:
         name, begin = job
@@ -49,8 +28,7 @@ def raw(target: Path, like: Path, *, wait: bool, reserve: bool = False) -> None:
     jobs = [(name, i) for name, size in sizes.items() for i in range(0, size, BLOCK)]
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         list(pool.map(write, sorted(jobs, key=lambda job: job[1])))
-        if wait:
-            list(pool.map(os.fsync, files.values()))
+        list(pool.map(os.fsync, files.values()))
     for descriptor in files.values():
         os.close(descriptor)
 

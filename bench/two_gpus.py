@@ -5,7 +5,7 @@ share; a token's time with tensor=2, and that of its sums; the sides of bench/pa
 ratios are not measured; the tests of ranks that share a model, those in bfloat16 first. Records and
 logs go to a folder, whatever ends the run.
 
-    python bench/two_gpus.py --to DIRECTORY --seconds 570
+    python -m bench.two_gpus --to DIRECTORY --seconds 570
 """
 
 import argparse
@@ -18,9 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 

@@ -12,10 +12,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,6 @@ from bench import (
     end_to_end,
     end_to_end_side,
     epilogues,
-    epilogues_side,
     estimates,
     evaluation,
     fp8,
@@ -60,6 +60,7 @@ from bench import (
     peers,
     preference,
     preference_side,
+    processes,
     recipes,
     serve,
     timing,
@@ -235,7 +236,16 @@ def tiny_distillation(patch: Patch, root: Path) -> list[str]:
 
 
 def tiny_epilogues(patch: Patch, root: Path) -> list[str]:
-    patch.setattr(epilogues, "spawn", in_process(patch, epilogues_side))
+    class Here(ThreadPoolExecutor):
+        """Its processes are this one."""
+
+        def __init__(self, *_: Any) -> None:
+            super().__init__(1)
+
+        def submit(self, run: Any, *given: Any) -> Any:
+            return SimpleNamespace(result=partial(run, *given))
+
+    patch.setattr(epilogues, "ProcessPoolExecutor", Here)
     return ["--tiny"]
 
 
@@ -410,8 +420,8 @@ def check_distillation(record: Record) -> None:
 def check_epilogues(record: Record) -> None:
     for case, ways in record["cases"].items():
         for name, way in ways.items():
-            assert "error" in way or max(way["errors"].values(), default=0) < 1e-4, (case, name)
-    assert epilogues.saved_ms(record, epilogues.GATED, epilogues_side.TRITON) is not None
+            assert "error" in way or max(way["errors"], default=0.0) < 1e-2, (case, name)
+    assert epilogues.saved_ms(record, epilogues.PAIRS[:2], epilogues.ALONE) is not None
 
 
 def check_fp8(record: Record) -> None:
@@ -736,21 +746,20 @@ def test_wrong_token_is_noticed() -> None:
 
 
 @pytest.mark.slow
-def test_sides_that_end_badly_are_recorded(monkeypatch: Patch, tmp_path: Path) -> None:
+def test_sides_that_end_badly_are_recorded(tmp_path: Path) -> None:
     step = next(name for name in compare.CASES if name.startswith("Llama"))
     found = compare.run_side(ROOT, [step], tiny=True, limit=0.05)
     assert found == {step: {"error": "not done after 0.05 s"}}
     side = tmp_path / "side.py"
-    monkeypatch.setattr(train_step, "SIDE", side)
     side.write_text('print(\'{"kind": "x"}\', flush=True)\nimport sys; sys.exit(3)\n')
-    *_, last = train_step.spawn(train_step.Request(step, 1, False, tiny=True), 60.0)
+    *_, last = processes.spawn(train_step.Request(step, 1, False, tiny=True), 60.0, side)
     assert last == {"kind": "ended", "error": "it ended with status 3"}
     # A rank that fails ends the others: they would wait for it to the limit
     side.write_text(
         "import os, time\nassert os.environ['RANK'] == '0', 'no memory'\ntime.sleep(60)"
     )
     began = time.monotonic()
-    assert estimates.run_ranks(side, 2, tmp_path, [], 50)["error"] == "AssertionError: no memory"
+    assert processes.run_ranks(side, 2, tmp_path, [], 50)["error"] == "AssertionError: no memory"
     assert time.monotonic() - began < 20
 
 
@@ -762,7 +771,7 @@ def test_ranks_import_this_checkout(monkeypatch: Patch, tmp_path: Path) -> None:
         "import tigon\n"
         "pathlib.Path(sys.argv[1]).write_text(json.dumps({'from': tigon.__file__}))\n"
     )
-    assert estimates.run_ranks(side, 1, tmp_path, [], 50) == {"from": tigon.__file__}
+    assert processes.run_ranks(side, 1, tmp_path, [], 50) == {"from": tigon.__file__}
 
 
 # What is published
@@ -789,7 +798,7 @@ def test_docs_show_the_newest_runs(bench: harness.Bench) -> None:
     found = harness.records(bench.kind)
     for name, block in bench.documented(found).items():
         text = (ROOT / name).read_text(encoding="utf-8")
-        command = f"run bench/{bench.kind}.py --write-docs"
+        command = f"run python -m bench.{bench.kind} --write-docs"
         assert text == harness.between(text, block, name, bench.kind), command
     assert all(record["commit"] in bench.show(record) for record in found)
 
@@ -800,7 +809,7 @@ def test_records_name_files_from_the_root() -> None:
 
 
 def test_each_script_has_a_command_line() -> None:
-    """It starts where the package is not installed, from any folder."""
+    """`python -m bench.NAME`."""
     for bench in BENCHES:
         assert bench.__file__ is not None
         text = Path(bench.__file__).read_text(encoding="utf-8")
@@ -851,10 +860,6 @@ def test_gated_delta_is_beside_the_truth() -> None:
     for errors in found.values():
         assert errors.keys() == {"o", "state", *(f"d{n}" for n in gated_delta.NAMES)}
         assert max(errors.values()) < 1e-5
-    before = gated_delta.forward.FORWARD
-    with gated_delta.launches(**gated_delta.VARIANTS["scan 32, 4, 4"]):
-        assert gated_delta.forward.FORWARD.stages == 4
-    assert gated_delta.forward.FORWARD is before
 
 
 def test_verdict_has_digits_enough() -> None:

@@ -48,7 +48,7 @@ from bench import (
     generate_multi,
     harness,
     kernels,
-    layouts,
+    killed_run,
     long_sums,
     measure,
     moe,
@@ -62,6 +62,7 @@ from bench import (
     preference_side,
     processes,
     recipes,
+    scaling,
     serve,
     timing,
     train_cases,
@@ -85,9 +86,9 @@ from tigon.kernels import AttentionMask, attention_ref
 
 BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step, train_multi)
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
-BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, layouts)
+BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, scaling)
 BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices, epilogues)
-BENCHES += (fp8, fp8_curves, cost_curves, end_to_end)
+BENCHES += (fp8, fp8_curves, cost_curves, end_to_end, killed_run)
 TINY = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL_LLAMA = LLAMA_8B | TINY | {"vocab_size": 1201, "head_dim": 16}
@@ -877,3 +878,32 @@ def test_gain_of_flash_attn_4_is_the_newest_record() -> None:
     assert json.loads(attention.GAINS.read_text()) == found
     least, most = found["packed"]
     assert 1 < least <= most
+
+
+def test_scaling_judges_sides_of_one_record() -> None:
+    times = {"one GPU": 730.0, "fsdp 4": 820.0, "sharding=gradients": 760.0}
+    times |= {scaling.PEERS[0]: 840.0, scaling.PEERS[1]: 830.0, scaling.EXPERT: 100.0}
+    times |= {scaling.PEER_EXPERT: 250.0, "context 4, a row of 32,768": 800.0}
+    row = {"allocated_gib": 40.0, "attention": ["fa4"], "losses": [12.0]}
+    record = {"machine": "4 x H200", "libraries": {}, **harness.stamp("0"), "sides": {}}
+    record["sides"] = {name: [row | {"ms": ms}] for name, ms in times.items()}
+    record["sides"]["fsdp 4"][0] |= {"losses": [12.5]}
+    shown = scaling.show(record)
+    assert "MISSED: tok/s and GPU of sharding=gradients over " + scaling.PEERS[1] in shown
+    assert "met: tok/s and GPU of sharding=gradients over one GPU: 0.961" in shown
+    assert f"met: tok/s and GPU of {scaling.EXPERT} over {scaling.PEER_EXPERT}: 2.500" in shown
+    assert "not measured: tok/s and GPU of tigon over one GPU, fp8" in shown
+    assert scaling.speed(record, "context 4, a row of 32,768") == 8192 / 0.8
+    (wrong,) = scaling.differences(record)
+    assert wrong.keys() == {"fsdp 4", "sharding=gradients", *scaling.PEERS}
+
+
+def test_a_killed_run_is_judged_by_steps_made_again() -> None:
+    losses = {str(step): 10.0 - step / 10 for step in range(1, killed_run.KILLED + 1)}
+    ended = {"ranks": 4, "status": 137, "seconds": 50.0, "losses": losses}
+    after = losses | {"13": losses["13"] * 1.01, "30": 7.0}
+    resumed = {"ranks": 2, "status": 0, "seconds": 60.0, "losses": after, "eval_loss": 7.0}
+    record = {"machine": "4 x H200", **harness.stamp("0"), "killed": ended, "resumed": resumed}
+    shown = killed_run.show(record | {"reloaded": {"loss": 7.01}})
+    assert "MISSED: losses of 6 steps made again with half the ranks: apart by at most, %" in shown
+    assert "met: loss of the exported model" in shown

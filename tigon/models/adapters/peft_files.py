@@ -42,7 +42,14 @@ from tigon.models.adapters.lora import (
 )
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
-from tigon.models.pretrained.names import HEAD, PREFIXES, experts_stem, layout
+from tigon.models.pretrained.names import (
+    HEAD,
+    MULTIMODAL,
+    PREFIXES,
+    TEXT_ALONE,
+    experts_stem,
+    layout,
+)
 from tigon.models.pretrained.save import SavePretrained, check_target, write_json, write_model
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.paths import expand_user
@@ -67,6 +74,7 @@ PREFIX = "base_model.model."  # of PEFT's tensor names
 LOW_RANK = re.compile(r"(.+)\.lora_(?:[AB]\.weight|embedding_[AB])")
 SINGLE_EXPERT = re.compile(r".+\.experts\.\d+\.\w+\.lora_[AB]\.weight")
 DECODER_PREFIXES = ("layers.", "embed_tokens.")
+EXCLUDED = r"(?!model\.language_model\.|lm_head).*"  # whatever is outside of the text model
 BASE_WEIGHT = re.compile(r"(.+)\.base_layer\.weight")  # PEFT saves it for embedding and head
 # Keys that are read, that repeat what the tensors show, or that only the start of training uses
 KNOWN = frozenset(
@@ -187,9 +195,9 @@ def read_base(repository: Repository) -> AdapterBase | None:
     return None if path is None else parse_base(read_json(path))
 
 
-def is_listed(module: AdaptedModule, names: Set[str]) -> bool:
-    """Whether a list of names in PEFT's files includes this module, in full or by a suffix."""
-    return any(end in names for end in name_suffixes(module.name))
+def is_listed(name: str, names: Set[str]) -> bool:
+    """Whether a list of names in PEFT's files includes this module's, in full or by a suffix."""
+    return any(end in names for end in name_suffixes(name))
 
 
 # Types of which PEFT 0.21 takes every gate_proj, up_proj and down_proj for one of routed experts
@@ -220,22 +228,42 @@ def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
     return suffixes if plain and selected == set(names) else sorted(names)
 
 
+def decoder_prefix(model: LanguageModel) -> str:
+    """Finds how names in the decoder begin in the model that transformers makes of the base: the
+    multimodal one, if AutoModelForCausalLM makes no other."""
+    kind = model.config.source.wrapper.get("model_type")
+    whole = kind in MULTIMODAL and kind not in TEXT_ALONE
+    return "model.language_model." if whole else model.checkpoint_names.decoder
+
+
+def rename_decoder(name: str, old: str, new: str) -> str:
+    """Returns the name with another beginning, if it is one in the decoder."""
+    return new + name.removeprefix(old) if name.startswith(old) else name
+
+
 def peft_config(
     model: LanguageModel, config: LoraConfig, modules: Collection[AdaptedModule]
 ) -> dict[str, Any]:
     """Makes the content of adapter_config.json for an adapter of these modules."""
     names = sorted(module.name for module in modules)
+    family, prefix = model.checkpoint_names.decoder, decoder_prefix(model)
+
+    def outer(names: Iterable[str]) -> list[str]:
+        return [rename_decoder(name, family, prefix) for name in names]
 
     def overrides(patterns: Mapping[str, float], default: float) -> dict[str, float]:
-        values = {name: first_match(patterns, name, default) for name in names}
-        return {name: value for name, value in values.items() if value != default}
+        values = [first_match(patterns, name, default) for name in names]
+        pairs = zip(outer(names), values, strict=True)
+        return {name: value for name, value in pairs if value != default}
 
     origin = model.config.source
     base = config if config.base else LoraConfig(base=origin.name, revision=origin.revision)
     linear = [module.name for module in modules if not module.experts]
     experts = [module for module in modules if module.experts]
     parameters = {f"mlp.experts.{module.projection}" for module in experts}
-    selected = [m for m in find_target_modules(model) if m.experts and is_listed(m, parameters)]
+    selected = [
+        m for m in find_target_modules(model) if m.experts and is_listed(m.name, parameters)
+    ]
     if len(selected) != len(experts):  # suffixes select experts of other layers too
         parameters = {module.name for module in experts}
     return {
@@ -246,8 +274,10 @@ def peft_config(
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
-        "target_modules": shorten_names(model, linear),
-        "target_parameters": sorted(parameters) or None,
+        "target_modules": outer(shorten_names(model, linear)),
+        "target_parameters": sorted(outer(parameters)) or None,
+        # Towers of images and sounds have projections of the same names
+        "exclude_modules": EXCLUDED if prefix != "model." else None,
         "rank_pattern": overrides(config.rank_pattern, config.rank),
         "alpha_pattern": overrides(config.alpha_pattern, config.alpha),
         "use_rslora": config.rslora,
@@ -314,7 +344,7 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
                 f"{quote(single)} adapts a single expert, a form of older PEFT versions that is "
                 "not read: save the adapter again with a current PEFT"
             )
-        config = _lora_config(values, {name: tensors[names[name]] for name in names}, model)
+        config = _lora_config(values, tensors, names, model)
     except ValueError as error:
         raise ValueError(f"{escape(repository.name)}: {error}") from None
     # Only of modules that have a weight to themselves: others are slices of one
@@ -379,18 +409,32 @@ def _model_names(tensors: Collection[str], file: str, model: LanguageModel) -> d
     return names
 
 
+def _rename_in_file(names: Mapping[str, str], model: LanguageModel) -> Callable[[str], str]:
+    """Makes a function from the model's names of modules to those that PEFT's config means, where
+    a multimodal model may be around the decoder, or the decoder is alone."""
+    family = model.checkpoint_names.decoder
+    name, file_name = next((pair for pair in names.items() if pair[0].startswith(family)), ("", ""))
+    prefix = file_name.removeprefix(PREFIX).removesuffix(name.removeprefix(family))
+    return lambda module: rename_decoder(module, family, prefix)
+
+
 def _lora_config(
-    values: Mapping[str, Any], tensors: Mapping[str, TensorInfo], model: LanguageModel
+    values: Mapping[str, Any],
+    file_tensors: Mapping[str, TensorInfo],
+    file_names: Mapping[str, str],
+    model: LanguageModel,
 ) -> LoraConfig:
     """Converts PEFT's config to a LoraConfig with names instead of regular expressions; raises
     ValueError for one that contradicts the tensors.
 
-    `tensors`, by the model's names, decide which modules are adapted.
+    The tensors decide which modules are adapted; `file_names` has theirs by the model's names.
     """
+    tensors = {name: file_tensors[file_name] for name, file_name in file_names.items()}
+    in_file = _rename_in_file(file_names, model)
     rank = check_number("r", values.get("r", 8), int)
     alpha = check_number("lora_alpha", values.get("lora_alpha", 8), int | float)
     stems = {match[1] for name in tensors if (match := LOW_RANK.fullmatch(name))}
-    known = _module_stems(values, model)
+    known = _module_stems(values, model, in_file)
     if not stems:
         raise ValueError("no tensor of it is named lora_A or lora_B")
     if unknown := sorted(stems - known.keys()):
@@ -401,27 +445,44 @@ def _lora_config(
             f"{type(model).__name__} does not have: its {model.config.num_hidden_layers} layers "
             f"have {projections}"
         )
-    _check_complete(values, stems, known)
-    ranks, alphas = {}, {}
-    names = [*stems, *(module.name for module in known.values())]
+    _check_complete(values, stems, known, in_file)
+    adapted = {stem: module for stem, module in known.items() if stem in stems}
+    names = [*map(in_file, stems), *(in_file(module.name) for module in known.values())]
     rank_patterns = Patterns(values, "rank_pattern", int, names)
     alpha_patterns = Patterns(values, "alpha_pattern", int | float, names)
-    for stem in filter(stems.__contains__, known):
-        module, name = known[stem], known[stem].name
-        module_rank = rank_patterns.lookup(name, rank)
+    ranks = {m.name: rank_patterns.lookup(in_file(m.name), rank) for m in adapted.values()}
+    alphas = {m.name: alpha_patterns.lookup(in_file(m.name), alpha) for m in adapted.values()}
+    for stem, module in adapted.items():
         end = "lora_embedding_A" if module.projection == "embed_tokens" else "lora_A.weight"
-        info = tensors.get(f"{stem}.{end}")
-        rows = module_rank
+        info, rows = tensors.get(f"{stem}.{end}"), ranks[module.name]
         if module.experts:
             rows *= len(model.get_submodule(module.path).get_parameter(module.projection))
         if info is not None and info.shape[:1] != (rows,):
             raise ValueError(
-                f"{stem}.{end} is {list(info.shape)}, and the rank is said to be {module_rank}"
+                f"{stem}.{end} is {list(info.shape)}, and the rank is said to be "
+                f"{ranks[module.name]}"
             )
-        if module_rank != rank:
-            ranks[name] = module_rank
-        if (module_alpha := alpha_patterns.lookup(name, alpha)) != alpha:
-            alphas[name] = module_alpha
+    base = parse_base(values)
+    return LoraConfig(
+        rank=rank,
+        alpha=alpha,
+        targets=tuple(shorten_names(model, [known[stem].name for stem in stems])),
+        dropout=values.get("lora_dropout", 0.0),
+        rslora=bool(values.get("use_rslora")),
+        dora=bool(values.get("use_dora")),
+        rank_pattern={name: n for name, n in ranks.items() if n != rank},
+        alpha_pattern={name: n for name, n in alphas.items() if n != alpha},
+        modules_to_save=_saved_names(values, tensors, model),
+        base=base.name,
+        revision=base.revision or "",
+    )
+
+
+def _saved_names(
+    values: Mapping[str, Any], tensors: Collection[str], model: LanguageModel
+) -> tuple[str, ...]:
+    """Returns the modules_to_save of PEFT's config by the names that adapters here have for them;
+    raises ValueError for what is no list of names."""
     saved = values.get("modules_to_save") or []
     if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
         raise ValueError(f"modules_to_save={quote(saved)} is not a list of names")
@@ -433,20 +494,7 @@ def _lora_config(
     saved_names |= {name: None for name, path in paths if path in tensors}
     if "score" in savable:
         saved_names.pop("classifier", None)
-    base = parse_base(values)
-    return LoraConfig(
-        rank=rank,
-        alpha=alpha,
-        targets=tuple(shorten_names(model, [known[stem].name for stem in stems])),
-        dropout=values.get("lora_dropout", 0.0),
-        rslora=bool(values.get("use_rslora")),
-        dora=bool(values.get("use_dora")),
-        rank_pattern=ranks,
-        alpha_pattern=alphas,
-        modules_to_save=tuple(saved_names),
-        base=base.name,
-        revision=base.revision or "",
-    )
+    return tuple(saved_names)
 
 
 def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | None:
@@ -463,7 +511,9 @@ def read_vocabulary_size(repository: Repository, model: LanguageModel) -> int | 
     return next((shape[0] for shape in shapes if shape[1:] == (width,)), None)
 
 
-def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, AdaptedModule]:
+def _module_stems(
+    values: Mapping[str, Any], model: LanguageModel, in_file: Callable[[str], str]
+) -> dict[str, AdaptedModule]:
     """Maps what precedes `.lora_A` in names of tensors to the module that they adapt, for all that
     adapters support.
 
@@ -474,7 +524,7 @@ def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, 
     if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
         raise ValueError(f"target_parameters={quote(parameters)} is not a list of names")
     modules = find_target_modules(model)
-    suffixes = {end for m in modules if m.experts for end in name_suffixes(m.name)}
+    suffixes = {end for m in modules if m.experts for end in name_suffixes(in_file(m.name))}
     for target in parameters:
         if target not in suffixes:
             family = type(model).__name__
@@ -484,7 +534,8 @@ def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, 
                 f"target_parameters={quote(target)} matches no experts of this {family}"
                 + (hint if "gate.weight" in target or "router" in target else "")
             )
-    stems, targeted = {}, [m for m in modules if m.experts and is_listed(m, {*parameters})]
+    targeted = [m for m in modules if m.experts and is_listed(in_file(m.name), {*parameters})]
+    stems: dict[str, AdaptedModule] = {}
     for module in modules:
         if module.experts:
             projections = [m.projection for m in targeted if m.path == module.path]
@@ -497,7 +548,10 @@ def _module_stems(values: Mapping[str, Any], model: LanguageModel) -> dict[str, 
 
 
 def _check_complete(
-    values: Mapping[str, Any], stems: Set[str], known: Mapping[str, AdaptedModule]
+    values: Mapping[str, Any],
+    stems: Set[str],
+    known: Mapping[str, AdaptedModule],
+    in_file: Callable[[str], str],
 ) -> None:
     """Raises ValueError if a module that PEFT's config targets has no tensors in the file; checks
     nothing if the config restricts layers or excludes modules."""
@@ -513,9 +567,10 @@ def _check_complete(
     names = {t for t in targets if isinstance(t, str)} if isinstance(targets, list) else set()
     parameters = {*(values.get("target_parameters") or [])}
     for stem, module in known.items():
-        targeted = is_listed(module, parameters if module.experts else names)
+        name = in_file(module.name)
+        targeted = is_listed(name, parameters if module.experts else names)
         if pattern is not None and not module.experts:
-            targeted = pattern.fullmatch(module.name) is not None
+            targeted = pattern.fullmatch(name) is not None
         if stem not in stems and targeted:
             raise ValueError(
                 f"target_modules={quote(targets)}, and {WEIGHTS} has none for {quote(module.name)}"
@@ -691,9 +746,14 @@ def prepare_adapter(
     """Collects the tensors that save_adapter writes, and a function that writes the other files."""
     name = resolve_adapter_name(model, name)
     parameters = adapter_parameters(model, name)
+    family, prefix = model.checkpoint_names.decoder, decoder_prefix(model)
+
+    def stored(part: TensorSlice) -> TensorSlice:
+        inner = rename_decoder(peft_name(part.name, name), family, prefix)
+        return replaced(part, name=PREFIX + inner)
+
     slices: Layout = {
-        n: tuple(replaced(part, name=PREFIX + peft_name(part.name, name)) for part in parts)
-        for n, parts in _adapter_layout(model, name).items()
+        n: tuple(map(stored, parts)) for n, parts in _adapter_layout(model, name).items()
     }
     adapted = {
         (path, part.name) for path, low in adapter_layers(model, name).items() for part in low.parts

@@ -41,6 +41,8 @@ MULTIMODAL = {
 }
 # Those whose own tie_word_embeddings counts and not that in text_config; by default false
 UNTIED = ("muse_glimmer", "qwen3_5", "qwen3_5_moe")
+# Those of which transformers' AutoModelForCausalLM makes the text model alone
+TEXT_ALONE = ("llama4", "qwen3_5", "qwen3_5_moe")
 
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 PACKED = QKV | {"gate_up_proj": ("gate_proj", "up_proj")}

@@ -29,36 +29,28 @@ from typing import Any
 import torch
 
 from bench import harness
+from bench.compare_side import config
 from bench.cpu import processor
 from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, report, verdict
 from bench.processes import environment, lines
-from bench.saving import AIM
 from tigon.models import MODELS
 from tigon.models.pretrained.names import layout
 from tigon.weights.header import write_header
 
 SIDE = harness.ROOT / "bench/checkpoint_side.py"
 PATIENCE = 600.0  # seconds of a side
+AIM = 1 / 3  # of transformers' time of saving, where the disk allows
 SHARD = 5 << 30  # bytes of one file at most
 BLOCK = 1 << 25  # random numbers that a checkpoint repeats
 WRITE = 1 << 28  # bytes that a thread writes at a time
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
-
-
-def config(model_type: str, *sizes: int, **more: Any) -> Record:
-    """What config.json says of a model."""
-    base = {"model_type": model_type, "max_position_embeddings": 4096, "dtype": "bfloat16"}
-    base |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
-    return base | dict(zip(SIZES, sizes, strict=True)) | more
-
-
 MOE = {"moe_intermediate_size": 768, "num_experts": 64, "num_experts_per_tok": 8}
+MOE |= {"norm_topk_prob": True}
+APART = {"dtype": "bfloat16", "tie_word_embeddings": False}
 CONFIGS = {
-    "dense": config("llama", 32000, 2048, 8192, 12, 32, 8, 64),
-    "moe": config("qwen3_moe", 32000, 1024, 3072, 5, 16, 4, 64, norm_topk_prob=True, **MOE),
-    "llama-8b": config("llama", 128256, 4096, 14336, 32, 32, 8, 128),
+    "dense": config("llama", 32000, 2048, 8192, 12, 32, 8, 64, **APART),
+    "moe": config("qwen3_moe", 32000, 1024, 3072, 5, 16, 4, 64, **MOE, **APART),
+    "llama-8b": config("llama", 128256, 4096, 14336, 32, 32, 8, 128, **APART),
 }
 
 

@@ -23,7 +23,7 @@ from tigon.cli.load import (
 )
 from tigon.data import clean_cache
 from tigon.eval import Perplexity, find_windows, parity, report, score
-from tigon.generation.settings import file_prefix
+from tigon.generation.settings import SAMPLING, file_prefix, set_do_sample
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.pretrained.convert import convert_pretrained
 from tigon.models.pretrained.load import parse_gguf_path
@@ -42,8 +42,6 @@ from tigon.train.export import (
 from tigon.train.publish import push as push_folder
 from tigon.utils.terminal import one_line, raw_stream
 from tigon.weights import Repository
-
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
 @on_ranks
@@ -112,17 +110,12 @@ def chat(args: Namespace, world: World | None) -> int:
 
 
 def _sampling_settings(args: Namespace) -> dict[str, Any]:
-    """Returns the sampling options that are set, as arguments of model.generate: greedy with
-    temperature 0, sampling with any other. Without --seed, seeds torch anew."""
+    """Returns the sampling options that are set, as arguments of model.generate. Without --seed,
+    seeds torch anew."""
     names = (*SAMPLING, "repetition_penalty", "seed")
-    settings = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
-    if args.temperature == 0:
-        settings |= {"do_sample": False, "temperature": None}
-    elif any(name in settings for name in SAMPLING):
-        settings["do_sample"] = True
     if args.seed is None:
         torch.seed()  # otherwise every process draws the same tokens
-    return settings
+    return set_do_sample({n: getattr(args, n) for n in names if getattr(args, n) is not None})
 
 
 def plan(args: Namespace) -> int:
@@ -230,12 +223,12 @@ def eval_tasks(args: Namespace, world: World | None) -> int:
 
         options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
         tasks.check_options(**options)
-        found = tasks.load_tasks([args.tasks], args.include_path)
+        loaded = tasks.load_tasks([args.tasks], args.include_path)
         lm = tasks.TigonLM(*load_model_and_tokenizer(args, world))
     if world is not None:
         world.progress.step = 1
     options["apply_chat_template"] = args.apply_chat_template
-    results = tasks.evaluate_tasks(lm, found, **options)
+    results = tasks.evaluate_tasks(lm, loaded, **options)
     if world is None or world.main:
         print(tasks.format_tables(results))
         if out is not None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from tigon.cli.main import CLOSED, INTERRUPTED
 from tigon.cli.terminal import save_terminal
 from tigon.models import MODELS, CausalLM, build
 from tigon.models.pretrained.gguf_export import check_gguf_target
@@ -36,15 +37,13 @@ from tigon.utils.terminal import one_line
 from tigon.weights import Repository
 from tigon.weights.files import check_free
 
-CLOSED, INTERRUPTED = 141, 130  # exit codes, as in main.py: of `| head`, and of Ctrl-C
-
 Command = Callable[[Namespace, World | None], int]
 
 
 def load_model_and_tokenizer(
     args: Namespace, world: World | None = None
 ) -> tuple[CausalLM, Tokenizer]:
-    """Loads what --model names, with its adapter; over `world`, each rank has its shard."""
+    """Loads what MODEL names, with its adapter; over `world`, each rank has its shard."""
     dtype = parse_dtype(args)
     ranks: dict[str, Any] = {}
     device: str | torch.device = parse_device(args.device) if world is None else world.device

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import tigon
 from tests.models.tiny import CASES, SIZES, UNSCALED, WRAPPED
@@ -165,3 +166,54 @@ def test_keys_and_values_of_layers_that_read_others_are_left_out(tmp_path: Path)
         expected = theirs(IDS).logits
         found = tigon.from_pretrained(tmp_path)(IDS).logits
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+@pytest.mark.parametrize(
+    ("kind", "text_type", "whole"),
+    [
+        ("gemma4", "gemma4_text", True),
+        ("mistral3", "mistral", True),
+        ("muse_glimmer", "muse_glimmer_text", True),
+        ("qwen3_5_moe", "qwen3_5_moe_text", False),
+        ("llama4", "llama4_text", False),
+    ],
+)
+def test_adapters_in_the_model_that_transformers_makes(
+    kind: str, text_type: str, whole: bool, tmp_path: Path
+) -> None:
+    """The text model alone, or all of it: its names, and no adapters in the vision tower."""
+    multimodal(kind, text_type, True, tmp_path / "base")
+    auto = AutoModelForImageTextToText if kind in ("mistral3", "muse_glimmer") else None
+    auto = auto or AutoModelForCausalLM
+
+    def base() -> Any:
+        return auto.from_pretrained(tmp_path / "base", attn_implementation="eager")
+
+    decoder = "model.language_model.layers" if whole else "model.layers"
+    settings = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        target_modules=rf"{decoder}\..+\.(q_proj|o_proj|down_proj)",
+        exclude_modules=r".+\.experts\..+",
+        rank_pattern={rf"{decoder}\..+\.q_proj": 3},
+        alpha_pattern={f"{decoder}.1.self_attn.o_proj": 50},
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )
+    theirs = get_peft_model(base(), settings).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = tigon.from_pretrained(tmp_path / "base")
+    ours.load_adapter(tmp_path / "theirs")
+    ours.save_adapter(tmp_path / "ours")
+    again = PeftModel.from_pretrained(base(), tmp_path / "ours").eval()
+    with torch.no_grad():
+        expected = theirs(input_ids=IDS).logits
+        assert (expected - base()(input_ids=IDS).logits).abs().max() > 0.1 * expected.abs().max()
+        for model in (ours, again):
+            found = model(input_ids=IDS).logits
+            assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    before, after = (
+        set(load_file(tmp_path / d / "adapter_model.safetensors")) for d in ("theirs", "ours")
+    )
+    assert after == before

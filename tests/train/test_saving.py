@@ -25,8 +25,8 @@ from tigon.train.checkpoint import format, saver
 from tigon.train.distributed import start
 from tigon.train.export import convert_checkpoint
 from tigon.train.optim import Ema
+from tigon.weights.entries import RankError
 from tigon.weights.files import remove_directory, require_space
-from tigon.weights.write import RankError
 
 Usage = namedtuple("Usage", "total used free")
 

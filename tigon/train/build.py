@@ -31,9 +31,7 @@ from tigon.train.distributed import World
 from tigon.train.graph_checks import check_run, uses_graphs
 from tigon.train.logging import check_sinks
 from tigon.train.model import (
-    add_stop_tokens,
     base_digest,
-    base_vocab_size,
     build_model,
     check_context,
     check_fp8,
@@ -42,6 +40,7 @@ from tigon.train.model import (
     describe_tokens,
     match_fp8_except,
     named_projections,
+    read_model_config,
     sampled_digest,
 )
 from tigon.train.optim import (
@@ -60,7 +59,7 @@ from tigon.train.samples import SamplePrompt, read_prompts
 from tigon.train.state import TrainState
 from tigon.train.tasks import Task, find_task
 from tigon.train.throughput import Meter
-from tigon.train.vocabulary import read_tokenizer, with_added_tokens
+from tigon.train.vocabulary import add_stop_tokens, read_tokenizer, with_added_tokens
 from tigon.weights import Repository
 from tigon.weights.files import read_lock
 
@@ -184,7 +183,8 @@ def read_inputs(
             world.log_rank0(f"prompts are computed for each answer: {reason}")
         if source is None:  # else the checkpoint has them
             loaders = filter(None, (data, eval_data))
-            config = with_added_tokens(config, tokenizer, base_vocab_size(config), loaders)
+            stored = read_model_config(config).vocab_size
+            config = with_added_tokens(config, tokenizer, stored, loaders)
         identity = {
             "data": [resume.run_metadata(config, data), data.sample() if world.size > 1 else ""]
         }

@@ -38,8 +38,8 @@ from tigon.models import MODELS
 from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
 from tigon.models.causal_lm import CausalLM
 from tigon.models.inputs import Batch
-from tigon.models.loss import Targets
 from tigon.models.moe import MoEConfig
+from tigon.models.targets import Targets
 
 OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
 

@@ -41,6 +41,8 @@ MULTIMODAL = {
 }
 # Those whose own tie_word_embeddings counts and not that in text_config; by default false
 UNTIED = ("muse_glimmer", "qwen3_5", "qwen3_5_moe")
+# Those of which transformers' AutoModelForCausalLM makes the text model alone
+TEXT_ALONE = ("llama4", "qwen3_5", "qwen3_5_moe")
 
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 PACKED = QKV | {"gate_up_proj": ("gate_proj", "up_proj")}
@@ -226,14 +228,10 @@ def experts_stem(layer: str, part: str, parts: Collection[str]) -> str:
     return f"{layer}.base_layer" if part == "gate_up_proj" and len(parts) > 1 else layer
 
 
-def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter and not to the base."""
-    return ".lora." in name or ".copies." in name
-
-
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Finds all parameters and stored buffers but those of adapters, by name."""
-    return {n: t for n, t in stored_tensors(model).items() if not is_adapter_parameter(n)}
+    tensors = stored_tensors(model)
+    return {n: t for n, t in tensors.items() if ".lora." not in n and ".copies." not in n}
 
 
 def _tile(

@@ -63,7 +63,7 @@ def _main(arguments: list[str]) -> int:
                     raise
                 status = 0  # of --help and --version
         sys.stdout.flush()  # a closed pipe raises here
-        if command != "tigon train":  # which goes on without its log
+        if command != "tigon train" or "--dry-run" in arguments:  # training goes on without a log
             check_output_written()
         return status
     except BrokenPipeError:  # as in `tigon generate ... | head`

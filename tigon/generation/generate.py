@@ -149,9 +149,8 @@ def generate(
         share = functools.partial(_first_of_ranks, model)
         criteria = StoppingCriteria(check_criteria(stopping_criteria), rows.ids, share)
     as_dict = settings.return_dict_in_generate
-    names = [
-        name for name in ("scores", "logits") if as_dict and getattr(settings, f"output_{name}")
-    ]
+    outputs = ("scores", "logits") if as_dict else ()
+    names = [name for name in outputs if getattr(settings, f"output_{name}")]
     recording = Recording(names, len(rows.ids))
     if names:
         sampling = RecordedSampling(**vars(sampling), last=recording.last)

@@ -7,14 +7,14 @@ collectives-nvidia-h200.json; the share of FSDP's collectives that a step waits 
 of sharing in train_multi-nvidia-h200.json. tigon/plan/constants.json has them all and is
 written here alone, with --fit. To parallel-nvidia-h100-80gb-hbm3.json only the time of shared
 experts is fitted; its other sides tell how well the rates carry over to other layouts and to
-another GPU. --write-docs puts the tables into docs/scale.md. No GPU is needed.
+another GPU, and bench/scaling.py to four. --write-docs puts the tables into docs/scale.md. No GPU
+is needed.
 
-    python bench/plan.py [--fit] [--write-docs]
+    python -m bench.plan [--fit] [--write-docs]
 """
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -22,14 +22,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import numpy as np
 import torch
 
+from bench import scaling
 from bench.harness import RESULTS, Record, figure, markdown, save, write_docs
 from bench.train_cases import CASES, MODELS
+from bench.train_multi_side import TIGON
 from tigon.data.examples import format_count
 from tigon.models import MODELS as FAMILIES
 from tigon.plan import (
@@ -132,7 +131,7 @@ def measured() -> list[Measured]:
         given = "Llama-3.1-8B", 1, record["tokens"], ways, ms, gib, {}
         # FSDP2 then summed two ranks' gradients in float32, too
         found.append(Measured(label + gpus, *given, sums=torch.float32))
-    return [*found, *divided()]
+    return [*found, *divided(), *scaled()]
 
 
 LLAMA_8B, EXPERTS = "Llama-3.1-8B", "Qwen3-30B-A3B"
@@ -165,6 +164,23 @@ def _divided(side: str, gpu: str, model: str, layout: Layout, tokens: int, said:
     label = f"{of} 1 x {tokens}, {said}, {gpu.upper()}"
     fitted = side == EXPERT and gpu == OTHER
     return Measured(label, model, 1, tokens, layout, ms, gib, {}, gpu=gpu, fitted=fitted)
+
+
+def scaled() -> list[Measured]:
+    """Tigon's steps in bf16 of bench/scaling.py, if they have been measured."""
+    if not (RESULTS / f"scaling-{MACHINES[GPU]}.json").exists():
+        return []
+    record, found = results("scaling"), []
+    for name, side in scaling.SIDES.items():
+        rows = [row for row in record["sides"].get(name, ()) if "ms" in row]
+        if side.kind != TIGON or side.fp8 or not rows:
+            continue
+        of = f"{side.model}, {LAYERS}," if side.model == EXPERTS else side.model
+        label = f"{of} {side.layout.rows} x {side.tokens}, {name.removeprefix('experts, ')}"
+        ms, gib = (f(r[k] for r in rows) for f, k in ((median, "ms"), (max, "allocated_gib")))
+        given = side.model, side.layout.rows, side.tokens, side.layout, ms, gib, {}
+        found.append(Measured(label, *given, fitted=False))
+    return found
 
 
 def fit() -> Constants:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import tigon
-from tigon.data.encode import compute_advantages
+from tigon.data.encode_answers import compute_advantages
 from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM
 from tigon.train.tasks.losses import Clip, divergence, policy_gradient

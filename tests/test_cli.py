@@ -1,5 +1,6 @@
 """The tigon command: its help, errors of one line, and how it ends."""
 
+import errno
 import importlib
 import io
 import json
@@ -16,7 +17,7 @@ import pytest
 
 import tigon
 from tests.models.gguf_files import write_gguf
-from tests.support.small import LLAMA, write_model
+from tests.support.small import LLAMA, write_chats, write_model
 from tigon.cli import main
 
 COMMANDS = (
@@ -64,8 +65,7 @@ def test_version(module: str) -> None:
 
 
 def test_help_names_every_command(capsys: Capture) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
+    assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert tuple(line.split()[0] for line in lines if line[:4] == "    ") == COMMANDS
 
@@ -227,7 +227,6 @@ def test_errors_inside_a_command(error, status, message, capfd, monkeypatch):
     def fail(args: Namespace) -> int:
         raise error
 
-    monkeypatch.setattr(os, "dup2", lambda *_: None)
     monkeypatch.setattr(importlib.import_module("tigon.cli.commands"), "generate", fail)
     assert main(["generate", "a/b", "hi"]) == status
     err = capfd.readouterr().err
@@ -307,6 +306,38 @@ def test_closed_pipe_is_quiet(directory: Path) -> None:
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+class FullDisk(io.StringIO):
+    name = "<stdout>"
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--version", "info MODEL", "data pack CHATS model=MODEL seq_len=64"]
+)
+def test_output_that_cannot_be_written(arguments, places, tmp_path, capfd, monkeypatch):
+    """Also where argparse or a log goes on after the error."""
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    arguments = arguments.replace("MODEL", str(places["MODEL"]))
+    arguments = arguments.replace("CHATS", str(write_chats(tmp_path / "chats.jsonl", 3)))
+    assert main(arguments.split()) == 1
+    command = f"tigon {arguments.split()[0]}"
+    assert capfd.readouterr().err == f"{command}: [Errno 28] No space left on device: '<stdout>'\n"
+
+
+def test_output_that_a_full_disk_holds_back(directory: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tigon.cli", "info", str(directory)],
+            env=os.environ | {"PYTHONUNBUFFERED": ""},
+            stdout=full,
+            stderr=subprocess.PIPE,
+        )
+    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
 
 
 def test_closed_input_and_output_are_empty(monkeypatch: Patch) -> None:

@@ -240,7 +240,7 @@ BREACHES = {
     ),
     "layers/norm.py": ("import transformers", "which is optional, at the top of the file"),
     "layers/linear.py": ("import requests", "no dependency"),
-    "layers/kv_cache.py": ("from tigon.layers.attention import Attention", "cycle: "),
+    "layers/kv_state.py": ("from tigon.layers.attention import Attention", "cycle: "),
     "weights/header.py": (
         "import typing\nif typing.TYPE_CHECKING:\n    from tigon.models import CausalLM",
         "against the arrows",

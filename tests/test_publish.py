@@ -15,7 +15,7 @@ import tigon
 from tests.support.hub_server import HubServer, hub
 from tests.support.small import write_chats, write_model
 from tigon.cli import main
-from tigon.hub import is_generated_card
+from tigon.models.pretrained.upload import is_generated_card
 from tigon.train import main as train
 from tigon.train import publish
 

@@ -100,9 +100,6 @@ def test_prompts_and_texts():
     assert isinstance(said, WeightedChat) and (said.messages, said.prompt) == ([SYSTEM, *HI], 2)
     with pytest.raises(ValueError, match="'system' needs a prompt of messages, not a text"):
         chat({"prompt": "a", "completion": "b", "system": "be"})
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    forms = [str(Format().detect(row, ("preference",))) for row in (pair, pair | {"system": None})]
-    assert forms[0] == "preference [] None" and forms[0] != forms[1]  # caches have their names
     row = {"text": "a", "messages": HI}
     assert parse_text(row, Format().detect(row, ("text",))) == WeightedText("a")
 

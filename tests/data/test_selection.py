@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tigon.data import Entry, Format, find_sources
-from tigon.data.selection import is_held_out, parse_split
-from tigon.data.sources import Source, select_fraction
+from tigon.data.selection import parse_split, select_fraction
+from tigon.data.sources import Source, is_held_out
 
 datasets = pytest.importorskip("datasets", reason="needs tigon[train]")
 

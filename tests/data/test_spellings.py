@@ -16,7 +16,8 @@ from tigon.data import (
     RewardedEncoder,
     find_sources,
 )
-from tigon.data.formats import WeightedChat, WeightedText, parse_chat, parse_pair
+from tigon.data.answers import parse_pair
+from tigon.data.formats import WeightedChat, WeightedText, parse_chat
 
 Messages = list[dict[str, Any]]
 ARGUMENTS = {"city": "Rome", "größe": [1, {"a": None}]}

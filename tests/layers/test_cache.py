@@ -4,7 +4,7 @@ from torch import Tensor
 
 from tests.support.contract import tiny_llama
 from tigon.layers import KVCache
-from tigon.layers.kv_cache import GrowingKV
+from tigon.layers.kv_state import GrowingKV
 
 B, K, D = 3, 2, 4
 

@@ -57,7 +57,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"criteria": (LogProbs(targets=torch.zeros(2, 4).long()),)}, "targets (2, 4) of LogProbs"),
     ({"criteria": (CrossEntropy(z_loss=-5.0),), **LABELED}, "z_loss=-5.0 is negative"),
     ({"criteria": (CrossEntropy(coefficient=COEFFICIENT),), **LABELED}, "requires a gradient"),
-    ({"label_smoothing": 1.5, **LABELED}, "=1.5 is not in [0, 1)"),
+    ({"label_smoothing": 1.5, **LABELED}, "=1.5 is not in [0, 1]"),
     ({"label_smoothing": 0.1}, "label_smoothing without a cross-entropy"),
     (
         {"label_smoothing": 0.1, "criteria": (CrossEntropy(label_smoothing=0.5),), **LABELED},

@@ -21,7 +21,7 @@ from tigon.models import MODELS as ZOO
 from tigon.models.pretrained.convert import convert_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.weights import Repository, gguf_write, write
-from tigon.weights.write import row_chunks
+from tigon.weights.entries import row_chunks
 
 __all__ = ["byte_fallback", "byte_level"]
 # llama.cpp wants heads of hidden_size together in these

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, load_case, reference
 from tests.support.contract import tiny_llama, tokens
 from tigon.layers import KVCache, StaticCache
-from tigon.layers.kv_cache import KVState
+from tigon.layers.kv_state import KVState
 from tigon.models import CausalLM, from_pretrained
 
 CHUNK, TOTAL = 4, 41  # far past the window of 7, and past max_position_embeddings of 24

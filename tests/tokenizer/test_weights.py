@@ -63,7 +63,8 @@ SILENT = [CHAT[0], {"role": "assistant", "content": ""}]
 
 
 def learned(tokenizer, chat, **options):
-    return learned_runs(tokenizer, *tokenizer.encode_weighted_chat(chat, **options))
+    ((ids, weights),) = tokenizer.encode_chat_rows(chat, **options).rows
+    return learned_runs(tokenizer, ids, weights)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tigon.models import MODELS
 from tigon.tokenizer import Tokenizer, chat_template
 from tigon.train import build, main, pack
 from tigon.train.export import load_checkpoint
-from tigon.train.model import add_stop_tokens
+from tigon.train.vocabulary import add_stop_tokens
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 EOS = PLAIN.replace("\n{%", "{{ eos_token if m.role == 'assistant' }}\n{%")

@@ -18,7 +18,7 @@ from tigon.train import build, checkpoint, choices, dry_run, main, memory, train
 from tigon.train.choices import StepChoice, Way, choose_step, lessen, order_ways, spaced_blocks
 from tigon.train.config_file import load
 from tigon.train.distributed import InputError, World
-from tigon.train.less_memory import within_memory
+from tigon.train.less_memory import StepMemoryError, within_memory
 from tigon.train.memory import GIB
 from tigon.train.tasks import find_task
 
@@ -399,7 +399,7 @@ def test_memory_that_ends_outside_of_passes(workspace, monkeypatch, function) ->
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
 
     monkeypatch.setattr(trainer, function, fail)
-    with pytest.raises(SystemExit, match="CUDA out of memory: give a smaller micro"):
+    with pytest.raises(SystemExit, match="CUDA out of memory: give a smaller seq_len, act"):
         main(workspace.settings(function, steps=1, eval_data=workspace.held_out))
 
 
@@ -418,7 +418,7 @@ def test_a_dry_run_goes_on_with_less(workspace, capsys, monkeypatch, short_of_me
 
 def test_nothing_that_takes_less(workspace, short_of_memory) -> None:
     short_of_memory.append(0)
-    with pytest.raises(SystemExit, match="step 1: CUDA out of memory: give a smaller micro_batch"):
+    with pytest.raises(SystemExit, match="step 1: CUDA out of memory: give a smaller seq_len, act"):
         main(workspace.settings("none left", steps=1))
 
 
@@ -433,10 +433,29 @@ def test_passes_that_cannot_be_repeated(ranks: int, in_backward: Any, said: str)
 
     calls: list[int] = []
     world = World(ranks - 1, ranks, torch.device("cpu"))
-    run: Any = SimpleNamespace(world=world, in_backward=in_backward, choice=CHOICE)
+    config = load(None, given())
+    run: Any = SimpleNamespace(
+        world=world, in_backward=in_backward, choice=CHOICE, model=outlined(), config=config
+    )
     with pytest.raises(InputError, match=said):
         within_memory(run, 3, passes)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "recomputed", "offload", "said"),
+    [
+        ("auto", 2, False, "a smaller micro_batch_size, a smaller seq_len, activation_checkpointi"),
+        (1, frozenset(), False, "a smaller seq_len, activation_checkpointing=true, or what"),
+        (1, frozenset(range(LAYERS)), False, "a smaller seq_len, activation_offload=true, or what"),
+        (1, True, True, "a smaller seq_len, or what"),
+    ],
+)
+def test_advice_names_no_setting_that_is_on(rows, recomputed, offload, said) -> None:
+    model = outlined()
+    model.activation_checkpointing, model.activation_offload = recomputed, offload
+    run: Any = SimpleNamespace(model=model, config=load(None, given(micro_batch_size=rows)))
+    assert str(StepMemoryError("full", run)).startswith(f"full: give {said}")
 
 
 def test_recomputed_blocks_of_a_checkpoint() -> None:

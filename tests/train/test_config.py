@@ -5,8 +5,9 @@ import pytest
 import yaml
 
 from tigon.data.formats import REQUIRED_KEYS
-from tigon.train.config import CONFLICTS, REQUIRES, Config, Lora, Parallel
+from tigon.train.config import Config, Lora, Parallel
 from tigon.train.config_file import dump, load, load_aliases
+from tigon.train.config_rules import CONFLICTS, REQUIRES
 from tigon.train.launch import help_text
 from tigon.train.tasks import TASKS
 from tigon.utils.config import field_types

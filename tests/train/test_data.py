@@ -16,7 +16,7 @@ from tests.train.focal import Focal
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.data import Format
-from tigon.data.selection import is_held_out
+from tigon.data.sources import is_held_out
 from tigon.tokenizer import Tokenizer
 from tigon.train import load, main
 from tigon.train.logging import read_metrics

@@ -153,7 +153,7 @@ def test_only_graphs_that_are_captured_are_turned_off(timed, played) -> None:  #
         model=model,
         optimizer=torch.optim.SGD(model.parameters()),
         choice=None,
-        config=SimpleNamespace(cuda_graphs="auto"),
+        config=SimpleNamespace(cuda_graphs="auto", micro_batch_size=1),
         world=World(0, 1, torch.device("cpu")),
     )
     with pytest.raises(InputError, match="step 1: full: give a smaller"):

@@ -19,6 +19,7 @@ from tests.train.ranks import TORCHRUN as FIRST_OF_TWO
 from tests.train.ranks import Ranks
 from tigon import cli
 from tigon.train import checkpoint, main
+from tigon.train.distributed import record_error
 from tigon.train.launch import check_count, summarize
 from tigon.train.signals import peer_failed
 
@@ -159,6 +160,23 @@ def test_refusal_is_in_the_error_file(command, tmp_path, monkeypatch):
         assert cli.main(["generate", "model", "hello", "--tp", "0"]) == 1
     said = {"train": "lr='fast' is not a number", "generate": "--tp 0 must be at least 1"}
     assert said[command] in json.loads(report.read_text())["message"]
+
+
+def test_an_error_file_is_whole_or_missing(tmp_path, monkeypatch):
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    write, present = Path.write_text, []
+
+    def ended(path, text):
+        write(path, text[:5])
+        present.append(report.exists())
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", ended)
+    record_error("why")
+    assert present == [False]
+    assert json.loads(report.read_text())["message"] == "why"
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
 @pytest.mark.parametrize(

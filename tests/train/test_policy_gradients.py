@@ -12,7 +12,7 @@ import torch
 import tigon
 from tests.support.small import write_model
 from tests.train import preferences
-from tigon.data.encode import compute_advantages
+from tigon.data.encode_answers import compute_advantages
 from tigon.train import main
 
 CASES: dict[str, dict[str, Any]] = {

@@ -11,7 +11,7 @@ import torch
 import tigon
 from tests.support.small import write_chats, write_model
 from tests.train import preferences
-from tigon.data.encode import compute_advantages
+from tigon.data.encode_answers import compute_advantages
 from tigon.models.adapters.adapters import init_adapter
 from tigon.train import main
 from tigon.train.tasks import losses

@@ -8,7 +8,7 @@ import re
 import shutil
 import threading
 import time
-from collections import namedtuple
+from collections import Counter, namedtuple
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from tigon.train.checkpoint import format, saver
 from tigon.train.distributed import start
 from tigon.train.export import convert_checkpoint
 from tigon.train.optim import Ema
+from tigon.weights.entries import RankError
 from tigon.weights.files import remove_directory, require_space
-from tigon.weights.write import RankError
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -78,6 +78,19 @@ def test_a_failed_save_raises_and_leaves_nothing(background, state, tmp_path, mo
         assert [path.name for path in first.parent.iterdir()] == ["step-00000001"]
         state.save(to, 3)  # the next one may succeed
     checkpoint.verify(tmp_path / "checkpoints/step-00000003")
+
+
+def test_weights_and_states_are_flushed_once(state, tmp_path, monkeypatch):
+    fsync, flushed = os.fsync, Counter()
+
+    def count(descriptor: int) -> None:
+        flushed[os.fstat(descriptor).st_ino] += 1
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", count)
+    with saver.Saver(tmp_path, state.world, background=False) as to:
+        files = [*state.save(to, 1).glob("*.safetensors")]
+    assert len(files) == 2 and {flushed[path.stat().st_ino] for path in files} == {1}
 
 
 def test_link_stays_if_its_step_cannot_be_saved(state, tmp_path, monkeypatch):

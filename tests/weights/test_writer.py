@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tigon.weights import TensorEntry, write_checkpoint
+from tigon.weights.entries import RowBlock
 from tigon.weights.header import DTYPES
-from tigon.weights.write import RowBlock
 
 
 def entries(tensors: dict[str, Tensor]) -> list[TensorEntry]:

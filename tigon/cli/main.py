@@ -9,11 +9,12 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tigon.utils.terminal import escaping_output, one_line
+from tigon.utils.terminal import check_output_written, escaping_output, one_line
 from tigon.version import __version__
 
 CACHES = ("dynamic", "static", "quantized")
@@ -32,7 +33,8 @@ def end(status: int) -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
+        with suppress(OSError):  # `main` has said it
+            stream.flush()
     os._exit(status)
 
 
@@ -48,34 +50,44 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    """Parses the arguments and runs the command; returns its exit code."""
-    training = arguments[:1] == ["train"]  # has a syntax and a help of its own
-    args = argparse.Namespace(command="train") if training else _parse(arguments)
-    args.arguments_given = arguments
+    """Runs the command and returns its exit code, 1 if its output cannot be written."""
+    command = " ".join(["tigon", *arguments[:1]])
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            # Imported now: torch takes seconds, and --help must not
-            if training:
-                status = _import_interruptibly("tigon.train").main(arguments[1:]) or 0
-            elif args.command == "report":  # needs no torch
-                print(one_line(import_module("tigon.report").write(args.runs, args.out)))
-                status = 0
-            else:
-                status = getattr(_import_interruptibly(args.module), args.run)(args)
+            try:
+                status = _run(arguments)
+            except SystemExit as stop:
+                if stop.code:
+                    raise
+                status = 0  # of --help and --version
         sys.stdout.flush()  # a closed pipe raises here
+        if command != "tigon train":  # which goes on without its log
+            check_output_written()
         return status
     except BrokenPipeError:  # as in `tigon generate ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError, ImportError) as error:
         # An unreachable hub raises with advice for callers from Python
-        reading = isinstance(error, ConnectionError) and args.command != "push"
+        reading = isinstance(error, ConnectionError) and command != "tigon push"
         hint = f"; for this command: {OFFLINE}" * reading
-        print(f"tigon {args.command}: {one_line(error)}{hint}", file=sys.stderr)
+        print(f"{command}: {one_line(error)}{hint}", file=sys.stderr)
         return 1
+
+
+def _run(arguments: list[str]) -> int:
+    """Parses the arguments and runs the command; returns its exit code."""
+    # Imported now: torch takes seconds, and --help must not
+    if arguments[:1] == ["train"]:  # has a syntax and a help of its own
+        return _import_interruptibly("tigon.train").main(arguments[1:]) or 0
+    args = _parse(arguments)
+    args.arguments_given = arguments
+    if args.command == "report":  # needs no torch
+        print(one_line(import_module("tigon.report").write(args.runs, args.out)))
+        return 0
+    return getattr(_import_interruptibly(args.module), args.run)(args)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -2,21 +2,15 @@
 
 from tigon.data.cache import cache_root, clean_cache
 from tigon.data.collate import MicroBatch
-from tigon.data.encode import (
-    ChatEncoder,
-    LabelledEncoder,
-    PairEncoder,
-    RewardedEncoder,
-    TextEncoder,
-    TopEncoder,
-    read_texts,
-)
+from tigon.data.encode import ChatEncoder, TextEncoder, TopEncoder, read_texts
+from tigon.data.encode_answers import LabelledEncoder, PairEncoder, RewardedEncoder
 from tigon.data.examples import Encoder, EncodingReport, Example, Examples, collect, join, read
 from tigon.data.formats import Format
 from tigon.data.loader import Loader
 from tigon.data.mixture import Mixture, Window
 from tigon.data.packing import PackedRows, pack_documents, pack_examples
-from tigon.data.sources import Block, Entry, Source, find_sources
+from tigon.data.selection import Entry, find_sources
+from tigon.data.sources import Block, Source
 from tigon.data.stream import Stream
 from tigon.data.tokenized import tokenize
 

@@ -126,33 +126,30 @@ def pack_examples(
     Which examples are cut or left out is as without `share_prompts`.
     """
     starts, first, sizes = window.starts, window.groups[:-1], np.diff(window.groups)
-    lengths, targets = window.stops - starts, window.targets.copy()
-    bounded = lengths if max_length is None else np.minimum(lengths, max_length)
-    spans, shared = np.stack([starts, starts + bounded], axis=1), np.zeros_like(lengths)
-    alone = len(sizes) == len(window)
+    spans, targets = np.stack([starts, window.stops], axis=1), window.targets.copy()
+
+    def cut(stops: np.ndarray, over: np.ndarray, keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cuts the examples, of groups `over` their limit; returns those to `keep`, and copies."""
+        shorter, spans[:, 1] = stops < spans[:, 1], stops
+        targets[shorter] = window.corpus.targets(spans[shorter])
+        keep = keep & (np.minimum.reduceat(targets, first) > 0) & (truncate | ~over)
+        copies = _duplicate_groups(window.corpus, spans, sizes, keep & over & distinct)
+        return keep & ~copies, copies
+
+    lengths, has_targets = window.stops - starts, np.minimum.reduceat(targets, first) > 0
+    bounded = lengths.copy() if max_length is None else np.minimum(lengths, max_length)
+    long = np.maximum.reduceat(lengths - bounded, first) > 0
+    reached, duplicates = cut(starts + bounded, long, has_targets)
+    shared, alone = np.zeros_like(lengths), len(sizes) == len(window)
     if share_prompts and packing and not alone:
         shared = shared_prompt_lengths(window.corpus, spans, sizes, min_fraction)
     combine = np.add if packing else np.maximum
     min_seq_len = combine.reduceat(bounded - shared, first)
-    long, over = np.maximum.reduceat(lengths - bounded, first) > 0, min_seq_len > seq_len
-
-    def learns(shorter: np.ndarray) -> np.ndarray:
-        """bool [G], whether each example has targets; `shorter`: the spans that changed."""
-        targets[shorter] = window.corpus.targets(spans[shorter])
-        return np.minimum.reduceat(targets, first) > 0
-
-    has_targets = np.minimum.reduceat(window.targets, first) > 0
-    reached = learns(lengths > bounded) & (truncate | ~long)
-    duplicates = _duplicate_groups(window.corpus, spans, sizes, reached & long & distinct)
-    reached &= ~duplicates
-    ends = bounded.copy()
+    over = min_seq_len > seq_len
     if over.any():
-        cut = np.repeat(over, sizes)
-        ends[cut] = _truncate_to_row(bounded[cut], shared[cut], sizes[over], seq_len, combine)
-        spans[:, 1] = starts + ends
-    keep = reached & learns(ends < bounded) & (truncate | ~(long | over))
-    by_row = _duplicate_groups(window.corpus, spans, sizes, keep & over & distinct)
-    keep &= ~by_row
+        of = np.repeat(over, sizes)
+        bounded[of] = _truncate_to_row(bounded[of], shared[of], sizes[over], seq_len, combine)
+    keep, by_row = cut(starts + bounded, over, reached)
     truncation = TruncationStats(
         max_length_cuts=int((keep & long & ~over).sum()),
         max_length_drops=int((has_targets & ~reached).sum()),

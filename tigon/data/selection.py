@@ -1,14 +1,41 @@
-"""Names of splits and slices, and the rows that `eval_fraction` holds out."""
+"""What an entry of `data` names: files, globs and data sets of the hub, and which of their rows."""
 
-import hashlib
-import json
+import glob
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
-from tigon.data.formats import KEY_ALIASES, ROW_KEYS, Format, Row
+from tigon.data.formats import Format
+from tigon.data.sources import HUB, CsvFile, JsonFile, Source, TextFile, suffix
+from tigon.data.tables import Table, saved_split
+from tigon.utils.paths import check_file_name, expand_user
+
+ACCEPTED_FILES = (
+    ".jsonl, .json, .csv, .tsv and .txt files (each also .gz or .zst), .parquet and .arrow files, "
+    f"directories written by datasets' save_to_disk, and data sets of the hub as {HUB}owner/name"
+)
+READERS = {".jsonl": JsonFile, ".json": JsonFile, ".csv": CsvFile, ".tsv": CsvFile}
 
 _BOUND = r"(-?\d{1,18})(%?)"
 _SPLIT = re.compile(rf"(\w[\w.-]*)(?:\[(?:{_BOUND})?:(?:{_BOUND})?\])?")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One item of a list of data: a path, a glob, or a data set of the hub, hf://owner/name."""
+
+    path: str
+    weight: float | None = None  # its share of the examples drawn from all entries
+    format: str | None = None  # one of formats.REQUIRED; None: detected from the keys
+    columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
+    split: str | None = None  # or slices of splits, as in `datasets`; None: train. A file is train
+    skip: int = 0  # rows at the start
+    take: int | None = None  # rows after those; None: all
+    config: str | None = None  # of a data set of the hub
+    revision: str | None = None  # of a data set of the hub
+    name: str | None = None  # of held-out data that is also measured on its own
 
 
 class Split(NamedTuple):
@@ -42,17 +69,141 @@ def parse_split(text: str) -> list[Split]:
     return splits
 
 
-def is_held_out(row: Row, format: Format, fraction: float) -> bool:
-    """Whether a row is in the held-out fraction, by a digest of the keys that formats read.
+def find_sources(
+    entries: Sequence[Entry | str] | Entry | str,
+    *,
+    separator: str = "",
+    streaming: bool = False,
+    columns: Mapping[str, str] | None = None,
+) -> list[Source]:
+    """The sources of the entries, in the order given, a glob's files sorted; every one must exist.
 
-    So the answer is the same on every machine, in any order, and for each copy of a row.
+    Each has the rows that the entry's `split`, then `skip` and `take`, leave of its files end to
+    end. `columns` are those of entries that have none. `separator` divides text files into
+    documents. `streaming` reads the hub's data sets as they come, not downloaded first.
     """
-    read = {
-        key: row[format.column(key)] for key in ROW_KEYS if row.get(format.column(key)) is not None
-    }
-    for name, key in KEY_ALIASES.items():
-        if key not in read and row.get(name) is not None:
-            read[key] = row[name]
-    text = json.dumps(read or row, sort_keys=True, default=str)
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-    return number < fraction * 2**64
+    sources: list[Source] = []
+    for entry in [entries] if isinstance(entries, Entry | str) else entries:
+        entry = Entry(entry) if isinstance(entry, str) else entry
+        format = Format(entry.format, entry.columns or columns or {}, strict=bool(entry.columns))
+        sources += _resolve_entry(entry, format, separator, streaming)
+    return sources
+
+
+def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool) -> list[Source]:
+    """Make the sources of an entry, narrowed by its split, skip and take; ValueError if these leave
+    none."""
+    if entry.skip < 0 or (entry.take is not None and entry.take < 1):
+        raise ValueError(
+            f"{entry.path}: skip={entry.skip} and take={entry.take} must be numbers of rows, skip "
+            "0 or more and take 1 or more"
+        )
+    splits = [None] if entry.split is None else parse_split(entry.split)
+    selected: list[Source] = []
+    for split in splits:
+        name = None if split is None else split.name
+        if entry.path.startswith(HUB):
+            sources = [_hub_source(entry, name, format, streaming)]
+        else:
+            sources = [
+                _file_source(path, entry, name, format, separator)
+                for path in _match_paths(entry.path)
+            ]
+        selected += sources if split is None else select_split(sources, split)
+    end = None if entry.take is None else entry.skip + entry.take
+    if selected := select_rows(selected, entry.skip, end):
+        return selected
+    options = {name: getattr(entry, name) for name in ("split", "skip", "take")}
+    selection = ", ".join(f"{k}={v!r}" for k, v in options.items() if v)
+    raise ValueError(f"{entry.path} has no rows left by {selection}")
+
+
+def _match_paths(pattern: str) -> list[Path]:
+    """Lists the path, or the files that a glob matches, sorted; FileNotFoundError if there are
+    none."""
+    path = expand_user(pattern)
+    paths = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
+    if not paths:
+        hint = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not path.suffix:
+            hint = f"; a data set of the hub is written {HUB}{pattern}"
+        raise FileNotFoundError(f"no data file matches {pattern!r}{hint}")
+    for path in paths:
+        check_file_name(str(path))
+    return sorted(paths)
+
+
+def _file_source(
+    path: Path, entry: Entry, split: str | None, format: Format, separator: str
+) -> Source:
+    """Makes the source of a file or of a directory that save_to_disk wrote, by its suffix;
+    ValueError for another kind of file, or for options that it cannot have."""
+    name = str(path)
+    for option, value in (("config", entry.config), ("revision", entry.revision)):
+        if value is not None:
+            raise ValueError(
+                f"{path} has no {option}: it is not on the hub, so leave out {option}={value!r}"
+            )
+    if path.is_dir():
+        if not any((path / state).is_file() for state in ("state.json", "dataset_dict.json")):
+            raise IsADirectoryError(f"{path} is a directory; name its files: '{path}/*.jsonl'")
+        source = Table(name, format, "saved", split or saved_split(path))
+        source.folder()
+        return source
+    if split not in (None, "train"):
+        raise ValueError(f"{path} has no split {split!r}: a file's only split is 'train'")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+    if path.suffix in (".parquet", ".arrow"):
+        return Table(name, format, path.suffix[1:])
+    if suffix(name) == ".txt":
+        return TextFile(name, format, separator)
+    if suffix(name) in READERS:
+        return READERS[suffix(name)](name, format)
+    raise ValueError(f"{path}: data is read from {ACCEPTED_FILES}")
+
+
+def _hub_source(entry: Entry, split: str | None, format: Format, streaming: bool) -> Source:
+    """Make the source of a data set of the hub, whose name tells config and split too; ValueError
+    for a bad name."""
+    repository = entry.path.removeprefix(HUB)
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
+        raise ValueError(f"{entry.path!r} is not {HUB}owner/name")
+    split = split or "train"
+    name = f"{entry.path}[{','.join(filter(None, (entry.config, split)))}]"
+    return Table(name, format, "hub", split, entry.config, entry.revision, streaming)
+
+
+def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
+    """Narrows the sources, reads one after the other, to a slice that is rounded as in
+    `datasets`."""
+    start, stop = split.start, split.stop
+    if split.percent or (start or 0) < 0 or (stop or 0) < 0:
+        total = sum(source.count() for source in sources)
+        if split.percent:
+            start, stop = (b if b is None else round(b * total / 100) for b in (start, stop))
+        start, stop = (max(total + b, 0) if b is not None and b < 0 else b for b in (start, stop))
+    return select_rows(sources, start or 0, stop)
+
+
+def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list[Source]:
+    """Narrows the sources, reads one after the other, to rows `start` to `stop` - 1 of all."""
+    if start == 0 and stop is None:
+        return list(sources)
+    selected: list[Source] = []
+    for i, source in enumerate(sources):
+        if stop is not None and stop <= start:
+            break
+        count = source.count() if i + 1 < len(sources) else None
+        if count is None or count > start:
+            begin, end = source.bounds(start, stop)
+            selected.append(replace(source, start=begin, stop=end))
+        if count is not None:
+            start, stop = max(0, start - count), None if stop is None else max(0, stop - count)
+    return selected
+
+
+def select_fraction(sources: Sequence[Source], fraction: float, held_out: bool) -> list[Source]:
+    """Narrow each source to its held-out rows or to its training rows; drop it if it has none."""
+    parts = [replace(source, fraction=(fraction, held_out)) for source in sources]
+    return [part for part in parts if next(part.rows(), None) is not None]

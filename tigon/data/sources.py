@@ -1,10 +1,9 @@
-"""Files, globs and data sets that `data` names, as numbered rows.
+"""Sources of numbered rows: the base class, and files of JSON, CSV and text.
 
 A row has a place, file:line. In tables and data sets, lines count rows.
 """
 
 import csv
-import glob
 import gzip
 import hashlib
 import io
@@ -12,26 +11,20 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from tigon.data.formats import VALUE_KEYS, Format, Row
-from tigon.data.selection import Split, is_held_out, parse_split
-from tigon.utils.json import DuplicateKeyError, object_from_pairs, quote, read_json
-from tigon.utils.paths import check_file_name, expand_user
+from tigon.data.formats import KEY_ALIASES, ROW_KEYS, VALUE_KEYS, Format, Row
+from tigon.utils.json import DuplicateKeyError, object_from_pairs, quote
 
 HUB = "hf://"
 COMPRESSED = (".gz", ".zst")
-ACCEPTED_FILES = (
-    ".jsonl, .json, .csv, .tsv and .txt files (each also .gz or .zst), .parquet and .arrow files, "
-    f"directories written by datasets' save_to_disk, and data sets of the hub as {HUB}owner/name"
-)
 BLOCK_BYTES = 2**20  # bytes of a block, about
 HASH_BYTES = 2**25  # bytes that a thread hashes at a time
 SAMPLE_BYTES = 4096  # bytes of each piece that `sample` hashes
@@ -43,22 +36,6 @@ _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
 
 Record = bytes | Row | ValueError  # JSON, a row, or what is wrong with it
 NumberedRows = Iterator[tuple[int, Row | ValueError]]  # line, and its row
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One item of a list of data: a path, a glob, or a data set of the hub, hf://owner/name."""
-
-    path: str
-    weight: float | None = None  # its share of the examples drawn from all entries
-    format: str | None = None  # one of formats.REQUIRED; None: detected from the keys
-    columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
-    split: str | None = None  # or slices of splits, as in `datasets`; None: train. A file is train
-    skip: int = 0  # rows at the start
-    take: int | None = None  # rows after those; None: all
-    config: str | None = None  # of a data set of the hub
-    revision: str | None = None  # of a data set of the hub
-    name: str | None = None  # of held-out data that is also measured on its own
 
 
 @dataclass(frozen=True)
@@ -82,6 +59,22 @@ class Block:
                 if held_out != selected:
                     continue
             yield line, row
+
+
+def is_held_out(row: Row, format: Format, fraction: float) -> bool:
+    """Whether a row is in the held-out fraction, by a digest of the keys that formats read.
+
+    So the answer is the same on every machine, in any order, and for each copy of a row.
+    """
+    read = {
+        key: row[format.column(key)] for key in ROW_KEYS if row.get(format.column(key)) is not None
+    }
+    for name, key in KEY_ALIASES.items():
+        if key not in read and row.get(name) is not None:
+            read[key] = row[name]
+    text = json.dumps(read or row, sort_keys=True, default=str)
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    return number < fraction * 2**64
 
 
 @dataclass(frozen=True)
@@ -122,12 +115,15 @@ class Source:
         tell."""
         return sum(1 for _ in self.read())
 
+    def bounds(self, first: int, last: int | None) -> tuple[int, int | None]:
+        """Returns the numbers, in the whole file, of the records `first` to `last` of the range."""
+        ends = [self.stop, None if last is None else self.start + last]
+        return self.start + first, min((end for end in ends if end is not None), default=None)
+
     def records(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Record]]:
         """Yields the records `first` to `last` - 1 of the range, counted from its start, with their
         lines."""
-        begin = self.start + first
-        ends = [self.stop, None if last is None else self.start + last]
-        end = min((end for end in ends if end is not None), default=None)
+        begin, end = self.bounds(first, last)
         records = self.read(begin)
         return records if end is None else islice(records, max(0, end - begin))
 
@@ -198,8 +194,8 @@ class JsonFile(Source):
     """One JSON object a line; a .json file may also be one list of objects."""
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
-        """Yields each line that is not blank as bytes, or the parsed items of a list, with their
-        lines; a ValueError in place of a line that is too long."""
+        """Yields each line that is not blank, or each item of a list, as bytes with its line; a
+        ValueError in place of a line that is too long."""
         with open_file(self.name) as file:
             if file.peek(3)[:3] == b"\xef\xbb\xbf":
                 file.read(3)
@@ -316,242 +312,6 @@ class TextFile(Source):
                 yield piece.replace("\r\n", "\n")
 
 
-@dataclass(frozen=True)
-class Table(Source):
-    """A data set that the library `datasets` reads: .parquet, .arrow, saved, or of the hub."""
-
-    kind: str = "parquet"  # or arrow, saved, hub
-    split: str = "train"
-    config: str | None = None
-    revision: str | None = None
-    streaming: bool = False
-
-    def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
-        """Yields the rows from number `start` on, without the nulls of structs, with their numbers,
-        counted from 1, as lines."""
-        line = start + 1
-        with _reader_errors(self.name):
-            data = self.load()
-            if start >= getattr(data, "num_rows", start + 1):
-                return
-            data = data.skip(start) if start else data
-            for batch in data.with_format("arrow").iter(batch_size=256):
-                check_columns(self.name, batch.schema.names)
-                for row in _table_rows(batch):
-                    yield line, without_nulls(row)
-                    line += 1
-
-    def load(self) -> Any:
-        """A datasets.Dataset, or if it is read as it comes, a datasets.IterableDataset."""
-        from datasets import load_dataset, load_from_disk
-
-        if self.kind == "parquet":
-            from pyarrow.parquet import read_schema
-
-            check_columns(self.name, read_schema(self.name).names)
-        if self.kind == "saved":
-            return load_from_disk(str(self.folder()))
-        if self.kind == "hub":
-            repository = self.name.partition("[")[0].removeprefix(HUB)
-            options = {"split": self.split, "revision": self.revision}
-            return load_dataset(repository, self.config, streaming=self.streaming, **options)
-        # As it comes: a copy in the library's cache would be kept for its name and time alone
-        return load_dataset(
-            self.kind, data_files=glob.escape(self.name), split="train", streaming=True
-        )
-
-    def total(self) -> int | None:
-        """Counts the rows of the data set; None for one of the hub that is streamed."""
-        with _reader_errors(self.name):
-            if self.kind == "parquet":
-                from pyarrow.parquet import read_metadata
-
-                return read_metadata(self.name).num_rows
-            if self.kind == "arrow":
-                return sum(batch.num_rows for batch in self.load().with_format("arrow").iter(1000))
-            return None if self.streaming else len(self.load())
-
-    def options(self) -> tuple[Any, ...]:
-        """Split, config and revision of the data set."""
-        return self.split, self.config, self.revision
-
-    def files(self) -> list[Path]:
-        """Lists the files on this host: of a saved data set the .arrow and .json files of its
-        split, and of the hub those in the library's cache, none if it is streamed."""
-        if self.kind == "saved":
-            return [f for f in sorted(self.folder().rglob("*")) if f.suffix in (".arrow", ".json")]
-        if self.kind != "hub":
-            return super().files()
-        if self.streaming:  # the content is not here to be read
-            return []
-        with _reader_errors(self.name):
-            return [Path(file["filename"]) for file in self.load().cache_files]
-
-    def digest(self) -> str:
-        """As Source's, and of the name for a data set of the hub."""
-        location = self.name if self.kind == "hub" else ""
-        return hashlib.sha256(f"{location} {super().digest()}".encode()).hexdigest()
-
-    def size(self) -> int:
-        """The bytes on this host; 0 for a data set of the hub."""
-        return 0 if self.kind == "hub" else super().size()
-
-    def folder(self) -> Path:
-        """The split's folder of a saved data set; ValueError if there is none."""
-        folder = Path(self.name)
-        if not (folder / "dataset_dict.json").is_file():
-            if self.split != (saved := saved_split(folder)):
-                text = f"{self.name} has no split {self.split!r}: it was saved as the one split"
-                raise ValueError(f"{text} {saved!r}")
-            return folder
-        splits = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        if self.split not in splits:
-            raise ValueError(f"{self.name} has no split {self.split!r}: there are {splits}")
-        return folder / self.split
-
-
-def find_sources(
-    entries: Sequence[Entry | str] | Entry | str,
-    *,
-    separator: str = "",
-    streaming: bool = False,
-    columns: Mapping[str, str] | None = None,
-) -> list[Source]:
-    """The sources of the entries, in the order given, a glob's files sorted; every one must exist.
-
-    Each has the rows that the entry's `split`, then `skip` and `take`, leave of its files end to
-    end. `columns` are those of entries that have none. `separator` divides text files into
-    documents. `streaming` reads the hub's data sets as they come, not downloaded first.
-    """
-    sources: list[Source] = []
-    for entry in [entries] if isinstance(entries, Entry | str) else entries:
-        entry = Entry(entry) if isinstance(entry, str) else entry
-        format = Format(entry.format, entry.columns or columns or {}, strict=bool(entry.columns))
-        sources += _resolve_entry(entry, format, separator, streaming)
-    return sources
-
-
-def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool) -> list[Source]:
-    """Make the sources of an entry, narrowed by its split, skip and take; ValueError if these leave
-    none."""
-    if entry.skip < 0 or (entry.take is not None and entry.take < 1):
-        raise ValueError(
-            f"{entry.path}: skip={entry.skip} and take={entry.take} must be numbers of rows, skip "
-            "0 or more and take 1 or more"
-        )
-    splits = [None] if entry.split is None else parse_split(entry.split)
-    selected: list[Source] = []
-    for split in splits:
-        name = None if split is None else split.name
-        if entry.path.startswith(HUB):
-            sources = [_hub_source(entry, name, format, streaming)]
-        else:
-            sources = [
-                _file_source(path, entry, name, format, separator)
-                for path in _match_paths(entry.path)
-            ]
-        selected += sources if split is None else select_split(sources, split)
-    end = None if entry.take is None else entry.skip + entry.take
-    if selected := select_rows(selected, entry.skip, end):
-        return selected
-    options = {name: getattr(entry, name) for name in ("split", "skip", "take")}
-    selection = ", ".join(f"{k}={v!r}" for k, v in options.items() if v)
-    raise ValueError(f"{entry.path} has no rows left by {selection}")
-
-
-def _match_paths(pattern: str) -> list[Path]:
-    """Lists the path, or the files that a glob matches, sorted; FileNotFoundError if there are
-    none."""
-    path = expand_user(pattern)
-    paths = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
-    if not paths:
-        hint = ""
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not path.suffix:
-            hint = f"; a data set of the hub is written {HUB}{pattern}"
-        raise FileNotFoundError(f"no data file matches {pattern!r}{hint}")
-    for path in paths:
-        check_file_name(str(path))
-    return sorted(paths)
-
-
-def _file_source(
-    path: Path, entry: Entry, split: str | None, format: Format, separator: str
-) -> Source:
-    """Makes the source of a file or of a directory that save_to_disk wrote, by its suffix;
-    ValueError for another kind of file, or for options that it cannot have."""
-    name = str(path)
-    for option in ("config", "revision"):
-        if (value := getattr(entry, option)) is not None:
-            raise ValueError(
-                f"{path} has no {option}: it is not on the hub, so leave out {option}={value!r}"
-            )
-    if path.is_dir():
-        if not any((path / state).is_file() for state in ("state.json", "dataset_dict.json")):
-            raise IsADirectoryError(f"{path} is a directory; name its files: '{path}/*.jsonl'")
-        source = Table(name, format, "saved", split or saved_split(path))
-        source.folder()
-        return source
-    if split not in (None, "train"):
-        raise ValueError(f"{path} has no split {split!r}: a file's only split is 'train'")
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty")
-    if path.suffix in (".parquet", ".arrow"):
-        return Table(name, format, path.suffix[1:])
-    if suffix(name) == ".txt":
-        return TextFile(name, format, separator)
-    readers = {".jsonl": JsonFile, ".json": JsonFile, ".csv": CsvFile, ".tsv": CsvFile}
-    if suffix(name) in readers:
-        return readers[suffix(name)](name, format)
-    raise ValueError(f"{path}: data is read from {ACCEPTED_FILES}")
-
-
-def _hub_source(entry: Entry, split: str | None, format: Format, streaming: bool) -> Source:
-    """Make the source of a data set of the hub, whose name tells config and split too; ValueError
-    for a bad name."""
-    repository = entry.path.removeprefix(HUB)
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
-        raise ValueError(f"{entry.path!r} is not {HUB}owner/name")
-    split = split or "train"
-    name = f"{entry.path}[{','.join(filter(None, (entry.config, split)))}]"
-    return Table(name, format, "hub", split, entry.config, entry.revision, streaming)
-
-
-def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
-    """Narrows the sources, reads one after the other, to a slice that is rounded as in
-    `datasets`."""
-    start, stop = split.start, split.stop
-    if split.percent or (start or 0) < 0 or (stop or 0) < 0:
-        total = sum(source.count() for source in sources)
-        if split.percent:
-            start, stop = (b if b is None else round(b * total / 100) for b in (start, stop))
-        start, stop = (max(total + b, 0) if b is not None and b < 0 else b for b in (start, stop))
-    return select_rows(sources, start or 0, stop)
-
-
-def select_rows(sources: Sequence[Source], start: int, stop: int | None) -> list[Source]:
-    """Narrows the sources, reads one after the other, to rows `start` to `stop` - 1 of all."""
-    if start == 0 and stop is None:
-        return list(sources)
-    selected: list[Source] = []
-    for i, source in enumerate(sources):
-        if stop is not None and stop <= start:
-            break
-        count = source.count() if i + 1 < len(sources) else None
-        if count is None or count > start:
-            ends = [source.stop, None if stop is None else source.start + stop]
-            end = min((end for end in ends if end is not None), default=None)
-            selected.append(replace(source, start=source.start + start, stop=end))
-        if count is not None:
-            start, stop = max(0, start - count), None if stop is None else max(0, stop - count)
-    return selected
-
-
-def select_fraction(sources: Sequence[Source], fraction: float, held_out: bool) -> list[Source]:
-    """Narrow each source to its held-out rows or to its training rows; drop it if it has none."""
-    parts = [replace(source, fraction=(fraction, held_out)) for source in sources]
-    return [part for part in parts if next(part.rows(), None) is not None]
-
-
 def hash_files(paths: Sequence[Path], *options: object) -> str:
     """A digest of the files' bytes and of the options."""
     total = hashlib.sha256(repr(options).encode())
@@ -619,7 +379,7 @@ def parse_json(raw: bytes) -> Row | ValueError:
     try:
         row = json.loads(raw, object_pairs_hook=object_from_pairs)
     except DuplicateKeyError as error:
-        return _duplicate_key(error)
+        return ValueError(f"has the key {quote(error.key)} twice in one object: remove one")
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         split = "; each line must be a whole object" if raw.strip() in (b"{", b"[") else ""
         return ValueError(f"not valid JSON: {error}{split}")
@@ -627,29 +387,18 @@ def parse_json(raw: bytes) -> Row | ValueError:
         return ValueError("not valid JSON: nested too deeply")
     if isinstance(row, list):
         return ValueError("needs a JSON object, not a list; one list of all rows is a .json file")
-    return _check_object(row)
+    if not isinstance(row, dict):
+        return ValueError(f"needs a JSON object, not {type(row).__name__}")
+    return row
 
 
-def _duplicate_key(error: DuplicateKeyError) -> ValueError:
-    """Makes the error of a row with one key twice."""
-    return ValueError(f"has the key {quote(error.key)} twice in one object: remove one")
-
-
-def _check_object(row: Any) -> Row | ValueError:
-    """Returns the row, or a ValueError if it is no object."""
-    if isinstance(row, dict | ValueError):
-        return row
-    return ValueError(f"needs a JSON object, not {type(row).__name__}")
-
-
-def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, Row | ValueError]]:
-    """Yields the line and the row of each item of a JSON list."""
+def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, bytes]]:
+    """Yields the line and the JSON of each item of a JSON list."""
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error}") from None
     decode, blank = json.JSONDecoder().raw_decode, re.compile(r"[ \t\r\n]*")
-    decode_unique = json.JSONDecoder(object_pairs_hook=object_from_pairs).raw_decode
 
     def skip(at: int) -> int:
         return blank.match(text, at).end()  # type: ignore[union-attr]
@@ -660,13 +409,10 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, Row | ValueError]]
         line += text.count("\n", counted, at)
         counted = at
         try:
-            try:
-                row, end = decode_unique(text, at)
-            except DuplicateKeyError as error:
-                row, end = _duplicate_key(error), decode(text, at)[1]
+            _, end = decode(text, at)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}:{line}: not valid JSON: {error}") from None
-        yield line, _check_object(row)
+        yield line, text[at:end].encode()
         at = skip(end)
         if text.startswith(",", at):
             at = skip(at + 1)
@@ -689,6 +435,12 @@ def _unescape(separator: str) -> str:
     return separator.replace("\r\n", "\n")
 
 
+def check_columns(name: str, columns: Sequence[str]) -> None:
+    """Raises ValueError if two columns have one name."""
+    if twice := [column for column, count in Counter(columns).items() if count > 1]:
+        raise ValueError(f"{name} has the column {quote(twice[0])} twice: remove one")
+
+
 def measure(value: Any, scalar: int = 0) -> int:
     """Counts the characters of all texts among the values of a row or a record (bytes of bytes);
     any other value, such as a number, counts `scalar`."""
@@ -696,51 +448,3 @@ def measure(value: Any, scalar: int = 0) -> int:
         return len(value)
     values = value.values() if isinstance(value, dict) else value
     return sum(measure(v, scalar) for v in values) if isinstance(value, dict | list) else scalar
-
-
-def saved_split(folder: Path) -> str:
-    """The name of the one split in a directory; "train" if there are several or it has none."""
-    state = folder / "state.json"
-    name = read_json(state).get("_split") if state.is_file() else None
-    return str(name).partition("[")[0] if name else "train"
-
-
-def check_columns(name: str, columns: Sequence[str]) -> None:
-    """Raises ValueError if two columns have one name."""
-    if twice := [column for column, count in Counter(columns).items() if count > 1]:
-        raise ValueError(f"{name} has the column {quote(twice[0])} twice: remove one")
-
-
-def _table_rows(table: Any) -> list[Row | ValueError]:
-    """The rows of an Arrow table, with an error in place of each that is not UTF-8."""
-    try:
-        rows: list[Row | ValueError] = table.to_pylist()
-    except UnicodeDecodeError as error:
-        if table.num_rows == 1:
-            return [ValueError(f"is not UTF-8 text: {error}")]
-        return [row for i in range(table.num_rows) for row in _table_rows(table.slice(i, 1))]
-    return rows
-
-
-def without_nulls(value: Any) -> Any:
-    """Copy without the nulls that Arrow puts in a struct for the keys that a row lacks, at any
-    depth; nulls in lists stay."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
-
-
-@contextmanager
-def _reader_errors(name: str) -> Iterator[None]:
-    """Turns the errors of pyarrow, datasets and huggingface_hub into one line with the name."""
-    try:
-        yield
-    except ImportError as error:
-        raise ImportError(f"{name} needs pip install 'tigon[train]': {error}") from None
-    except Exception as error:
-        # pyarrow, datasets and huggingface_hub raise many kinds
-        if isinstance(error, ValueError) and str(error).startswith(name):
-            raise
-        raise ValueError(f"{name} cannot be read: {error}") from error

@@ -19,7 +19,7 @@ from tigon.generation.sampling import Draws, Sampling, sample_columns
 from tigon.generation.steps import INITIAL_CAPACITY, GraphedStep, enlarge, make_cache, prefill
 from tigon.kernels.loss.argmax import argmax
 from tigon.layers import StaticCache
-from tigon.layers.kv_cache import Quantize
+from tigon.layers.kv_state import Quantize
 
 
 def accept_proposals(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ from tigon.generation.sampling import Draws, Sampling
 from tigon.generation.settings import MAX_INT32, CacheImplementation, GenerationSettings
 from tigon.kernels.runtime import runs_triton
 from tigon.layers import Cache, KVCache, StaticCache
-from tigon.layers.kv_cache import Quantize
+from tigon.layers.kv_state import Quantize
 
 
 def pack_rows(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ from tigon.kernels.attention.api import attention
 from tigon.kernels.norm.rms_norm import Cast
 from tigon.kernels.rope.rope import qk_norm_rope, rope
 from tigon.layers.context import BlockInputs
-from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV
+from tigon.layers.kv_state import GrowingKV, KVState, Quantize, StaticKV
 from tigon.layers.linear import FusedLinear, Linear, RowOrder, is_unpatched
 from tigon.layers.norm import RMSNorm, UnitRMSNorm
 from tigon.layers.rope import Rotation

@@ -19,7 +19,7 @@ from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS, gated_delta_rule, g
 from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.layers.context import BlockInputs, CacheAppend, TokenSlots
 from tigon.layers.float32 import Float32Module
-from tigon.layers.kv_cache import Quantize
+from tigon.layers.kv_state import Quantize
 from tigon.layers.linear import FusedLinear, Linear, RowOrder
 from tigon.layers.recurrent_state import DeltaState, last_inputs, real_ends
 

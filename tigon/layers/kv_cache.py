@@ -1,330 +1,20 @@
 """Caches: the state of each layer, and how many tokens each row holds.
 
-# B batch, T new tokens of a row, N new tokens of all, R slots or rows of the cache, S all tokens,
-# H query heads, K kv heads, D head dim
+# T new tokens of a row, N new tokens of all
 """
 
 import copy
 import functools
-import sys
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tigon.kernels.attention.api import AttentionMask, attention
-from tigon.kernels.attention.decode import KVBuffers, append_attention, append_tokens, fuses_rope
+from tigon.kernels.attention.api import AttentionMask
 from tigon.kernels.runtime import autocast_dtype, check_values, on_host
-from tigon.layers.context import BlockInputs, CacheAppend, TokenSlots
-
-Quantize = Literal["int8"] | None
-
-
-class LayerState:
-    """What one mixer keeps of earlier tokens; its tensors have the batch dimension first.
-
-    The tensors of a static cache are changed in place and without waiting for the device, so that a
-    CUDA graph can repeat a step.
-    """
-
-    # How many of a row's last tokens are held one by one, so that `Cache.crop` can forget some;
-    # None: they cannot be told apart
-    history: int | None = None
-    # How many can be taken back where that is fewer than a cache's `chunk`
-    kept: int | None = None
-
-    @property
-    def layout(self) -> str:
-        """Describes a row in messages; two states of one mixer have the same layout."""
-        shapes = " and ".join(str(tuple(x.shape[1:])) for x in self._tensors())
-        return f"{type(self).__name__} of {shapes}"
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the layer's tensors."""
-        return sum(x.nbytes for x in self._tensors())
-
-    def keep_history(self, tokens: int) -> None:
-        """Makes room in an empty state to take back a row's last `tokens`, if that needs any."""
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Returns a copy with `change` applied to the tensors."""
-        new = copy.copy(self)
-        vars(new).update(tree_map_only(Tensor, change, vars(self)))
-        return new
-
-    def resized(self, larger: Self) -> Self:
-        """Returns a copy with the sizes and the `history` of `larger`, a state on the meta device.
-
-        What is in a tensor stays at its beginning; the rest is uninitialized.
-        """
-        shapes = iter([x.shape for x in larger._tensors()])
-
-        def extend(x: Tensor) -> Tensor:
-            if x.shape == (shape := next(shapes)):
-                return x
-            new = x.new_empty(shape)
-            new[tuple(map(slice, x.shape))] = x
-            return new
-
-        new = self.map(extend)
-        new.history = larger.history
-        return new
-
-    def _tensors(self) -> list[Tensor]:
-        """Returns the tensors among the attributes, also those inside of tuples."""
-        return [x for x in tree_leaves(vars(self)) if isinstance(x, Tensor)]
-
-
-class MakeStates(Protocol):
-    """Makes an empty state for each layer, as a mixer's `make_state` does for one."""
-
-    def __call__(
-        self,
-        rows: int,
-        capacity: int | None,  # tokens of a row; None: the states grow
-        *,
-        chunk: int,  # tokens that a step appends, or that can be forgotten again
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: Quantize = None,
-    ) -> list[LayerState]:
-        """Returns the states in the order of layers; ValueError for what a mixer cannot do."""
-
-
-class KVState(LayerState):
-    """Keys and values of attention."""
-
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def layout(self) -> str:
-        """Names kv heads and head dim alone."""
-        return f"{self.kv_heads} kv heads with head dim {self.head_dim}"
-
-    def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
-        """Whether `attend` rotates: pass it heads without rotation, and `angles`.
-
-        `angles` are cos and sin [B or 1, T, R/2]. x [B, T, C] is the input of the projection.
-        Returns False unless a subclass overrides it.
-        """
-        return False
-
-    def attend(
-        self,
-        q: Tensor,  # [B, T, H, D], or [1, N, H, D] of packed prompts
-        k: Tensor,  # [B, T, K, D]
-        v: Tensor,  # [B, T, K, D]
-        ctx: BlockInputs,
-        window: int | None = None,
-        **kwargs: Any,  # of `attention`
-    ) -> Tensor:
-        """Stores k and v, and returns attention of q to them and to earlier ones: [B, T, H, D]."""
-        return self.read(q, *self.store(k, v, ctx, window), ctx, window, **kwargs)
-
-    def store(
-        self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Stores k and v [B, T, K, D]; returns the keys and values that `read` takes.
-
-        A static cache in decoding leaves it to `read` to store them.
-        """
-        raise NotImplementedError
-
-    def read(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        ctx: BlockInputs,
-        window: int | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Returns attention [B, T, H, D] of q to what `store` returned in this pass.
-
-        Several layers may do so, one after the other.
-        """
-        raise NotImplementedError
-
-
-class GrowingKV(KVState):
-    """Keys and values in memory that doubles when it is full: N steps copy O(N), not O(N^2)."""
-
-    history = sys.maxsize  # all tokens, whatever the window
-
-    def __init__(self, kv_heads: int, head_dim: int):
-        self.kv_heads, self.head_dim = kv_heads, head_dim
-        self.keys: Tensor | None = None  # [B, K, capacity, D]
-        self.values: Tensor | None = None
-
-    def store(
-        self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Stores k and v; returns those of all tokens [B, S, K, D]."""
-        past = 0 if ctx.append is None else ctx.append.cached_tokens
-        keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
-        return keys.transpose(1, 2), values.transpose(1, 2)
-
-    def read(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        ctx: BlockInputs,
-        window: int | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Returns attention [B, T, H, D] of q to all tokens by `ctx.mask`."""
-        mask = ctx.mask
-        if kwargs.pop("chunked", False) and window is not None:
-            mask, window = mask.chunks(window, len(keys), keys.device), None
-        return attention(q, keys, values, mask=mask, window=window, **kwargs)
-
-    def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
-        """Stores k, v [B, K, T, D] after `past` tokens; returns all of them [B, K, S, D]."""
-        self.keys = extend_buffer(self.keys, k, past)
-        self.values = extend_buffer(self.values, v, past)
-        total = past + k.shape[2]
-        return self.keys.narrow(2, 0, total), self.values.narrow(2, 0, total)
-
-
-def extend_buffer(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
-    """Returns the buffer, or a larger one, with `new` after its first `past` tokens.
-
-    Returns `new` itself if `past` is 0, and a new tensor if a gradient is needed.
-    """
-    if buffer is None or not past:
-        return new
-    if torch.is_grad_enabled() and (new.requires_grad or buffer.requires_grad):
-        # Writing in place would overwrite what the backward pass still needs
-        return torch.cat((buffer[:, :, :past], new), dim=2)
-    total = past + new.shape[2]
-    if total > buffer.shape[2]:
-        b, heads, _, d = buffer.shape
-        grown = buffer.new_empty(b, heads, max(256, 2 * total), d)
-        grown[:, :, :past] = buffer[:, :, :past]
-        buffer = grown
-    buffer.narrow(2, past, new.shape[2]).copy_(new)
-    return buffer
-
-
-class StaticKV(KVState):
-    """Keys and values in preallocated memory; slots without a token may hold anything."""
-
-    def __init__(
-        self,
-        rows: int,
-        kv_heads: int,
-        slots: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: Quantize = None,
-    ):
-        self.kv_heads, self.head_dim, self.history = kv_heads, head_dim, slots
-        shape = 2, rows, kv_heads, slots, head_dim
-        scales = torch.empty(shape[:4] if quantize else 0, dtype=torch.float32, device=device)
-        kind = torch.int8 if quantize else dtype
-        self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
-
-    def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
-        """Whether this is a step that the kernel of `append_attention` can rotate.
-
-        All rows then append equally many tokens, at most 16, outside of autocast, to a cache that
-        is not int8.
-        """
-        assert ctx.append is not None
-        fused = ctx.append.slots is None and autocast_dtype(x.device) is None
-        return fused and fuses_rope(x.shape[1], self.buffers)
-
-    def store(
-        self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """Returns k and v after those earlier ones that their tokens see; in a step k and v alone.
-
-        Raises ValueError if a gradient is required.
-        """
-        _refuse_gradients(k, v)
-        cache_append = ctx.append
-        assert cache_append is not None
-        k, v = (self._cast(x) for x in (k, v))
-        if cache_append.slots is None:
-            return k, v
-        keys, values, cached = k, v, cache_append.cached_tokens
-        visible = cached if window is None else min(cached, window - 1)
-        if visible:
-            earlier = _read(self.buffers, cached - visible, cached, k.dtype)
-            keys, values = (torch.cat(x, 1) for x in zip(earlier, (k, v), strict=True))
-        append_tokens(k.flatten(0, 1), v.flatten(0, 1), self.buffers, *cache_append.slots[:3])
-        return keys, values
-
-    def read(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        ctx: BlockInputs,
-        window: int | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """As in the base; a step stores k and v, each time the same, and rotates q and k by
-        `angles` where `rotates` is True."""
-        _refuse_gradients(q)
-        cache_append, mask = ctx.append, ctx.mask
-        assert cache_append is not None
-        q = self._cast(q)
-        if cache_append.slots is None:
-            assert cache_append.lengths is not None
-            return append_attention(
-                q, keys, values, self.buffers, cache_append.lengths, window=window, **kwargs
-            )
-        visible = keys.shape[1] - mask.tokens
-        if visible < cache_append.cached_tokens:
-            visible_mask = AttentionMask(mask.tokens, past=visible, backend=mask.backend)
-            mask = cache_append.masks.setdefault(visible, visible_mask)
-        if kwargs.pop("chunked", False) and window is not None:
-            first = cache_append.cached_tokens - visible
-            mask, window = mask.chunks(window, len(keys), keys.device, first), None
-        return attention(q, keys, values, mask=mask, window=window, **kwargs)
-
-    def _cast(self, x: Tensor) -> Tensor:
-        """Returns x in the dtype that attention under autocast takes; else x itself.
-
-        A scale may have made it wider; a cache from outside of autocast keeps its dtype.
-        """
-        dtype = autocast_dtype(x.device)
-        if dtype is None:
-            return x
-        return x.to(self.buffers.keys.dtype if self.buffers.key_scales is None else dtype)
-
-
-def _refuse_gradients(*tensors: Tensor) -> None:
-    """Raises ValueError if one of the tensors requires a gradient."""
-    if any(x.requires_grad for x in tensors):
-        raise ValueError(
-            "a StaticCache keeps no gradients: call the model inside torch.no_grad() or "
-            "torch.inference_mode(), or give it a KVCache"
-        )
-
-
-def _read(buffers: KVBuffers, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns keys and values [B, S, K, D] of positions [start, stop) in `dtype`, dequantized."""
-    slots = torch.arange(start, stop, device=buffers.keys.device) % buffers.keys.shape[2]
-
-    def read(x: Tensor, scales: Tensor | None) -> Tensor:
-        x = x[:, :, slots]
-        if scales is not None:
-            x = x.float() * scales[:, :, slots, None]
-        return x.to(dtype).transpose(1, 2)
-
-    return read(buffers.keys, buffers.key_scales), read(buffers.values, buffers.value_scales)
-
-
-# Caches: the states of all layers
+from tigon.layers.context import CacheAppend, TokenSlots
+from tigon.layers.kv_state import LayerState, MakeStates, Quantize
 
 
 class Cache:
@@ -376,7 +66,7 @@ class Cache:
 
     def select(self, rows: Tensor) -> None:
         """Keeps the rows `rows` (an index tensor), in that order."""
-        self.states = [s.map(lambda x: x.index_select(0, rows)) for s in self.states]
+        self.states = [s.map(lambda x: x.index_select(0, rows.to(x.device))) for s in self.states]
 
 
 class KVCache(Cache):
@@ -427,7 +117,7 @@ class KVCache(Cache):
 
     def select(self, rows: Tensor) -> None:
         """Keeps the rows of the index, in its order."""
-        self.states = [s.map(lambda x: x.index_select(0, rows.to(x.device))) for s in self.states]
+        super().select(rows)
         self.rows = len(rows)
 
     def expand(self, n: int) -> None:

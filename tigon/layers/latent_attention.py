@@ -17,7 +17,7 @@ from tigon.kernels.attention.decode import KVBuffers
 from tigon.kernels.rope.rope import rope
 from tigon.layers.attention import SoftmaxAttention
 from tigon.layers.context import BlockInputs
-from tigon.layers.kv_cache import GrowingKV, KVState, Quantize, StaticKV, extend_buffer
+from tigon.layers.kv_state import GrowingKV, KVState, Quantize, StaticKV, extend_buffer
 from tigon.layers.linear import Linear
 from tigon.layers.norm import RMSNorm
 from tigon.layers.rope import Rotation

@@ -7,7 +7,7 @@
 import torch
 from torch import Tensor
 
-from tigon.layers.kv_cache import LayerState
+from tigon.layers.kv_state import LayerState
 
 
 class RecurrentState(LayerState):

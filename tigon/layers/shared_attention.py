@@ -12,7 +12,7 @@ from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.kernels.rope.rope import rope
 from tigon.layers.attention import Attention
 from tigon.layers.context import BlockInputs, SharedKV
-from tigon.layers.kv_cache import KVState
+from tigon.layers.kv_state import KVState
 from tigon.layers.linear import FusedLinear
 from tigon.layers.norm import RMSNorm
 from tigon.layers.rope import Rotation

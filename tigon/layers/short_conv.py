@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tigon.kernels.delta.causal_conv import causal_conv
 from tigon.layers.context import BlockInputs
-from tigon.layers.kv_cache import Quantize
+from tigon.layers.kv_state import Quantize
 from tigon.layers.linear import FusedLinear, Linear
 from tigon.layers.recurrent_state import ConvState, last_inputs, real_ends
 

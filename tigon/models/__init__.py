@@ -8,10 +8,10 @@ from tigon.models.adapters.lora import LoraConfig
 from tigon.models.causal_lm import CausalLM
 from tigon.models.families import *  # noqa: F403
 from tigon.models.inputs import Batch
-from tigon.models.loss import Targets
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained import load
 from tigon.models.pretrained.load import build, load_weights, materialize
+from tigon.models.targets import Targets
 
 MODELS: dict[str, type[CausalLM]] = {
     family.config_class.model_type: family

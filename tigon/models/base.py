@@ -20,9 +20,10 @@ from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expan
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import Decoder, TransformerBlock
 from tigon.models.inputs import Batch
-from tigon.models.loss import LossTerms, Targets, resolve_arguments, take_logits_at
+from tigon.models.loss import LossTerms, resolve_arguments
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained.names import SCORE, CheckpointNames
+from tigon.models.targets import Targets, take_logits_at
 from tigon.models.weight_casts import CheckedCasts
 from tigon.utils import memory
 from tigon.utils.memory import format_gib

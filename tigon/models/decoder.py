@@ -35,7 +35,7 @@ from tigon.layers import (
 )
 from tigon.layers.activation_offload import ActivationOffload
 from tigon.layers.context import SharedKV
-from tigon.layers.kv_cache import KVState
+from tigon.layers.kv_state import KVState
 from tigon.models.config import SLIDING, ModelConfig, WindowedConfig, activation
 from tigon.utils.random import as_int64, mix
 

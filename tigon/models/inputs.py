@@ -73,8 +73,7 @@ class Batch:
         self.position_ids, self.segment_ids = position_ids, segment_ids
         self.mask, self.cache = mask, cache
         self.dropout_keys, self.shard = dropout_keys, shard
-        self.defaults = defaults
-        self._drop = drop_padding
+        self.defaults, self.drops_padding = defaults, drop_padding
         self._append = None if cache is None else cache.append  # to detect passes in between
 
     @property
@@ -118,7 +117,9 @@ class Batch:
         prompt are packed as [prompt, answer] followed by answers with the prompt as prefix.
         """
         check_keywords("Batch.of", kwargs, BATCH)
-        _check_tensors({"input_ids": input_ids, **kwargs})
+        for name, value in {"input_ids": input_ids, **kwargs}.items():
+            if name in TENSORS and not isinstance(value, Tensor | None):
+                raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
         inputs_embeds = kwargs.get("inputs_embeds")
         tokens = _check_tokens(input_ids, inputs_embeds, model.config)
         if inputs_embeds is not None and model.model.needs_ids:
@@ -138,10 +139,6 @@ class Batch:
             drop = False  # a RoPE whose table changes counts padding in the longest row
         inputs = input_ids, inputs_embeds, positions, segment_ids, mask, cache
         return cls(*inputs, model.defaults, drop, keys)
-
-    def keep_padding(self) -> None:
-        """Lets the blocks see the batch with its padding, whatever the model's `drop_padding`."""
-        self._drop = False
 
     def draw_dropout_keys(self) -> Tensor:
         """Draws seeds of an adapter's dropout, int64 [B, T], from torch's generator."""
@@ -172,11 +169,10 @@ class Batch:
 
     def _should_drop(self, x: Tensor) -> bool:
         """Whether to drop padding: as the model says, or by default where it is faster."""
-        if self._drop is False or torch.compiler.is_compiling():
+        captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
+        if self.drops_padding is False or captures or torch.compiler.is_compiling():
             return False
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        if self._drop:
+        if self.drops_padding:
             return True
         # A dense mask of one long row would be larger than one of the batch
         is_varlen = x.is_cuda and x.dtype in HALF and self.mask.backend not in PLAIN
@@ -201,9 +197,7 @@ def _resolve(
     prefixes = check_prefixes(arguments.get("prefixes"), bounds, tokens)
     if prefixes is not None:
         _check_prefix_support(model, cache, position_ids)
-    past: int | Tensor = 0
-    if cache is not None:
-        past = cache.begin(batch, tokens, attention_mask, cu_seq_lens)
+    past = 0 if cache is None else cache.begin(batch, tokens, attention_mask, cu_seq_lens)
     if isinstance(past, Tensor):  # lengths on the device: the cache will mask
         if position_ids is None:
             position_ids = past[:, None] + torch.arange(tokens, device=device)
@@ -240,18 +234,11 @@ def _resolve(
     return position_ids, segment_ids, mask
 
 
-def _check_tensors(arguments: Mapping[str, Any]) -> None:
-    """Raises TypeError for one of the arguments in TENSORS that is neither a tensor nor None."""
-    for name in TENSORS:
-        value = arguments.get(name)
-        if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a tensor, not {type(value).__name__}")
-
-
 def _check_tokens(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, config: ModelConfig
 ) -> Tensor:
-    """`input_ids` or `inputs_embeds`; raises if both or neither are given, or for a wrong shape."""
+    """`input_ids` or `inputs_embeds`; raises if both or neither are given, for a wrong shape, and
+    for a token on the host that is outside of the vocabulary."""
     embedded = inputs_embeds is not None
     name, tokens = ("inputs_embeds", inputs_embeds) if embedded else ("input_ids", input_ids)
     sizes = (config.hidden_size,) if embedded else ()
@@ -262,31 +249,24 @@ def _check_tokens(
         raise ValueError(f"{name} {tuple(tokens.shape)} is not [{expected}]")
     if not tokens.shape[0] or not tokens.shape[1]:
         raise ValueError(f"{name} {tuple(tokens.shape[:2])} has no tokens: give at least one")
-    if input_ids is not None:
-        _check_ids(input_ids, config.vocab_size)
+    if not embedded and on_host(tokens):
+        least, most = (int(i) for i in tokens.aminmax())
+        if least < 0 or most >= config.vocab_size:
+            wrong = least if least < 0 else most
+            raise ValueError(f"input_ids has token {wrong}, outside of [0, {config.vocab_size})")
     return tokens
-
-
-def _check_ids(input_ids: Tensor, vocab: int) -> None:
-    """Raises ValueError for a token outside the vocabulary; tokens on a GPU are not checked."""
-    if not on_host(input_ids):
-        return
-    least, most = (int(i) for i in input_ids.aminmax())
-    if least < 0 or most >= vocab:
-        wrong = least if least < 0 else most
-        raise ValueError(f"input_ids has token {wrong}, outside of [0, {vocab})")
 
 
 def _check_dropout_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
     """Returns the keys on the device of the tokens; raises ValueError unless they are int64 [B, T],
     or None."""
     shape = tokens.shape[:2]
-    if keys is not None and (keys.dtype != torch.int64 or keys.shape != shape):
-        raise ValueError(
-            f"dropout_keys {keys.dtype} {tuple(keys.shape)} are not int64 [batch, tokens] = "
-            f"{list(shape)}"
-        )
-    return None if keys is None else keys.to(tokens.device)
+    if keys is None:
+        return None
+    if keys.dtype != torch.int64 or keys.shape != shape:
+        kind = f"{keys.dtype} {tuple(keys.shape)}"
+        raise ValueError(f"dropout_keys {kind} are not int64 [batch, tokens] = {list(shape)}")
+    return keys.to(tokens.device)
 
 
 def _check_cache(cache: Cache, model: BatchModel) -> None:

@@ -21,7 +21,8 @@ from tigon.kernels.loss.terms import LossTerm
 from tigon.kernels.runtime import check_values
 from tigon.layers import ContextShard, ShortConv, SoftmaxAttention
 from tigon.models import Batch, CausalLM, CausalLMOutput, Targets
-from tigon.models.loss import POSITION_FIELDS, resolve_arguments, resolve_logits_at
+from tigon.models.loss import POSITION_FIELDS, resolve_arguments
+from tigon.models.targets import resolve_logits_at
 from tigon.parallel.mesh import as_ranks
 
 

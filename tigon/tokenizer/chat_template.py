@@ -205,6 +205,28 @@ def _template_error(error: Exception) -> ValueError:
     return ValueError(f"the chat template failed{location}: {escape(reason)}")
 
 
+def choose_template(
+    templates: str | dict[str, str] | None, choice: str | None, tools: Sequence[Any] | None
+) -> str:
+    """Returns the template of a name, `choice` itself if it is a template, or for None the only
+    one, the one for tools or the default; ValueError if there is none."""
+    if choice is None and isinstance(templates, str):
+        return templates
+    named = templates if isinstance(templates, dict) else {}
+    if choice is None:
+        choice = "tool_use" if tools is not None and "tool_use" in named else "default"
+        if choice not in named:
+            raise ValueError(
+                f"choose one of the templates {sorted(named)} with chat_template=NAME"
+                if named
+                else "the tokenizer has no chat template: pass one as chat_template= (to train, "
+                "its file), or put it into chat_template.jinja beside tokenizer.json"
+            )
+    if choice not in named and "{" not in choice:
+        raise ValueError(f"no chat template is called {choice!r}: there are {sorted(named)}")
+    return named.get(choice, choice)
+
+
 def check_messages(messages: Sequence[Message]) -> None:
     """Raises ValueError, which names the message and its key, unless this is a conversation."""
     if not isinstance(messages, (list, tuple)) or not messages:

@@ -21,6 +21,7 @@ from tigon.tokenizer.chat_template import (
     check_messages,
     check_unicode,
     check_variables,
+    choose_template,
     render,
     template_times,
 )
@@ -177,8 +178,17 @@ class Tokenizer:
             new_tokens = [new_tokens]
         present = self.backend.get_added_tokens_decoder().values()
         special = {token.content for token in present if token.special}  # these stay special
-        tokens = [_new_token(token, special_tokens) for token in new_tokens]
-        tokens = [token for token in tokens if token.content not in special]
+        tokens = []
+        for token in new_tokens:
+            if isinstance(token, str):
+                check_unicode(token)
+                token = tokenizers.AddedToken(token, special=special_tokens)
+            if not isinstance(token, tokenizers.AddedToken):
+                raise TypeError(f"a new token is a text or an AddedToken, not {token!r}")
+            if not token.content:
+                raise ValueError("a new token is empty: give its text")
+            if token.content not in special:
+                tokens.append(token)
         before = len(self)
         add = self.backend.add_special_tokens if special_tokens else self.backend.add_tokens
         add(tokens)
@@ -314,7 +324,7 @@ class Tokenizer:
         """
         check_messages(messages)
         text = render(
-            self._choose_template(chat_template, tools),
+            choose_template(self.chat_template, chat_template, tools),
             messages,
             tools=tools,
             documents=documents,
@@ -333,7 +343,7 @@ class Tokenizer:
         content in parts or arguments as JSON text. `apply_chat_template` converts nothing, as in
         transformers.
         """
-        template = self._choose_template(None, tools)
+        template = choose_template(self.chat_template, None, tools)
         return detect_format(template, tuple(self.special_tokens.items())).convert(messages)
 
     def encode_chat(
@@ -351,22 +361,10 @@ class Tokenizer:
         ambiguous. It leaves out turns that the template writes differently when others follow, and
         empty blocks of reasoning: `encode_chat_rows` can include them.
         """
-        ids, weights = self.encode_weighted_chat(
+        ((ids, weights),) = self.encode_chat_rows(
             messages, tools=tools, chat_template=chat_template, **variables
-        )
+        ).rows
         return ids, [weight > 0 for weight in weights]
-
-    def encode_weighted_chat(
-        self, messages: Sequence[Message], **options: Any
-    ) -> tuple[list[int], list[float]]:
-        """Returns the one row of `encode_chat_rows`, which takes the same arguments.
-
-        Raises ValueError if there are several.
-        """
-        rows = self.encode_chat_rows(messages, **options).rows
-        if len(rows) > 1:
-            raise ValueError("the conversation has several rows: encode_chat_rows returns them")
-        return rows[0]
 
     def encode_chat_rows(
         self,
@@ -390,7 +388,7 @@ class Tokenizer:
         check_messages(messages)
         special = [self.backend.id_to_token(i) for i in self._special_ids]
         rows, rewritten, missing_opener = weighted_rows(
-            self._choose_template(chat_template, tools),
+            choose_template(self.chat_template, chat_template, tools),
             messages,
             frozenset(token for token in (*special, self.eos_token) if token),
             tools=tools,
@@ -452,9 +450,9 @@ class Tokenizer:
         check_messages(messages)
         turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         messages = messages[: turns[-1] + 1] if turns else messages
-        ids, weights = self.encode_weighted_chat(
+        ((ids, weights),) = self.encode_chat_rows(
             messages, tools=tools, train_on="last", **variables
-        )
+        ).rows
         learned = [i for i, weight in enumerate(weights) if weight]
         turn = [ids[i] for i in learned]
         while len(turn) > 1 and not self.decode(turn[-1:]).strip():
@@ -511,37 +509,6 @@ class Tokenizer:
         """Lists the texts of all chat templates."""
         templates = self.chat_template or {}
         return [*templates.values()] if isinstance(templates, dict) else [templates]
-
-    def _choose_template(self, choice: str | None, tools: Sequence[Any] | None) -> str:
-        """Returns the template of a name, `choice` itself if it is a template, or for None the only
-        one, the one for tools or the default; ValueError if there is none."""
-        if choice is None and isinstance(self.chat_template, str):
-            return self.chat_template
-        named = self.chat_template if isinstance(self.chat_template, dict) else {}
-        if choice is None:
-            choice = "tool_use" if tools is not None and "tool_use" in named else "default"
-            if choice not in named:
-                raise ValueError(
-                    f"choose one of the templates {sorted(named)} with chat_template=NAME"
-                    if named
-                    else "the tokenizer has no chat template: pass one as chat_template= (to "
-                    "train, its file), or put it into chat_template.jinja beside tokenizer.json"
-                )
-        if choice not in named and "{" not in choice:
-            raise ValueError(f"no chat template is called {choice!r}: there are {sorted(named)}")
-        return named.get(choice, choice)
-
-
-def _new_token(token: str | tokenizers.AddedToken, special: bool) -> tokenizers.AddedToken:
-    """Make an AddedToken of a text, or check one; raises for an empty text or anything else."""
-    if isinstance(token, str):
-        check_unicode(token)
-        token = tokenizers.AddedToken(token, special=special)
-    if not isinstance(token, tokenizers.AddedToken):
-        raise TypeError(f"a new token is a text or an AddedToken, not {token!r}")
-    if not token.content:
-        raise ValueError("a new token is empty: give its text")
-    return token
 
 
 def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:

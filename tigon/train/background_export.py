@@ -16,8 +16,9 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.distributed import World
 from tigon.weights import TensorEntry, WriterGroup
+from tigon.weights.entries import RankError
 from tigon.weights.files import explain_full_disk
-from tigon.weights.write import RankError, copy_to_host
+from tigon.weights.write import copy_to_host
 
 
 class Exporter(checkpoint.BackgroundWriter):

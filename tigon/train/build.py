@@ -3,7 +3,7 @@
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,9 +31,7 @@ from tigon.train.distributed import World
 from tigon.train.graph_checks import check_run, uses_graphs
 from tigon.train.logging import check_sinks
 from tigon.train.model import (
-    add_stop_tokens,
     base_digest,
-    base_vocab_size,
     build_model,
     check_context,
     check_fp8,
@@ -42,6 +40,7 @@ from tigon.train.model import (
     describe_tokens,
     match_fp8_except,
     named_projections,
+    read_model_config,
     sampled_digest,
 )
 from tigon.train.optim import (
@@ -60,7 +59,7 @@ from tigon.train.samples import SamplePrompt, read_prompts
 from tigon.train.state import TrainState
 from tigon.train.tasks import Task, find_task
 from tigon.train.throughput import Meter
-from tigon.train.vocabulary import read_tokenizer, with_added_tokens
+from tigon.train.vocabulary import add_stop_tokens, read_tokenizer, with_added_tokens
 from tigon.weights import Repository
 from tigon.weights.files import read_lock
 
@@ -119,10 +118,14 @@ class RunInputs:
     tokenizer: Tokenizer
     data: Loader
     eval_data: Loader | None
-    start: int
     state: TrainState
     choice: StepChoice | None  # made for what the settings leave open
     auto: frozenset[str]  # names of these
+
+    @property
+    def start(self) -> int:
+        """Returns how many steps are done already."""
+        return 0 if self.source is None else checkpoint.step_of(self.source)
 
     def check_model(self, model: CausalLM) -> None:
         """Raises ValueError if the data has tokens beyond the model's vocabulary; adds the tokens
@@ -151,16 +154,15 @@ def read_inputs(
         if world.main:
             world.closing.enter_context(claim(config))
     check_shared(config, world)
-    source_lock, cursor = world.closing.enter_context(ExitStack()), None
+    source_lock = world.closing.enter_context(ExitStack())
     with world.raise_on_all_ranks():
         source = resume.find_source(config, world)
         if source is not None:
             source_lock.enter_context(read_lock(source))
             resume.check_adapter(source, config)
-            saved = checkpoint.read_metadata(source)
-            cursor = saved.get("cursor")
             if not config.new_tokens:  # the run may have taken them from the data
-                config = replace(config, new_tokens=tuple(saved["config"].get("new_tokens") or ()))
+                saved = checkpoint.read_metadata(source)["config"].get("new_tokens")
+                config = replace(config, new_tokens=tuple(saved or ()))
     time = resume.start_time(source, world)
     with world.raise_on_all_ranks():
         check_sizes(config, sizes, source)
@@ -173,30 +175,30 @@ def read_inputs(
     config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
     task.config = config
     with world.raise_on_all_ranks():
+        cursor = None if source is None else checkpoint.read_metadata(source).get("cursor")
         data = build_loader(task, config.data, tokenizer, cursor=cursor)
-        eval_data = None
-        if config.held_out:
-            eval_data = build_loader(task, config.held_out, tokenizer, held_out=True)
+        held_out = config.held_out
+        eval_data = build_loader(task, held_out, tokenizer, held_out=True) if held_out else None
         if reason is not None:
             world.log_rank0(f"prompts are computed for each answer: {reason}")
         if source is None:  # else the checkpoint has them
             loaders = filter(None, (data, eval_data))
-            config = with_added_tokens(config, tokenizer, base_vocab_size(config), loaders)
+            stored = read_model_config(config).vocab_size
+            config = with_added_tokens(config, tokenizer, stored, loaders)
         identity = {
             "data": [resume.run_metadata(config, data), data.sample() if world.size > 1 else ""]
         }
         if eval_data is not None:
             identity["eval_data"] = [eval_data.identity()]
     world.check_same(identity, OTHER_FILES)
-    start, state = 0, TrainState()
+    state = TrainState()
     with world.raise_on_all_ranks():
         if source is not None:
             for change in resume.check_settings(source, config, data):
                 world.log_rank0(f"changed since {source}: {change}")
-            start = checkpoint.step_of(source)
             state = resume.read_state(source, count_steps(config, data))
     return RunInputs(
-        config, task, source, source_lock, tokenizer, data, eval_data, start, state, choice, auto
+        config, task, source, source_lock, tokenizer, data, eval_data, state, choice, auto
     )
 
 
@@ -226,7 +228,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
     with world.raise_on_all_ranks():
         check_ranks(config, world.data.size)
     inputs = read_inputs(config, world)
-    config, data, source = inputs.config, inputs.data, inputs.source
+    config, source = inputs.config, inputs.source
     has_adapter, is_new = config.lora is not None, source is None and world.size > 1
     with world.raise_on_all_ranks():
         digest = base_digest(config) if has_adapter or is_new else ""
@@ -252,32 +254,32 @@ def prepare(config: Config, world: World) -> TrainingRun:
         checkpoint.load(source, model, optimizer, ema)
         inputs.source_lock.close()
         world.log_rank0(f"resumed from {source}")
-    steps = count_steps(config, data)
-    size = count_parameters(model)
-    num_frozen = count_parameters(model, frozen=True)
-    frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
-    epoch = f", {data.steps_per_epoch} an epoch" if data.steps_per_epoch else ""
-    layout = f": {world.sizes.description}" if world.size > 1 else ""
-    world.log_rank0(
-        f"model: {model.config.transformers_class}, {size:,} parameters{frozen}, "
-        f"on {world.size} x {world.device.type}{layout}",
-        f"steps: {inputs.start} to {steps}{epoch}",
-    )
-    if source is None:
-        for line in describe_tokens(config):
-            world.log_rank0(line)
-    if inputs.choice is not None:
-        world.log_rank0(str(inputs.choice))
-    for notice in [
-        *find_slow_attention(config, model),
-        *find_unused_settings(config, steps, world.device),
-        *find_layers_without_fp8(config, model),
-    ]:
-        world.log_rank0(f"note: {notice}")
+    world.log_rank0(*describe_run(config, world, inputs, model))
     base = digest if has_adapter else ""
     run = build_run(config, world, inputs, model, optimizer, ema, prompts, base)
     run.benchmarks = benchmarks
     return run
+
+
+def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalLM) -> Iterator[str]:
+    """Yields lines about the model, the steps, what is chosen, and what settings do not do."""
+    steps, per_epoch = count_steps(config, inputs.data), inputs.data.steps_per_epoch
+    size, num_frozen = count_parameters(model), count_parameters(model, frozen=True)
+    frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
+    epoch = f", {per_epoch} an epoch" if per_epoch else ""
+    layout = f": {world.sizes.description}" if world.size > 1 else ""
+    yield (
+        f"model: {model.config.transformers_class}, {size:,} parameters{frozen}, "
+        f"on {world.size} x {world.device.type}{layout}"
+    )
+    yield f"steps: {inputs.start} to {steps}{epoch}"
+    if inputs.source is None:
+        yield from describe_tokens(config)
+    if inputs.choice is not None:
+        yield str(inputs.choice)
+    yield from (f"note: {text}" for text in find_slow_attention(config, model))
+    yield from (f"note: {text}" for text in find_unused_settings(config, steps, world.device))
+    yield from (f"note: {text}" for text in find_layers_without_fp8(config, model))
 
 
 def build_run(

@@ -1,32 +1,28 @@
 """The settings of a training run, each with its default, range and help.
 
-Sections are dataclasses, which `Config` joins to one flat one. Two settings that exclude each other
-are a row of CONFLICTS, a setting that needs another is a row of REQUIRES, other faults are rows of
-FAULTS.
+Sections are dataclasses, which `Config` joins to one flat one. What settings exclude or need is in
+config_rules.py.
 """
 
 # ruff: noqa: RUF009
 
 import math
-import re
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tigon.data import Entry
 from tigon.data.formats import REQUIRED_KEYS
-from tigon.hub import check_repository
 from tigon.kernels.attention.api import Backend
 from tigon.models import LoraConfig
 from tigon.models.pretrained.quantization import Quantize
+from tigon.models.pretrained.upload import check_repository
 from tigon.parallel import MeshSizes
 from tigon.tokenizer.chat_template import check_variables
+from tigon.train.config_rules import MAX_TOKENS, check_settings
 from tigon.utils.config import check_ranges, setting
-from tigon.utils.json import quote
 from tigon.utils.paths import check_file_name, expand_user
 
 MAX_ROWS = 2**31 - 1  # products of numbers of rows are to fit 64 bits
-MAX_TOKENS = 2**28  # of a row; an estimate has masks of pairs of them, which are to fit too
 MAX_FLOAT = 3.4e38  # of float32, in which losses are computed
 
 PairLoss = Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down"]
@@ -413,123 +409,6 @@ SECTIONS = (
     *(OptimizerSettings, RunSettings, TaskSettings),
 )
 
-# A condition is `name` (differs from its default), name=value, name=a|b or name>number; several are
-# joined by ` & `, and alternatives of what is required by ` or `
-CONFLICTS = (
-    # condition, condition, why or what to do
-    ("epochs", "steps", "give one of them"),
-    ("eval_fraction", "eval_data", "give one of them"),
-    ("lora.quantize=keep", "init", "init has no quantized checkpoint: give lora.quantize=nf4"),
-    ("parallel.replicate>1", "sharding=gradients", "each rank has all weights then: drop one"),
-    ("cuda_graphs=true", "parallel.tensor>1", "a graph captures no communication between ranks"),
-    ("lora.quantize", "parallel.tensor>1", "quantized weights are not sharded over ranks"),
-    ("sharding=gradients", "parallel.expert>1", "experts are on fewer ranks than other weights"),
-    ("cuda_graphs=true", "parallel.expert>1", "a graph captures no communication between ranks"),
-    ("optimizer_offload", "optimizer=muon", "its updates take whole matrices: drop one"),
-    (
-        "optimizer=muon",
-        "param_dtype=bfloat16 & stochastic_rounding=true",
-        "muon rounds to nearest: give param_dtype=float32, or stochastic_rounding=false",
-    ),
-    ("cuda_graphs=true", "device=cpu", "only a GPU has graphs"),
-    ("cuda_graphs=true", "packing=false", "a graph has one length: give packing=true"),
-    ("cuda_graphs=true", "activation_offload", "copies to host memory take longer: drop one"),
-    ("optimizer_in_backward", "optimizer=muon", "ranks exchange whole matrices: give another"),
-    ("optimizer_in_backward", "sharding=gradients", "it sums after backward: give sharding=full"),
-    ("optimizer_in_backward", "cuda_graphs=true", "graphs keep all gradients in memory: drop one"),
-    (
-        "optimizer_in_backward",
-        "spike=skip & spike_sigma>0",
-        "a spike is known after the update: give spike=rollback or stop, or spike_sigma=0",
-    ),
-    ("ema_decay", "lora", "leave one out"),
-    ("optimizer=muon", "lora", "leave one out"),
-    ("sharding=gradients", "lora", "leave one out"),
-)
-REQUIRES = (
-    # condition, what it needs, why
-    ("init", "tokenizer", "a directory or hub repository"),
-    ("keep_best", "eval_data or eval_fraction", "the best has the lowest eval loss"),
-    ("hf_best", "eval_data or eval_fraction", "the best has the lowest eval loss"),
-    ("sample_prompts", "eval_data or eval_fraction", "samples are part of an evaluation"),
-    ("patience", "eval_every", "it counts evaluations"),
-    ("patience", "eval_data or eval_fraction", "it counts evaluations"),
-    ("streaming", "steps", "a stream has no known end"),
-    ("push_to_hub", "export=true", "it pushes run_dir/hf"),
-    ("momentum", "optimizer=muon|sgd", ""),
-    ("nesterov", "optimizer=muon|sgd", ""),
-    ("ns_steps", "optimizer=muon", ""),
-    ("adjust_lr_fn", "optimizer=muon", ""),
-    ("adamw_lr", "optimizer=muon", ""),
-    ("decay_steps", "schedule=wsd", ""),
-    ("decay_type", "schedule=wsd", ""),
-    ("nesterov=true & optimizer=sgd", "momentum>0", "such as momentum=0.9"),
-    ("adamw_lr>0", "lr>0", "it follows the schedule of lr; freeze the others instead"),
-    ("eval.include_path", "eval.tasks", "it has tasks to name"),
-    ("fp8", "dtype=auto|bfloat16", ""),
-    ("fp8_except", "fp8=true", ""),
-    ("optimizer_in_backward", "max_grad_norm=0", "clipping needs the norm of all gradients"),
-    ("push_to_hub & lora", "lora.merge=true", "it pushes run_dir/hf"),
-    ("lora.merge", "export=true", "it is about run_dir/hf"),
-    ("param_dtype=bfloat16", "dtype=auto|bfloat16", ""),
-)
-
-
-def _find_group(
-    config: Any, chosen: Callable[[ParameterGroup], Any]
-) -> tuple[str, ParameterGroup] | None:
-    """Returns the first parameter group that is chosen, and its name."""
-    groups = enumerate(config.parameter_groups)
-    return next(((f"parameter_groups[{i}]", g) for i, g in groups if chosen(g)), None)
-
-
-TERM = re.compile(r"([\w.]+)(?:(=|>)(.+))?")
-FAULTS: tuple[tuple[Callable[[Any], Any], str], ...] = (
-    # whether or where a config is at fault, and what to say
-    (lambda c: not c.run_dir, "run_dir is required: where everything that the run writes goes"),
-    (lambda c: not c.data, "data is required: training files, globs or hf://owner/name"),
-    (
-        lambda c: bool(c.model) == bool(c.init),
-        "exactly one of model (to fine-tune) and init (from scratch) is needed; there are "
-        "model={c.model} and init={c.init}",
-    ),
-    (
-        lambda c: c.micro_batch_size != "auto" and c.micro_batch_size * c.seq_len > MAX_TOKENS,
-        "micro_batch_size={c.micro_batch_size} rows of seq_len={c.seq_len} are more than "
-        f"{MAX_TOKENS} tokens in one forward",
-    ),
-    (
-        lambda c: c.micro_batch_size != "auto" and c.batch_size % c.micro_batch_size,
-        "batch_size={c.batch_size} must be a multiple of micro_batch_size={c.micro_batch_size}",
-    ),
-    (
-        lambda c: c.warmup_steps >= 1 and c.warmup_steps % 1,
-        "warmup_steps={c.warmup_steps} is neither a number of steps nor a share below 1",
-    ),
-    (
-        lambda c: c.decay_steps >= 1 and c.decay_steps % 1,
-        "decay_steps={c.decay_steps} is neither a number of steps nor a share below 1",
-    ),
-    (
-        lambda c: c.decay_steps in (0, 1),
-        "decay_steps={c.decay_steps} leaves schedule=wsd no step to fall in, as the first of them "
-        "still has lr: give 2 or more, or schedule=constant",
-    ),
-    (
-        lambda c: None if c.lr else _find_group(c, lambda g: g.lr),
-        "lr=0 leaves {0[0]}.lr={0[1].lr} without a schedule: freeze the others instead",
-    ),
-    (
-        lambda c: _find_group(c, lambda g: g.freeze and (g.lr, g.weight_decay) != (None, None)),
-        "{0[0]}: with freeze, lr and weight_decay mean nothing",
-    ),
-    (
-        lambda c: c.push_to_hub.lower() in ("true", "false"),  # as in TRL; it could be a name
-        "push_to_hub={c.push_to_hub} is no repository: give its name (owner/name), or leave it out "
-        "to push nothing",
-    ),
-)
-
 
 @dataclass(frozen=True)
 class Config(
@@ -561,76 +440,12 @@ class Config(
         for name in ("run_dir", "init", "resume", "chat_template"):
             if str(value := getattr(self, name)).startswith("~"):
                 object.__setattr__(self, name, str(expand_user(value)))
-        for fails, fault in FAULTS:
-            if where := fails(self):
-                raise ValueError(fault.format(where, c=self))
+        check_settings(self)
         check_variables(self.chat_template_kwargs or {}, "chat_template_kwargs")
         if self.push_to_hub:
             check_repository(self.push_to_hub)
-        for first, second, advice in CONFLICTS:
-            if holds(self, first) and holds(self, second):
-                terms = f"{show_condition(self, first)} does not work with "
-                raise ValueError(f"{terms}{show_condition(self, second)}: {advice}")
-        for condition, needed, reason in REQUIRES:
-            if holds(self, condition) and not any(holds(self, n) for n in needed.split(" or ")):
-                raise ValueError(show_requirement(self, condition, needed, reason))
         if self.lora is not None:
             self.lora.adapter()
-
-
-def setting_value(config: Any, name: str) -> tuple[Any, Any]:
-    """Returns the value and the default of a setting; both None in a group that is null."""
-    first, _, rest = name.partition(".")
-    value, default = getattr(config, first), type(config).__dataclass_fields__[first].default
-    if not rest:
-        return value, default
-    if not is_dataclass(value):  # null or auto
-        return None, None
-    return setting_value(value, rest)
-
-
-def holds(config: Config, condition: str) -> bool:
-    """Returns whether the config fulfils a condition of CONFLICTS or REQUIRES."""
-    return all(_term_holds(config, term) for term in condition.split(" & "))
-
-
-def _term_holds(config: Config, term: str) -> bool:
-    """Returns whether a term of CONFLICTS or REQUIRES, such as `packing=false`, holds for the
-    config."""
-    match = TERM.fullmatch(term)
-    assert match is not None, term
-    name, operator, expected = match.groups()
-    value, default = setting_value(config, name)
-    if operator is None:
-        return value != default
-    if operator == ">":
-        return (value or 0) > float(expected)
-    return show_value(value) in expected.split("|")
-
-
-def show_condition(config: Config, condition: str) -> str:
-    """Returns the settings of a condition with their values, for messages."""
-    names = [re.split("[=>]", term)[0] for term in condition.split(" & ")]
-    values = {name: setting_value(config, name)[0] for name in names}
-    return " and ".join(n if is_dataclass(v) else f"{n}={show_value(v)}" for n, v in values.items())
-
-
-def show_value(value: Any) -> str:
-    """Returns a value as a command line has it."""
-    if isinstance(value, tuple):
-        return quote([*value])
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return f"{value:g}"
-    return str(value).lower() if value is None or isinstance(value, bool) else value
-
-
-def show_requirement(config: Config, condition: str, needed: str, reason: str) -> str:
-    """Returns the error's text that says what the `condition` needs, and why."""
-    text = f"{show_condition(config, condition)} needs {needed.replace('|', ' or ')}"
-    match = TERM.fullmatch(needed)
-    if match is not None and match[2] == "=":
-        text += f", not {show_value(setting_value(config, match[1])[0])}"
-    return f"{text}: {reason}" if reason else text
 
 
 def parallel_settings(config: Config) -> Parallel:

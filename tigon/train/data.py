@@ -20,7 +20,7 @@ from tigon.data import (
 )
 from tigon.data.examples import format_count
 from tigon.data.packing import TruncationStats
-from tigon.data.sources import select_fraction
+from tigon.data.selection import select_fraction
 from tigon.models.moe import aux_loss_coef
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint

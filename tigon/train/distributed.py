@@ -292,11 +292,15 @@ def format_rank_errors(errors: Sequence[str]) -> str:
 
 
 def record_error(text: str) -> None:
-    """Writes the error file of this rank, whose text the agent's summary repeats."""
+    """Writes the error file of this rank, whose text the agent's summary repeats.
+
+    The agent may end the rank meanwhile, and fails of half a file.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message = {"message": text, "timestamp": int(time.time())}
-        with suppress(OSError), open(path, "w") as file:
-            json.dump(message, file)
+        message, part = {"message": text, "timestamp": int(time.time())}, f"{path}.part"
+        with suppress(OSError):
+            Path(part).write_text(json.dumps(message))
+            os.replace(part, path)
 
 
 def end_soon(code: int) -> None:

@@ -165,7 +165,7 @@ def _run(config: Config, world: World, plan: int | None) -> int:
         except torch.OutOfMemoryError as error:  # in an update or an evaluation
             if world.size > 1:  # the others wait for this one
                 raise
-            raise StepMemoryError(str(error).split(". ")[0]) from error
+            raise StepMemoryError(str(error).split(". ")[0], run) from error
 
 
 def _run_rank(config: Config, world: World, plan: int | None) -> int:

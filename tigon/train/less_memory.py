@@ -7,24 +7,32 @@ from typing import TypeVar
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from tigon.models.decoder import recomputed_blocks
 from tigon.train.build import TrainingRun
 from tigon.train.choices import StepChoice, lessen
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.distributed import InputError
 
 T = TypeVar("T")
-ADVICE = (
-    "give a smaller micro_batch_size or seq_len, activation_checkpointing=true, or what "
-    "docs/memory.md lists; --dry-run estimates each"
-)
 
 
 class StepMemoryError(InputError):
-    """Says that a step does not fit, and that nothing that takes less is open; `problem` is the
-    text without advice."""
+    """Says that a step does not fit, that nothing that takes less is open, and which settings would
+    take less; `problem` is the text without advice."""
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"{problem}: {ADVICE}")
+    def __init__(self, problem: str, run: TrainingRun) -> None:
+        model, layers = run.model, len(run.model.model.layers)
+        recomputed = len(recomputed_blocks(model.activation_checkpointing, layers)) == layers
+        saving = {
+            "a smaller micro_batch_size": run.config.micro_batch_size != 1,
+            "a smaller seq_len": True,
+            "activation_checkpointing=true": not recomputed,
+            "activation_offload=true": recomputed and not model.activation_offload,
+        }
+        settings = ", ".join(text for text, is_open in saving.items() if is_open)
+        super().__init__(
+            f"{problem}: give {settings}, or what docs/memory.md lists; --dry-run estimates each"
+        )
         self.problem = problem
 
 
@@ -43,7 +51,7 @@ def within_memory(run: TrainingRun, step: int, compute: Callable[[], T]) -> T:
             problem = f"{rank}step {step}: {str(error).split('. ')[0]}"
         # Beyond the error, whose frames hold the tensors of the passes
         if run.world.size > 1 or run.in_backward is not None:
-            raise StepMemoryError(problem)
+            raise StepMemoryError(problem, run)
         use_less(run, problem)
 
 
@@ -63,7 +71,7 @@ def use_less(run: TrainingRun, problem: str) -> None:
         choice.apply(model)
         run.world.log_rank0(f"{problem}: goes on with {choice.describe()}")
     else:
-        raise StepMemoryError(problem)
+        raise StepMemoryError(problem, run)
     gc.collect()
     if run.world.device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
 """Builds the models of a run: the trained model, its adapter, and frozen references."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -78,17 +78,11 @@ def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoin
     if config.lora is not None:
         options["quantize"] = config.lora.quantize
     repository = Repository(config.model, revision=config.revision)
-    return build(repository, MODELS, **options, **_vocab_options(config))
-
-
-def _vocab_options(config: Config) -> dict[str, Any]:
-    """Returns the options of `build` that new_tokens need; {} without new_tokens."""
-    vocabulary = read_vocabulary(config)
-    if vocabulary is None:
-        return {}
-    stored = base_vocab_size(config)
-    spare = {number for number in vocabulary.new_ids.values() if number < stored}
-    return {"vocab_size": vocabulary.rows(stored), "mean_rows": spare}
+    if (vocabulary := read_vocabulary(config)) is not None:
+        stored = read_model_config(config).vocab_size
+        spare = {number for number in vocabulary.new_ids.values() if number < stored}
+        options |= {"vocab_size": vocabulary.rows(stored), "mean_rows": spare}
+    return build(repository, MODELS, **options)
 
 
 def _load_or_init_weights(
@@ -111,15 +105,10 @@ def read_model_config(config: Config, source: Path | None = None) -> Any:
     return read_config(Repository(config.model, revision=config.revision), MODELS)[1]
 
 
-def base_vocab_size(config: Config) -> int:
-    """Returns the rows of embedding and head before new_tokens."""
-    return read_model_config(config).vocab_size
-
-
 def describe_tokens(config: Config) -> list[str]:
     """Returns lines for the user about new_tokens; [] without."""
     vocabulary = read_vocabulary(config)
-    return [] if vocabulary is None else vocabulary.describe(base_vocab_size(config))
+    return [] if vocabulary is None else vocabulary.describe(read_model_config(config).vocab_size)
 
 
 def base_digest(config: Config) -> str:
@@ -447,35 +436,6 @@ def check_sizes(config: Config, sizes: MeshSizes, source: Path | None = None) ->
         model = meta_model(config, getattr(torch, config.param_dtype), source)
         keep_rank_zero(model, sizes)
         check_local_model(model, config)
-
-
-def add_stop_tokens(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]) -> None:
-    """Adds the tokens with which the model learns to end a turn to its eos_token_id.
-
-    config.json and generation_config.json keep their own too. If there is only one and it is new,
-    it becomes the tokenizer's eos, which other programs read, unless the chat template reads that.
-    """
-    generation = dict(model.generation_config)
-    generated = _as_list(generation.get("eos_token_id", model.config.eos_token_id))
-    new = sorted(set(ends) - set(generated))
-    if not new:
-        return
-
-    def merge(ids: list[int]) -> int | list[int]:
-        merged = list(dict.fromkeys([*ids, *new]))
-        return merged if len(merged) > 1 else merged[0]
-
-    known = _as_list(model.config.eos_token_id)
-    model.config = replace(model.config, eos_token_id=merge(known))
-    if generation:
-        model.generation_config = generation | {"eos_token_id": merge(generated)}
-    if len(new) == len(ends) == 1 and not tokenizer.template_reads("eos_token"):
-        tokenizer.use_eos(new[0])
-
-
-def _as_list(ids: int | list[int] | None) -> list[int]:
-    """Returns token ids as a new list; [] for None."""
-    return [ids] if isinstance(ids, int) else list(ids or ())
 
 
 # Frozen models: references and teachers.

@@ -6,23 +6,21 @@ The card says nothing of this machine: no directory, and of settings only number
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_token
 
-from tigon.hub import (
+from tigon.hub import contains_file
+from tigon.models.pretrained.upload import (
     CARD,
     MAX_CARD,
     UploadTarget,
-    contains_file,
     escape_markdown,
     is_hub_name,
     list_export,
-    markdown_table,
-    usage_section,
     write_card,
 )
 from tigon.report.read import RunFiles, read
@@ -117,11 +115,9 @@ def _find_or_write_card(folder: Path, target: UploadTarget) -> str:
     kind = read_json(folder / "config.json").get("model_type")
     headers = [read_header(path) for path in folder.glob("*.safetensors")]
     count = sum(math.prod(info.shape) for header in headers for info in header.values())
-    about = (
-        f"A {escape_markdown(kind)} model with {count:,} parameters in its files, saved by Tigon."
-    )
     return write_card(
-        [f"# {escape_markdown(target.name.split('/')[-1])}", about, usage_section(target.name)],
+        target.name,
+        f"A {escape_markdown(kind)} model with {count:,} parameters in its files, saved by Tigon.",
         tags=[kind] if isinstance(kind, str) else [],
     )
 
@@ -150,16 +146,13 @@ def run_card(
     count = f" with {files.parameters:,} parameters" if files.parameters else ""
     versions = [("tigon", version), *VERSION.findall(files.machine)]
     return write_card(
-        [
-            f"# {escape_markdown(repository.split('/')[-1])}",
-            f"{escape_markdown(files.architecture) or 'A language model'}{count}, {origin}, "
-            "with Tigon.",
-            usage_section(repository),
-            _training_section(files, task, public),
-            _results_section(files, export),
-            _settings_section(files),
-            "## Versions\n\n" + ", ".join(f"{name} {number}" for name, number in versions),
-        ],
+        repository,
+        f"{escape_markdown(files.architecture) or 'A language model'}{count}, {origin}, "
+        "with Tigon.",
+        _training_section(files, task, public),
+        _results_section(files, export),
+        _settings_section(files),
+        "## Versions\n\n" + ", ".join(f"{name} {number}" for name, number in versions),
         base_model=base,
         datasets=sorted(public & trained),
         tags=[task] if task else [],
@@ -238,6 +231,12 @@ def _settings_section(files: RunFiles) -> str:
         if isinstance(value := files.config.get(name), bool | int | float) or _word(value)
     ]
     return "## Settings\n\n" + markdown_table(["setting", "value"], rows)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Returns a Markdown table; the cells are not escaped."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def _base_model(config: dict[str, Any]) -> str | None:

@@ -1,10 +1,11 @@
-"""The tokens that `new_tokens` adds, and the rows that they need."""
+"""The tokens that a run adds: `new_tokens` with their rows, and those that end a turn."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
 from tigon.data import Loader, Mixture
+from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.utils.json import quote
@@ -83,3 +84,32 @@ def read_tokenizer(config: Config) -> Tokenizer:
     return Tokenizer.from_pretrained(
         config.tokenizer or config.model, revision=None if config.tokenizer else config.revision
     )
+
+
+def add_stop_tokens(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]) -> None:
+    """Adds the tokens with which the model learns to end a turn to its eos_token_id.
+
+    config.json and generation_config.json keep their own too. If there is only one and it is new,
+    it becomes the tokenizer's eos, which other programs read, unless the chat template reads that.
+    """
+    generation = dict(model.generation_config)
+    generated = _as_list(generation.get("eos_token_id", model.config.eos_token_id))
+    new = sorted(set(ends) - set(generated))
+    if not new:
+        return
+
+    def merge(ids: list[int]) -> int | list[int]:
+        merged = list(dict.fromkeys([*ids, *new]))
+        return merged if len(merged) > 1 else merged[0]
+
+    known = _as_list(model.config.eos_token_id)
+    model.config = replace(model.config, eos_token_id=merge(known))
+    if generation:
+        model.generation_config = generation | {"eos_token_id": merge(generated)}
+    if len(new) == len(ends) == 1 and not tokenizer.template_reads("eos_token"):
+        tokenizer.use_eos(new[0])
+
+
+def _as_list(ids: int | list[int] | None) -> list[int]:
+    """Returns token ids as a new list; [] for None."""
+    return [ids] if isinstance(ids, int) else list(ids or ())

@@ -35,10 +35,12 @@ def one_line(text: object) -> str:
 
 
 class _Escaping:
-    """Writes to a text stream with control characters escaped; else it is the stream."""
+    """Writes to a text stream with control characters escaped, and keeps its first error; else it
+    is the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
+        self.error: OSError | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -48,13 +50,28 @@ class _Escaping:
         with which a progress bar is written anew; returns its length."""
         # A progress bar returns to the begin of its line before it writes it anew
         returns = "\r" * text.startswith("\r")
-        self.stream.write(returns + escape_controls(text[len(returns) :].replace("\r\n", "\n")))
+        with self._named_error():
+            self.stream.write(returns + escape_controls(text[len(returns) :].replace("\r\n", "\n")))
         return len(text)
 
     def writelines(self, lines: Iterator[str]) -> None:
         """Writes each of the lines as `write` does."""
         for line in lines:
             self.write(line)
+
+    def flush(self) -> None:
+        """Flushes the stream; raises OSError, with its name, if it cannot be written."""
+        with self._named_error():
+            self.stream.flush()
+
+    @contextmanager
+    def _named_error(self) -> Iterator[None]:
+        """Adds the stream's name to an OSError, and keeps it."""
+        try:
+            yield
+        except OSError as error:
+            self.error = OSError(error.errno, error.strerror, self.stream.name)
+            raise self.error from None
 
 
 @contextmanager
@@ -72,6 +89,13 @@ def escaping_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = before
+
+
+def check_output_written() -> None:
+    """Raises the OSError of standard output under `escaping_output` that could not be written, also
+    one that argparse or a log has dropped."""
+    if isinstance(sys.stdout, _Escaping) and sys.stdout.error is not None:
+        raise sys.stdout.error
 
 
 def raw_stream(stream: TextIO) -> TextIO:

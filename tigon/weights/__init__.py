@@ -4,6 +4,7 @@ from tigon.hub import Repository
 from tigon.weights.checkpoint import BlockScales, Checkpoint
 from tigon.weights.convert import StoredRows, convert_entries
 from tigon.weights.decoded import DecodedTensor
+from tigon.weights.entries import TensorEntry, WriterGroup, make_entries
 from tigon.weights.gguf import GGUF, GGMLTensor
 from tigon.weights.header import TensorInfo
 from tigon.weights.layout import (
@@ -29,7 +30,7 @@ from tigon.weights.load import (
     prepin_staging,
 )
 from tigon.weights.mxfp4 import Mxfp4Blocks
-from tigon.weights.write import TensorEntry, WriterGroup, make_entries, write_checkpoint
+from tigon.weights.write import write_checkpoint
 
 __all__ = [
     "GGUF",

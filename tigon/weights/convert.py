@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.entries import RowBlock, TensorEntry, row_count
 from tigon.weights.header import TensorInfo
 from tigon.weights.layout import Layout, TensorSlice
-from tigon.weights.write import RowBlock, TensorEntry, all_finite, row_count
+from tigon.weights.write import all_finite
 
 
 class StoredRows(NamedTuple):

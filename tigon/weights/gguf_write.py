@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tigon.utils.paths import new_file
+from tigon.weights.entries import row_chunks, row_count
 from tigon.weights.files import explain_full_disk, require_space
 from tigon.weights.gguf import import_gguf
 from tigon.weights.read import parallel_for
-from tigon.weights.write import WORKERS, row_chunks, row_count
+from tigon.weights.write import WORKERS
 
 F32, F16, Q8_0, BF16 = 0, 1, 8, 30  # ggml's numbers of the types that are written
 TORCH_TYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}

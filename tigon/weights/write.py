@@ -9,33 +9,22 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from tigon.utils.paths import fsync
+from tigon.weights.entries import RowBlock, TensorEntry, WriterGroup, row_chunks, row_count
 from tigon.weights.header import TAGS, write_header
-from tigon.weights.layout import (
-    Layout,
-    LocalShard,
-    ShardLines,
-    TensorSlice,
-    covers_once,
-    covers_parameter,
-    local_shard,
-    slice_columns,
-)
+from tigon.weights.layout import covers_once
 from tigon.weights.read import parallel_for
 
 
@@ -63,199 +52,6 @@ def _largest(group: list[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
     return torch._foreach_norm(group, math.inf)
 
 
-# Entries
-
-CHUNK = 16 << 20  # bytes that a thread converts, stages and writes at a time
-
-
-class RowBlock(NamedTuple):
-    """Rows of a checkpoint's tensor that this process writes.
-
-    A row spans the last dimension: [E, N, D] has E * N rows. In a vector it is an element.
-    """
-
-    row: int  # the first, in the tensor
-    rows: int
-    # (first, count) -> these of its rows, on any device, in any dtype; called by any thread
-    read: Callable[[int, int], Tensor]
-    column: int = 0  # the first
-    columns: int | None = None  # None: all
-
-
-class TensorEntry(NamedTuple):
-    """A tensor of the checkpoint, and the rows that this process writes."""
-
-    name: str
-    shape: Sequence[int]
-    dtype: torch.dtype
-    blocks: Sequence[RowBlock]
-
-    @classmethod
-    def of(cls, name: str, tensor: Tensor) -> "TensorEntry":
-        """Makes an entry that writes the full tensor in its dtype."""
-        tensor = tensor.detach()
-        shape = tuple(tensor.shape)
-        rows = tensor.reshape(row_count(shape), *shape[1:][-1:])
-        block = RowBlock(0, len(rows), lambda first, count: rows.narrow(0, first, count))
-        return cls(name, shape, tensor.dtype, [block])
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the full tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """The bytes of one full row, as RowBlock counts rows."""
-        return math.prod(self.shape[1:][-1:]) * self.dtype.itemsize
-
-
-def row_count(shape: Sequence[int]) -> int:
-    """The number of rows of a tensor, as RowBlock counts them."""
-    return math.prod(shape[:-1] if len(shape) > 1 else shape)
-
-
-def row_chunks(rows: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """Yields (first, count) of groups of rows of at most CHUNK bytes."""
-    step = max(1, CHUNK // max(1, row_bytes))
-    return ((first, min(step, rows - first)) for first in range(0, rows, step))
-
-
-# The processes that write a checkpoint
-
-T = TypeVar("T")
-
-
-class RankError(RuntimeError):
-    """An error of another rank, which stops this one too."""
-
-
-class WriterGroup:
-    """The ranks that write a checkpoint: a process group, by default the default one, or without
-    torch.distributed this process alone."""
-
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        grouped = dist.is_initialized()
-        self.rank = dist.get_rank(group) if grouped else 0
-        self.size = dist.get_world_size(group) if grouped else 1
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the first rank."""
-        return self.rank == 0
-
-    def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank."""
-        if self.size == 1:
-            return [value]
-        values: list[T | None] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._group)
-        return values  # type: ignore[return-value]
-
-    @contextmanager
-    def sync_errors(self) -> Iterator[None]:
-        """Waits for all ranks at the end; an error of one rank inside is raised on all of them.
-
-        Inside, no rank may wait for another.
-        """
-        fault: str | None = None
-        try:
-            yield
-        except BaseException as error:
-            fault = f"{type(error).__name__}: {error}"
-            raise
-        finally:
-            faults = self.gather(fault)
-        for rank, rank_fault in enumerate(faults):
-            if rank_fault is not None:
-                raise RankError(f"rank {rank} stopped with {rank_fault}")
-
-
-# From parameters to entries
-
-
-def make_entries(
-    parameters: Mapping[str, Tensor],
-    layout: Layout,
-    dtype: torch.dtype,
-    *,
-    values: Mapping[str, Tensor] | None = None,
-    ranks: WriterGroup | None = None,
-) -> list[TensorEntry]:
-    """Makes an entry in `dtype` for every tensor that the parameters fill by the layout, with the
-    rows and columns that this rank writes.
-
-    Rows that several ranks have are shared out among them. `values`: tensors to write instead of
-    this rank's memory of parameters, by name. Raises ValueError unless the slices of a parameter
-    cover it exactly once and its memory has the shape of this rank's part.
-    """
-    ranks, values = ranks or WriterGroup(), values or {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    tensor_blocks: dict[str, list[RowBlock]] = {}
-    for name, p in parameters.items():
-        if not covers_parameter(layout[name], p):
-            raise ValueError(f"{name} is {list(p.shape)}, not filled by {layout[name]}")
-        if p.is_meta:
-            raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
-        local = local_shard(name, p)
-        if name in values:
-            value = values[name].detach()
-            value = value.to_local() if isinstance(value, DTensor) else value
-            if value.shape != local.memory.shape:
-                raise ValueError(
-                    f"{name} is {list(local.memory.shape)}, its value {list(value.shape)}"
-                )
-            local = local._replace(memory=value)
-        for part in layout[name]:
-            shapes[part.name] = part.shape
-            blocks = _blocks(part, local)
-            replica, replicas = _replica(p, part, ranks)
-            if replicas > 1:  # starts rotate over tensors, since most tensors are one chunk
-                chunks = [chunk for block in blocks for chunk in _split_block(block, dtype)]
-                blocks = chunks[(replica - len(shapes)) % replicas :: replicas]
-            tensor_blocks.setdefault(part.name, []).extend(blocks)
-    return [TensorEntry(name, shape, dtype, tensor_blocks[name]) for name, shape in shapes.items()]
-
-
-def _replica(parameter: Tensor, part: TensorSlice, ranks: WriterGroup) -> tuple[int, int]:
-    """The index of this rank among those that have the same rows, and their number."""
-    if not isinstance(parameter, DTensor):
-        return (ranks.rank, ranks.size) if part.replica is None else part.replica
-    mesh, (number, count) = parameter.device_mesh, part.replica or (0, 1)
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return 0, 0
-    for dim, placement in enumerate(parameter.placements):
-        if placement.is_replicate():
-            number, count = number * mesh.size(dim) + coordinate[dim], count * mesh.size(dim)
-    return number, count
-
-
-def _blocks(part: TensorSlice, local: LocalShard) -> list[RowBlock]:
-    """The blocks of a part that this rank has."""
-    single = len(part.shape) < 2
-    lines, blocks = ShardLines(local, single=single), []
-    for source, target, length in part.lines(local.shape):
-        for line, memory in lines.within(target, target + length):
-            rows = memory.view(-1) if single else slice_columns(part, memory)
-            columns = None if rows.shape[1:] == part.shape[1:][-1:] else rows.shape[1]
-            column, read = part.column + lines.column, partial(rows.narrow, 0)
-            blocks.append(RowBlock(source + line - target, len(rows), read, column, columns))
-    return blocks
-
-
-def _split_block(block: RowBlock, dtype: torch.dtype) -> Iterator[RowBlock]:
-    """Yields a block in pieces of rows that fit the staging buffer."""
-    row_bytes = block.read(0, 1).numel() * dtype.itemsize
-    for first, count in row_chunks(block.rows, row_bytes):
-        read = partial(block.read(first, count).narrow, 0)
-        yield block._replace(row=block.row + first, rows=count, read=read)
-
-
-# Staging in host memory
-
-
 class StagingBuffer:
     """The host buffer of one thread, which turns rows of any dtype and device into bytes."""
 
@@ -268,10 +64,10 @@ class StagingBuffer:
         if rows.is_cuda:
             return self._from_gpu(rows, dtype)
         if rows.dtype == dtype and rows.is_contiguous():
-            return _bytes_of(rows.view(-1).view(torch.uint8))
+            return rows.view(-1).view(torch.uint8).numpy().data
         staged = self._room(rows.numel() * dtype.itemsize, pinned=False)
         staged.view(dtype).view(rows.shape).copy_(rows)
-        return _bytes_of(staged)
+        return staged.numpy().data
 
     def _from_gpu(self, rows: Tensor, dtype: torch.dtype) -> memoryview:
         """Converts rows on the GPU and copies them to the host."""
@@ -286,7 +82,7 @@ class StagingBuffer:
             staged = self._room(converted.numel(), pinned=True)
             staged.copy_(converted, non_blocking=True)
         stream.synchronize()
-        return _bytes_of(staged)
+        return staged.numpy().data
 
     def _room(self, nbytes: int, *, pinned: bool) -> Tensor:
         """The first `nbytes` bytes of the buffer, allocated anew if it is smaller, or not pinned
@@ -294,11 +90,6 @@ class StagingBuffer:
         if len(self._buffer) < nbytes or (pinned and not self._buffer.is_pinned()):
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
         return self._buffer[:nbytes]
-
-
-def _bytes_of(flat: Tensor) -> memoryview:
-    """Views the memory of a flat tensor of bytes."""
-    return flat.numpy().data
 
 
 # Writing
@@ -540,7 +331,7 @@ def _write(root: Path, files: list[_File]) -> None:
         job.file.done()
 
     try:
-        parallel_for(jobs, write, _stage, WORKERS)
+        parallel_for(jobs, write, lambda: nullcontext(StagingBuffer()), WORKERS)
     finally:
         for file in files:
             file.close()
@@ -563,13 +354,8 @@ def copy_to_host(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
         content = stage(block.read(first, count).detach(), copy.dtype)
         copy[first : first + count].view(-1).view(torch.uint8).numpy().data[:] = content
 
-    parallel_for(jobs, fill, _stage, WORKERS)
+    parallel_for(jobs, fill, lambda: nullcontext(StagingBuffer()), WORKERS)
     return entries
-
-
-def _stage() -> AbstractContextManager[StagingBuffer]:
-    """Makes a thread's StagingBuffer, as a context."""
-    return nullcontext(StagingBuffer())
 
 
 def _rows(job: _Job) -> Tensor:

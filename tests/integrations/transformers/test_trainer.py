@@ -171,6 +171,20 @@ def test_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
         assert torch.equal(model.state_dict()[name], p), name
 
 
+def test_a_full_disk_leaves_no_new_directory(tmp_path: Path, monkeypatch) -> None:
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    _, model = pair("llama")
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fail)
+    for existing in (True, False):
+        if existing:
+            (tmp_path / "True").mkdir()
+        with pytest.raises(OSError, match="No space left"):
+            model.save_pretrained(tmp_path / str(existing))
+    assert [path.name for path in tmp_path.iterdir()] == ["True"]
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 def test_saved_files(model_type: str, tmp_path: Path) -> None:
     theirs, ours = pair(model_type)

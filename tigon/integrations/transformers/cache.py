@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from tigon.layers import KVCache, StaticCache
-from tigon.layers.kv_cache import GrowingKV, KVState
+from tigon.layers.kv_state import GrowingKV, KVState
 from tigon.models.base import LanguageModel
 
 

@@ -117,7 +117,7 @@ def capture(
         captured.router_logits.append(routing.logits)
 
     if hidden_states or router_logits:
-        batch.keep_padding()
+        batch.drops_padding = False
     if hidden_states:
         handles += [b.register_forward_pre_hook(keep_stream) for b in native.model.layers]
     if router_logits:

@@ -7,6 +7,7 @@ config, names of parameters and outputs.
 """
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -37,8 +38,8 @@ from tigon.models import MODELS
 from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
 from tigon.models.causal_lm import CausalLM
 from tigon.models.inputs import Batch
-from tigon.models.loss import Targets
 from tigon.models.moe import MoEConfig
+from tigon.models.targets import Targets
 
 OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
 
@@ -212,6 +213,18 @@ class TigonPreTrainedModel(PreTrainedModel):
         check_config(native, config)
         config._attn_implementation = None  # Auto classes put it there
         return cls(config, native, tigon_options=tigon_options)
+
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """As PreTrainedModel's, but removes a new directory if a file of it cannot be written."""
+        is_new = is_main_process and not os.path.exists(save_directory)
+        try:
+            super().save_pretrained(save_directory, is_main_process, **kwargs)
+        except BaseException:
+            if is_new:
+                shutil.rmtree(save_directory, ignore_errors=True)
+            raise
 
     def _set_statics(self) -> None:
         """Sets what transformers' `post_init` would: names of tied parameters, and no plans."""

@@ -249,11 +249,11 @@ def _product(
 
 def _product_backward(
     dy: Tensor, w: Tensor, factors: Sequence[Tensor], ends: Tensor, transposed: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Returns dy (W_e + B_e A_e) of sorted rows, and dy B_e unless there are no factors."""
+) -> tuple[Tensor, Tensor]:
+    """Returns dy (W_e + B_e A_e) of sorted rows, and dy B_e, which is empty without factors."""
     dx = grouped_product(dy, w, ends, transposed=not transposed)
     if not factors or not factors[0].shape[1]:
-        return dx, None
+        return dx, dy.new_empty(0)
     a, b = factors
     du = grouped_product(dy, b, ends, transposed=True)
     return dx.add_(grouped_product(du, a, ends, transposed=True)), du
@@ -361,48 +361,48 @@ def _backward(
     transposed: bool,
 ) -> list[Tensor]:
     """Returns the gradients that are needed; the rest are empty."""
+    inputs = {"x": x, "gate_up": gate_up, "down": down, "weights": weights}
+    inputs |= zip(LoRAFactors._fields, low, strict=False)
+    inputs |= zip(("up_bias", "down_bias"), biases, strict=False)
+    needs = dict(zip(inputs, needs_grad, strict=True))
+    needed = {name for name, t in inputs.items() if needs[name] and t.numel()}
     k, size = weights.shape[1], len(order)
-    gradients: list[Tensor | None] = [None] * len(needs_grad)
-    needs_low = needs_grad[4:8] if low else [False] * 4
     rows = spread_rows(dy, inverse, k, size)
     dh, dv = _product_backward(rows, down, low[2:], ends, transposed)
     dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act, clamp)
-    gradients[3] = dweights
+    gradients = {"weights": dweights}
     del dh
-    if biases:
-        if needs_grad[3]:
-            shares = (dy @ biases[1].mT)[order // k, experts_of_rows(ends, size)]
-            dweights.view(-1)[order] += shares.to(dweights.dtype)
-        if needs_grad[-2]:
-            gradients[-2] = grouped_bias_gradient(dhidden, None, ends)
-        if needs_grad[-1]:
-            gradients[-1] = grouped_bias_gradient(rows, weights.flatten()[order], ends)
-    if needs_grad[2]:
-        gradients[2] = _weight_gradient(rows, weighted, ends, transposed)
-    if dv is not None:
-        if needs_low[2]:
-            gradients[6] = grouped_weight_gradient(dv, weighted, ends)
-        if needs_low[3]:
-            v = (low_rows[1] * weights.flatten()[order, None]).to(dv.dtype)
-            gradients[7] = grouped_weight_gradient(rows, v, ends)
+    if biases and "weights" in needed:
+        shares = (dy @ biases[1].mT)[order // k, experts_of_rows(ends, size)]
+        dweights.view(-1)[order] += shares.to(dweights.dtype)
+    if "up_bias" in needed:
+        gradients["up_bias"] = grouped_bias_gradient(dhidden, None, ends)
+    if "down_bias" in needed:
+        gradients["down_bias"] = grouped_bias_gradient(rows, weights.flatten()[order], ends)
+    if "down" in needed:
+        gradients["down"] = _weight_gradient(rows, weighted, ends, transposed)
+    if "a_down" in needed:
+        gradients["a_down"] = grouped_weight_gradient(dv, weighted, ends)
+    if "b_down" in needed:
+        v = (low_rows[1] * weights.flatten()[order, None]).to(dv.dtype)
+        gradients["b_down"] = grouped_weight_gradient(rows, v, ends)
     del rows, weighted
-    du = None
-    if needs_grad[0] or low:
+    if "x" in needed or low:
         dx, du = _product_backward(dhidden, gate_up, low[:2], ends, transposed)
-        gradients[0] = combine_rows(dx, inverse, None, k) if needs_grad[0] else None
+        if "x" in needed:
+            gradients["x"] = combine_rows(dx, inverse, None, k)
         del dx
-    if du is not None and needs_low[1]:
-        gradients[5] = grouped_weight_gradient(dhidden, low_rows[0], ends)
-    if needs_grad[1] or (du is not None and needs_low[0]):
+    if "b_up" in needed:
+        gradients["b_up"] = grouped_weight_gradient(dhidden, low_rows[0], ends)
+    if needed & {"gate_up", "a_up"}:
         rows = spread_rows(x, inverse, k, size)
-        if needs_grad[1]:
-            gradients[1] = _weight_gradient(dhidden, rows, ends, transposed)
-        if du is not None and needs_low[0]:
-            gradients[4] = grouped_weight_gradient(du, rows, ends)
-    given = x, gate_up, down, weights, *low, *biases
-    likes = zip(given, gradients, needs_grad, strict=True)
+        if "gate_up" in needed:
+            gradients["gate_up"] = _weight_gradient(dhidden, rows, ends, transposed)
+        if "a_up" in needed:
+            gradients["a_up"] = grouped_weight_gradient(du, rows, ends)
     return [
-        t.new_zeros(t.shape if want else 0) if d is None or not want else d for t, d, want in likes
+        gradients[name] if name in needed else t.new_zeros(t.shape if needs[name] else 0)
+        for name, t in inputs.items()
     ]
 
 

@@ -19,7 +19,7 @@ from tigon.models.pretrained.save import (
     write_model,
 )
 from tigon.weights import Layout, Repository, StoredRows, WriterGroup, convert_entries
-from tigon.weights.write import row_count
+from tigon.weights.entries import row_count
 
 M = TypeVar("M", bound=LanguageModel)
 

@@ -36,9 +36,9 @@ from tigon.utils.config import ConfigError
 from tigon.utils.json import quote
 from tigon.utils.paths import expand_user
 from tigon.weights import GGUF, TensorEntry, WriterGroup
+from tigon.weights.entries import RowBlock, row_count
 from tigon.weights.gguf import import_gguf
 from tigon.weights.gguf_write import BF16, BLOCK, F16, F32, Q8_0, GGUFEntry, write_gguf
-from tigon.weights.write import RowBlock, row_count
 
 # Names of types -> ggml's number of the type, and general.file_type
 TYPES = {"float32": (F32, 0), "float16": (F16, 1), "bfloat16": (BF16, 32), "q8_0": (Q8_0, 7)}

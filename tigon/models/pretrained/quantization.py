@@ -22,7 +22,8 @@ from tigon.models.pretrained.names import layout
 from tigon.utils.json import escape
 from tigon.weights import Checkpoint, Layout, TensorEntry, WriterGroup, load_into
 from tigon.weights.checkpoint import BLOCK, Fp8Tensor
-from tigon.weights.write import RowBlock, all_finite, row_chunks
+from tigon.weights.entries import RowBlock, row_chunks
+from tigon.weights.write import all_finite
 
 Quantize = Literal["nf4", "keep"]
 BATCH_BYTES = 512 << 20  # bytes of unquantized weights that are read before they are quantized

@@ -15,12 +15,12 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from tigon.hub import UploadTarget, escape_markdown, usage_section, write_card
 from tigon.models.base import LanguageModel
 from tigon.models.config import ModelConfig, parse_dtype
 from tigon.models.pretrained.gguf_vocabulary import SavePretrained
 from tigon.models.pretrained.names import base_tensors, layout, stored_buffers
 from tigon.models.pretrained.quantization import count_parameters, dequantized_entries
+from tigon.models.pretrained.upload import UploadTarget, write_card
 from tigon.utils.paths import expand_user
 from tigon.weights import (
     Layout,
@@ -236,12 +236,8 @@ def write_description(
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write indented JSON, and flush it to the disk."""
-    text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes indented JSON."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 # Uploading
@@ -285,16 +281,11 @@ def push_to_hub(
         address = ""
         with ranks.sync_errors():
             if ranks.first:
-                text = _short_card(model, destination.name) if card is None else card
+                if card is None:
+                    kind, count = model.config.transformers_class, count_parameters(model)
+                    about = f"`{kind}` with {count:,} parameters, saved by Tigon."
+                    card = write_card(destination.name, about, tags=[model.config.model_type])
                 address = destination.upload(
-                    folder, card=text, message=commit_message, overwrite_card=overwrite_card
+                    folder, card=card, message=commit_message, overwrite_card=overwrite_card
                 )
         return ranks.gather(address)[0]
-
-
-def _short_card(model: LanguageModel, repository: str) -> str:
-    """Makes the text of a model card with the model's class, size and usage."""
-    title = f"# {escape_markdown(repository.split('/')[-1])}"
-    count = count_parameters(model)
-    about = f"`{model.config.transformers_class}` with {count:,} parameters, saved by Tigon."
-    return write_card([title, about, usage_section(repository)], tags=[model.config.model_type])

@@ -43,9 +43,10 @@ from tigon.models.pretrained.names import stored_tensors
 from tigon.train.distributed import local
 from tigon.train.optim import Ema
 from tigon.weights import Layout, RowSpan, TensorSlice, local_blocks, local_rows
+from tigon.weights.entries import TensorEntry, row_chunks
 from tigon.weights.files import explain_full_disk
 from tigon.weights.header import write_header
-from tigon.weights.write import WORKERS, StagingBuffer, TensorEntry, row_chunks
+from tigon.weights.write import WORKERS, StagingBuffer
 
 OPTIMIZER, EMA = "optimizer.", "ema."  # prefixes of the names of states and averages
 FILE = 1 << 30  # bytes of a file, at most: files are hashed and written side by side

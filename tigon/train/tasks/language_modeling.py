@@ -104,7 +104,9 @@ class CrossEntropyTask(Task):
             # The loss stays the same sum; copies of its terms return the summands
             terms = [c for c in criteria if isinstance(c, WeightedTerm)]
             criteria += tuple(replace(c, reduction="none") for c in terms)
-        output = self._forward(model, inputs, inputs.targets.with_sum_reduction(), criteria)
+        # The sum of the weighted losses, without aux_loss of experts
+        targets = inputs.targets.replace(reduction="sum", num_items=None)
+        output = self._forward(model, inputs, targets, criteria)
         loss = output.loss
         if loss is None:
             loss = self.token_losses(output, inputs.targets).sum()

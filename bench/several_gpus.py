@@ -1,11 +1,12 @@
-"""What needs two GPUs and is in no record of theirs yet, in less than ten minutes.
+"""What needs several GPUs and is in no record of theirs yet, in less than ten minutes.
 
-In this order, each step with what is left of the time: the test of sums through memory that GPUs
-share; a token's time with tensor=2, and that of its sums; the sides of bench/parallel.py whose
-ratios are not measured; the tests of ranks that share a model, those in bfloat16 first. Records and
-logs go to a folder, whatever ends the run.
+In this order, each step with what is left of the time. On two GPUs: the test of sums through memory
+that GPUs share; a token's time with tensor=2, and that of its sums; the sides of bench/parallel.py
+whose ratios are not measured; the tests of ranks that share a model, those in bfloat16 first. On
+four: bench/scaling.py; the run whose rank is killed; the same tests. Records and logs go to a
+folder, whatever ends the run; the same command goes on with what is missing.
 
-    python bench/two_gpus.py --to DIRECTORY --seconds 570
+    python -m bench.several_gpus --to DIRECTORY --seconds 570
 """
 
 import argparse
@@ -19,12 +20,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
-from bench import harness, parallel
+from bench import harness, parallel, scaling
 from bench.harness import RESULTS, ROOT, Record, progress
 
 SUMS, TESTS = "tests/parallel/test_one_shot_sum.py", "tests/gpu/test_tensor_cuda.py"
@@ -32,16 +30,20 @@ FIRST = "bfloat16 or test_tokens or backward or zero or muon"
 LEAST = 20.0  # seconds that a step is begun with
 
 
-def steps(commit: str | None, known: Record, *, tiny: bool) -> Iterator[tuple[str, list[str]]]:
+def steps(
+    gpus: int, commit: str | None, known: Record, *, tiny: bool
+) -> Iterator[tuple[str, list[str]]]:
     """The name and the arguments of Python of each. `known`: bench/parallel.py's record here."""
     more = [f"--commit={commit}"] * (commit is not None) + ["--tiny"] * tiny
     pytest = ["-m", "pytest", "-q", "-rfE", "--durations=0", "-m", "gpu"]
-    yield "test_sums", [*pytest, SUMS]
-    for name in ("generate_multi", "one_shot_sum"):
-        yield name, [f"bench/{name}.py", *more]
+    two = gpus < scaling.GPUS
+    if two:
+        yield "test_sums", [*pytest, SUMS]
+    for name in ("generate_multi", "one_shot_sum") if two else ("scaling", "killed_run"):
+        yield name, ["-m", f"bench.{name}", *more]
     # As arguments, since some names have commas
-    if missing := parallel.missing(known):
-        yield "parallel", ["bench/parallel.py", "--rounds=1", *more, *missing]
+    if two and (missing := parallel.missing(known)):
+        yield "parallel", ["-m", "bench.parallel", "--rounds=1", *more, *missing]
     for name, chosen in (("tests", FIRST), ("tests-others", f"not ({FIRST})")):
         yield name, [*pytest, TESTS, "-k", chosen]
 
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options.to.mkdir(parents=True, exist_ok=True)
     began, since = time.monotonic(), time.time()
-    for name, given in steps(options.commit, record_of(machine), tiny=options.tiny):
+    for name, given in steps(gpus, options.commit, record_of(machine), tiny=options.tiny):
         left = options.seconds - (time.monotonic() - began)
         if left < LEAST:
             progress(f"{name}: no time is left")

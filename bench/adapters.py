@@ -7,21 +7,16 @@ keeps no mask. A 4-bit weight is made into 16 bits at the speed of a copy that m
 at best. Steps are forward, backward and AdamW of some layers, one row of 8,192 tokens. Each result
 is compared with float64, or with the definition, before it is timed.
 
-    python bench/adapters.py                # minutes on a GPU
-    python bench/adapters.py --write-docs   # needs no GPU
+    python -m bench.adapters                # minutes on a GPU
+    python -m bench.adapters --write-docs   # needs no GPU
 
 # N rows, C columns of a layer's input, K_p of a part's output, r rank
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +30,11 @@ from bench.harness import (
     Job,
     Record,
     figure,
-    heading,
     installed,
     markdown,
     named,
     provider_table,
+    report,
     row_of,
 )
 from bench.measure import (
@@ -224,11 +219,10 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in parameters if p.requires_grad], fused=True, **ADAM)
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     torch.set_default_device("cuda")
     effort = ONCE if job.quick else PRODUCTS
-    packages = {"bitsandbytes": installed("bitsandbytes"), "triton": installed("triton")}
-    job.record |= {"machine": job.record.get("gpu"), "libraries": packages, "quick": job.quick}
+    job.record["quick"] = job.quick
     for name in job.only:
         torch.manual_seed(0)
         if name == NF4:
@@ -248,7 +242,6 @@ def run(job: Job) -> str:
             problem = linear(*sizes, ROWS, dropout=name.endswith(DROPPED))
             job.append("linears", {"name": name} | measure(name, problem, effort))
             del problem
-    return show(job.record)
 
 
 def middle(row: Record, key: str) -> float | None:
@@ -310,12 +303,12 @@ def steps_table(record: Record) -> str:
 
 
 def show(record: Record) -> str:
-    parts = [f"{heading(record, record['libraries'])}."]
     tables = {"linears": linears, NF4: nf4_table, STEPS: steps_table}
-    return "\n\n".join([*parts, *(make(record) for key, make in tables.items() if key in record)])
+    return report(record, *(make(record) for key, make in tables.items() if key in record))
 
 
-BENCH = Bench("adapters", __doc__, run, show, CASES, "docs/adapters.md")
+LIBRARIES = {name: name for name in (BITSANDBYTES, "triton")}
+BENCH = Bench(*("adapters", __doc__, run, show, CASES, "docs/adapters.md"), libraries=LIBRARIES)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -4,21 +4,26 @@ docs/attention.md says what is compared, and how; --write-docs puts the figures 
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
 from bench import harness, kernels_report, timing
 from bench.attention_cases import CASES, FA4, OURS, PEERS, TORCH_ONLY, VARLEN, Case, problem
-from bench.harness import Bench, Job, Record, figure, host_table, named, provider_table, verdict
+from bench.harness import (
+    Bench,
+    Job,
+    Record,
+    figure,
+    host_table,
+    named,
+    provider_table,
+    report,
+    verdict,
+)
 from bench.measure import ONCE, Effort, host_time, measure
 from bench.timing import quantiles
 from tigon.kernels import AttentionMask, attention
@@ -26,7 +31,7 @@ from tigon.kernels import AttentionMask, attention
 GAINS = harness.ROOT / "tigon/kernels/attention/fa4_gains.json"
 HOST = "host time per call"
 EFFORT = Effort(rounds=2, total=80.0, least=5, most=40)
-PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "transformers", "triton")
+LIBRARIES = {n: n for n in ("flash-attn-4", "nvidia-cutlass-dsl", "transformers", "triton")}
 
 
 def measured(case: Case, effort: Effort, device: str = "cuda") -> Record:
@@ -114,19 +119,16 @@ def verdicts(record: Record) -> Iterator[str]:
 
 
 def show(record: Record) -> str:
-    parts = [f"{harness.heading(record, record['packages'])}.", *map(table, record["cases"])]
-    if "host" in record:
-        parts.append(host_table(HOST, named(record["host"])))
-    return "\n\n".join([*parts, "\n".join(verdicts(record))])
+    host = host_table(HOST, named(record["host"])) if "host" in record else ""
+    return report(record, *map(table, record["cases"]), host, verdicts(record))
 
 
-def run(job: Job) -> str:
-    job.record |= {"packages": {p: harness.installed(p) for p in PACKAGES}, "cases": []}
+def run(job: Job) -> None:
+    job.record["cases"] = []
     for case in (case for case in CASES if case.name in job.only):
         found = measured(case, ONCE if job.quick else EFFORT)
         job.append("cases", found, table(found))
     job.add(host=on_the_host())
-    return "\n\n".join([host_table(HOST, named(job.record["host"])), *verdicts(job.record)])
 
 
 def gains(record: Record) -> Record:
@@ -151,7 +153,11 @@ def write_gains(record: Record) -> None:
 
 
 CASE_NAMES = [case.name for case in CASES]
-BENCH = Bench("attention", __doc__, run, show, CASE_NAMES, "docs/attention.md", draw=write_gains)
+BENCH = Bench(
+    *("attention", __doc__, run, show, CASE_NAMES, "docs/attention.md"),
+    libraries=LIBRARIES,
+    draw=write_gains,
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -8,60 +8,49 @@ bits of all weights were added up once, which must also give the same number on 
 
 Memory is the most that was resident beyond what there was after importing: `rss` with the pages of
 mapped files, `anon` only what no file backs. Memory is taken from rounds of its own: watching it
-takes time. The case on a GPU also saves what was loaded, once on each side, beside raw writes.
+takes time. Some cases also save what was loaded, once on each side, beside raw writes.
 
-    python bench/checkpoint.py                          # on a CPU: about 2 GB of disk a case
-    python bench/checkpoint.py --only llama-8b-cuda     # 32 GB, on a GPU; ranks-2 needs two
-    python bench/checkpoint.py --write-docs             # every machine's newest record
+    python -m bench.checkpoint                          # on a CPU: about 2 GB of disk a case
+    python -m bench.checkpoint --only llama-8b-cuda     # 32 GB, on a GPU; ranks-2 needs two
+    python -m bench.checkpoint --write-docs             # every machine's newest record
 """
 
 import json
 import math
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
 from bench import harness
+from bench.compare_side import config
 from bench.cpu import processor
-from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, verdict
-from bench.saving import AIM
+from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, report, verdict
+from bench.processes import environment, lines
 from tigon.models import MODELS
 from tigon.models.pretrained.names import layout
 from tigon.weights.header import write_header
 
-SIDE = Path(__file__).with_name("checkpoint_side.py")
+SIDE = harness.ROOT / "bench/checkpoint_side.py"
+PATIENCE = 600.0  # seconds of a side
+AIM = 1 / 3  # of transformers' time of saving, where the disk allows
 SHARD = 5 << 30  # bytes of one file at most
 BLOCK = 1 << 25  # random numbers that a checkpoint repeats
 WRITE = 1 << 28  # bytes that a thread writes at a time
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-SIZES += ("num_attention_heads", "num_key_value_heads", "head_dim")
-
-
-def config(model_type: str, *sizes: int, **more: Any) -> Record:
-    """What config.json says of a model."""
-    base = {"model_type": model_type, "max_position_embeddings": 4096, "dtype": "bfloat16"}
-    base |= {"rms_norm_eps": 1e-5, "tie_word_embeddings": False}
-    return base | dict(zip(SIZES, sizes, strict=True)) | more
-
-
 MOE = {"moe_intermediate_size": 768, "num_experts": 64, "num_experts_per_tok": 8}
+MOE |= {"norm_topk_prob": True}
+APART = {"dtype": "bfloat16", "tie_word_embeddings": False}
 CONFIGS = {
-    "dense": config("llama", 32000, 2048, 8192, 12, 32, 8, 64),
-    "moe": config("qwen3_moe", 32000, 1024, 3072, 5, 16, 4, 64, norm_topk_prob=True, **MOE),
-    "llama-8b": config("llama", 128256, 4096, 14336, 32, 32, 8, 128),
+    "dense": config("llama", 32000, 2048, 8192, 12, 32, 8, 64, **APART),
+    "moe": config("qwen3_moe", 32000, 1024, 3072, 5, 16, 4, 64, **MOE, **APART),
+    "llama-8b": config("llama", 128256, 4096, 14336, 32, 32, 8, 128, **APART),
 }
 
 
@@ -84,6 +73,7 @@ CASES = {
     "dense-bf16": Case(
         *("dense", "bfloat16", MAPPED),
         targets=(("seconds", "transformers", 1.0), ("peak_rss", "bytes", 1.1)),
+        exports=True,
     ),
     "dense-bf16-copied": Case(
         *("dense", "bfloat16", ("tigon", "transformers")),
@@ -187,17 +177,13 @@ def warm(directory: Path) -> int:
 
 
 def side(what: str, directory: Path, case: Case, *, watch: bool) -> Record:
-    command = [sys.executable, str(SIDE), what, str(directory), case.dtype, case.device]
+    command = [str(SIDE), what, str(directory), case.dtype, case.device]
     if what.endswith("-ranks"):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        command[1:1] = launcher
-    environment = os.environ | {
-        "PYTHONPATH": harness.python_path(),
-        "HF_HUB_OFFLINE": "1",
-        "WATCH_MEMORY": str(int(watch)),
-    }
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *command]
+    *_, found = lines(command, PATIENCE, env=environment(WATCH_MEMORY=int(watch)))
+    if "error" in found:
+        raise RuntimeError(f"{what}: {found['error']}")
+    return found
 
 
 def measure(job: Job, name: str, case: Case, directory: Path) -> None:
@@ -304,35 +290,23 @@ def show(record: Record) -> str:
     said += f"; {record['cpus']} CPUs, load average {record['load']:.0f} at the start"
     if record.get("directory"):
         said += f"; files in {record['directory']}"
-    return "\n\n".join([f"{said}.", *map(rows_of, record.get("results", ()))])
+    return report(record, *map(rows_of, record.get("results", ())), title=f"{said}.")
 
 
-def run(job: Job) -> str:
-    job.record["load"] = os.getloadavg()[0]  # runnable processes: others' too
-    return run_cases(job, CASES, measure, show)
-
-
-def run_cases(
-    job: Job,
-    cases: Mapping[str, Any],  # each has `model`, of CONFIGS, and `device`
-    measure: Callable[[Job, str, Any, Path], None],
-    show: Callable[[Record], str],
-) -> str:
-    """Every case that is asked for, on files that are written for it."""
+def run(job: Job) -> None:
     options = job.options
-    on_gpu = any(cases[name].device == "cuda" for name in job.only)
+    on_gpu = any(CASES[name].device == "cuda" for name in job.only)
     machine = torch.cuda.get_device_name() if on_gpu else processor()
     job.record |= {"machine": machine, "cpus": os.cpu_count(), "repeats": options.repeats}
+    job.record["load"] = os.getloadavg()[0]  # runnable processes: others' too
     job.record["directory"] = str(options.directory) if options.directory else None
     job.record |= {name: installed(name) for name in ("transformers", "safetensors")}
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         for name in job.only:
-            case = cases[name]
-            model = Path(directory) / case.model
+            model = Path(directory) / CASES[name].model
             if not model.exists():
-                write_model(model, CONFIGS[case.model])
-            measure(job, name, case, model)
-    return show(job.record)
+                write_model(model, CONFIGS[CASES[name].model])
+            measure(job, name, CASES[name], model)
 
 
 OPTIONS = (

@@ -4,7 +4,7 @@ It loads once, says how long that took and what memory it took at the most, and 
 all weights, which must be the same on every side and brings in pages that are still in the file.
 `exports` instead loads on both sides, saves each once beside MODEL, and writes as many raw bytes.
 
-python bench/checkpoint_side.py tigon|tigon-mmap|transformers|tigon-ranks|exports MODEL DTYPE DEVICE
+python -m bench.checkpoint_side tigon|tigon-mmap|transformers|tigon-ranks|exports MODEL DTYPE DEVICE
 """
 
 import gc
@@ -16,17 +16,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor, nn
 
 INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+WRITE = 16 << 20  # bytes that a thread writes at a time
 PINNED = 1 << 26  # bytes of a copy when its rate is measured
 
 
@@ -205,10 +204,35 @@ SIDES = {
 }
 
 
+def raw(target: Path, like: Path) -> None:
+    """Files of the sizes of another export, each by several threads, as fast as the disk allows."""
+    target.mkdir()
+    buffer = torch.randint(256, (WRITE,), dtype=torch.uint8).numpy().data
+    sizes = {p.name: p.stat().st_size for p in like.iterdir() if p.suffix == ".safetensors"}
+    files = {name: os.open(target / name, os.O_WRONLY | os.O_CREAT) for name in sizes}
+
+    def write(job: tuple[str, int]) -> None:
+        name, begin = job
+        os.pwrite(files[name], buffer[: sizes[name] - begin], begin)
+
+    jobs = [(name, i) for name, size in sizes.items() for i in range(0, size, WRITE)]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(write, sorted(jobs, key=lambda job: job[1])))
+        list(pool.map(os.fsync, files.values()))
+    for descriptor in files.values():
+        os.close(descriptor)
+
+
+def seconds(save: Callable[[Path], object], target: Path) -> float:
+    shutil.rmtree(target, ignore_errors=True)
+    os.sync()
+    began = time.perf_counter()
+    save(target)
+    return time.perf_counter() - began
+
+
 def exports(model: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
     """Seconds of saving by side, and the bytes of weights that each has written."""
-    from bench.saving import raw, seconds
-
     prepare("tigon", device)
     prepare("transformers", device)
     source, target = Path(model), Path(model).with_name("target")
@@ -216,7 +240,7 @@ def exports(model: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
     sides = {
         "tigon": lambda: seconds(ours.save_pretrained, target),
         "transformers": lambda: seconds(theirs.save_pretrained, target),
-        "raw": lambda: seconds(lambda target: raw(target, source, wait=True), target),
+        "raw": lambda: seconds(lambda target: raw(target, source), target),
     }
     found: dict[str, Any] = {}
     for name, save in sides.items():
@@ -236,4 +260,4 @@ def main(side: str, model: str, dtype: str, device: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))
+    print(json.dumps({"kind": "side", **main(*sys.argv[1:])}))

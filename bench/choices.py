@@ -10,7 +10,6 @@ import contextlib
 import gc
 import io
 import json
-import sys
 import tempfile
 import time
 import traceback
@@ -21,14 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
-from bench import harness
+from bench import harness, timing
 from bench.compare_side import LLAMA_1B
-from bench.harness import Bench, Job, Record, failure, figure, heading, markdown, progress, verdict
+from bench.harness import Bench, Job, Record, failure, figure, markdown, progress, report, verdict
+from bench.timing import peaks, reset_peaks
 from bench.train_cases import LLAMA_8B
 from bench.trainer import write_chats
 from tests.support.small import LLAMA, write_tokenizer
@@ -164,15 +161,12 @@ def step(run: TrainingRun, number: int) -> float:
 
 def timed(run: TrainingRun, seconds: float) -> Record:
     """Steps for so many seconds after the first, which are told apart."""
-    cuda = run.world.device.type == "cuda"
     losses, times, tokens = list[float](), list[float](), list[int]()
     began, warm = time.perf_counter(), 0.0
     while True:
         start_time = time.perf_counter()
         losses.append(step(run, len(losses)))
-        if cuda:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
+        now = timing.now()
         undecided = isinstance(run.model.graphs, Graphs) and run.model.graphs.meter is not None
         if not warm:
             # Another step or two decide on graphs, and capture
@@ -180,8 +174,8 @@ def timed(run: TrainingRun, seconds: float) -> Record:
             # No launches limit a step of a second
             if len(losses) >= 2 and (ready or now - start_time > 1):
                 warm = now - began
-            if warm and cuda:
-                torch.cuda.reset_peak_memory_stats()
+            if warm:
+                reset_peaks()
             continue
         times.append(now - start_time)
         tokens.append(run.data.counts(len(losses) - 1)[0])
@@ -190,9 +184,7 @@ def timed(run: TrainingRun, seconds: float) -> Record:
     rates = [count / time for count, time in zip(tokens, times, strict=True)]
     found: Record = {"losses": losses[:8], "steps": len(times), "warm_up_s": warm}
     found |= {"tokens_per_second": median(rates), "step_ms": 1e3 * median(times)}
-    if cuda:
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-        found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    found |= peaks()
     graphs = run.model.graphs
     found["graphs"] = len(graphs.captured) if isinstance(graphs, Graphs) else 0
     found["rows"] = run.data.micro_batch_size
@@ -248,7 +240,7 @@ def show(record: Record) -> str:
                 lines.append([case["name"], row["name"], failure(row)])
                 continue
             cells = [figure(row["tokens_per_second"], 5)]
-            cells += [figure(row.get(key)) for key in ("step_ms", "peak_gib", "warm_up_s")]
+            cells += [figure(row.get(key)) for key in ("step_ms", "allocated_gib", "warm_up_s")]
             said = [line.partition(": ")[2] for line in row["said"] if AUTO in row["name"]]
             lines.append([case["name"], row["name"], *cells, "; ".join(said)])
         what = f"{case['name']}: tokens/s of auto over the fastest way"
@@ -262,12 +254,11 @@ def show(record: Record) -> str:
         "first steps, s",
         "what auto said",
     ]
-    return "\n\n".join([f"{heading(record, {})}.", markdown(head, lines), "\n".join(ends)])
+    return report(record, markdown(head, lines), ends)
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
-    job.record["machine"] = job.record.get("gpu", "CPU")
     cases: list[Record] = job.record.setdefault("cases", [])
     with tempfile.TemporaryDirectory() as directory, start("cpu" if tiny else "cuda") as world:
         root = Path(directory)
@@ -301,9 +292,10 @@ def add_loss_differences(record: Record) -> Record:
 OPTIONS = (
     ("--seconds", {"type": float, "default": 600, "help": "after which no way begins"}),
     ("--each", {"type": float, "default": 2, "help": "seconds that a way is timed"}),
-    ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
-BENCH = Bench("choices", __doc__, run, show, list(CASES), "docs/performance.md", options=OPTIONS)
+BENCH = Bench(
+    "choices", __doc__, run, show, list(CASES), "docs/performance.md", options=OPTIONS, tiny=True
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -1,7 +1,7 @@
 """Two checkouts of Tigon in one run on one machine: training steps, decoding, host time.
 
-python bench/compare.py --base CHECKOUT [CASE ...]   # parts of names; `compile` if asked for
-python bench/compare.py --table
+python -m bench.compare --base CHECKOUT [CASE ...]   # parts of names; `compile` if asked for
+python -m bench.compare --table
 
 Training steps are forward and backward without an optimizer, in bf16 with random weights. Each side
 runs in processes of its own, base, new, base, new, and so on. Prints a table of the medians with
@@ -10,27 +10,19 @@ tokens, and writes bench/results/compare-<gpu>.json; a part of a run goes into b
 """
 
 import argparse
-import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from bench import harness
 from bench.compare_side import CASES
-from bench.harness import ROOT, Bench, Job, Record, figure, markdown, progress, verdict
+from bench.harness import ROOT, Bench, Job, Record, figure, markdown, progress, report, verdict
+from bench.processes import NO_GPU, environment, lines
 
-SIDE = Path(__file__).with_name("compare_side.py")
+SIDE = ROOT / "bench/compare_side.py"
 SIDES = ("base", "new")
 LEAST = {"step": 0.99, "decode": 0.99, "host": 1.0}  # base / new
-NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 SAME = ("loss", "gradient_norm", "tokens_crc")
 TIMED = ("case", "base, ms", "new, ms", "base / new", "of each round")
 TIMED += ("base, MiB", "new, MiB", "results")
@@ -39,28 +31,19 @@ COMPILED |= {"eager, ms": "eager_ms", "loss": "loss", "eager loss": "eager_loss"
 
 
 def run_side(
-    tree: Path, names: Sequence[str], tiny: bool, limit: float, **environment: str
+    tree: Path, names: Sequence[str], tiny: bool, limit: float, **more: str
 ) -> dict[str, Record]:
     """What one process prints, by case; a case that the limit ends has an error."""
-    path = harness.python_path(tree)
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(SIDE), "tiny" if tiny else "full", *names],
-        env=os.environ | {"PYTHONPATH": path} | (NO_GPU if tiny else {}) | environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, _ = process.communicate(timeout=limit)
-        ended = f"the process ended with status {process.returncode}"
-    except subprocess.TimeoutExpired:
-        ended = f"not done after {limit:g} s"
-        os.killpg(process.pid, signal.SIGKILL)  # with the workers of torch.compile
-        out, _ = process.communicate()
-    lines = [json.loads(line) for line in out.splitlines() if line.startswith(('{"tree', '{"case'))]
-    if lines and Path(lines[0]["tree"]) != tree.resolve():
-        raise RuntimeError(f"{tree} was to be measured, but {lines[0]['tree']} was imported")
-    found = {line.pop("case"): line for line in lines[1:]}
+    env = environment(tree, **(NO_GPU if tiny else {}), **more)
+    found, ended = dict[str, Record](), ""
+    for line in lines([str(SIDE), "tiny" if tiny else "full", *names], limit, env=env):
+        kind = line.pop("kind")
+        if kind == "tree" and Path(line["tree"]) != tree.resolve():
+            raise RuntimeError(f"{tree} was to be measured, but {line['tree']} was imported")
+        if kind == "case":
+            found[line.pop("case")] = line
+        elif kind == "ended":
+            ended = line["error"]
     return {name: found.get(name, {"error": ended}) for name in names}
 
 
@@ -141,7 +124,7 @@ def verdicts(record: Record) -> Iterator[str]:
 def show(record: Record) -> str:
     libraries = {"triton": record["triton"], "base": record["base"]}
     head = f"{harness.heading(record, libraries)}; {record['rounds']} rounds."
-    return "\n\n".join([head, table(record), "\n".join(verdicts(record))])
+    return report(record, table(record), verdicts(record), title=head)
 
 
 def described(tree: Path) -> str:
@@ -156,15 +139,14 @@ def checkout(path: str) -> Path:
     return Path(path)
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     base: Path | None = job.options.base
     if base is None:
         raise SystemExit("give the checkout to compare this one with: --base CHECKOUT")
     commit = job.options.base_commit or described(base) or "unknown"
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "base": commit}
+    job.record |= {"base": commit}
     job.record |= {"triton": harness.installed("triton"), "rounds": job.options.rounds}
     measure(base, job)
-    return show(job.record)
 
 
 OPTIONS = (
@@ -173,10 +155,9 @@ OPTIONS = (
     ("--base-commit", {"help": "what git describe says of it, for a copy without git"}),
     ("--rounds", {"type": int, "default": 3}),
     ("--limit", {"type": float, "default": 200.0, "help": "seconds that a process may take"}),
-    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
 ASKED = [name for name, (kind, *_) in CASES.items() if kind not in LEAST]
-MORE = {"unasked": ASKED, "options": OPTIONS}
+MORE = {"unasked": ASKED, "options": OPTIONS, "tiny": True}
 BENCH = Bench("compare", __doc__, run, show, list(CASES), **MORE)
 
 if __name__ == "__main__":

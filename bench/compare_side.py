@@ -215,14 +215,14 @@ def main(names: list[str], tiny: bool) -> None:
     import tigon
 
     tree = str(Path(tigon.__file__).resolve().parents[1])
-    print(json.dumps({"tree": tree, "version": tigon.__version__}), flush=True)
+    print(json.dumps({"kind": "tree", "tree": tree, "version": tigon.__version__}), flush=True)
     for name in (name for name in CASES if name in names):
         try:
             found = measure(name, tiny)
         except Exception as error:  # the other cases go on
             traceback.print_exc()
             found = {"error": f"{type(error).__name__}: {error}"[:500]}
-        print(json.dumps({"case": name, **found}), flush=True)
+        print(json.dumps({"kind": "case", "case": name, **found}), flush=True)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -1,21 +1,20 @@
 """What a training step costs over length, batch and model size, beside its peer and its prediction.
 
 A step is that of bench/train_step.py: forward, backward and AdamW in bf16, on the same weights and
-random tokens, without recomputation. Ours runs from CUDA graphs in steps of at most 4,096 tokens;
-the peer has the faster of two attentions there, and in longer ones flash-attn-4 where it is
-installed, else SDPA. A model is built once for all its points; a time is the median of some steps,
-and the longest step is made once. What does not fit is recorded as such. The prediction is that of
-`tigon plan`, made when a record is shown. Figures of several GPUs are those of bench/train_multi.py
-and bench/parallel.py.
+random tokens, without recomputation. Ours runs from CUDA graphs in steps of at most 4,096 tokens,
+as it comes; the peer has the faster of two attentions there, and is not compiled, as it is in
+bench/train_step.py. In longer steps the peer has flash-attn-4 where it is installed, else SDPA. A
+model is built once for all its points; a time is the median of some steps, and the longest step is
+made once. What does not fit is recorded as such. The prediction is that of `tigon plan`, made when
+a record is shown. Figures of several GPUs are those of bench/train_multi.py and bench/parallel.py.
 
-    python bench/cost_curves.py                  # all
-    python bench/cost_curves.py --write-docs     # of docs/performance.md; needs no GPU
+    python -m bench.cost_curves                  # all
+    python -m bench.cost_curves --write-docs     # of docs/performance.md; needs no GPU
 
 # B rows of a step, T tokens of a row
 """
 
 import gc
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,18 +23,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-import torch
-
 from bench import harness, plan
 from bench.compare_side import laps
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress
+from bench.harness import Bench, Job, Record, figure, markdown, progress, report
 from bench.kernels_report import STYLE
+from bench.timing import peaks, reset_peaks
 from bench.train_cases import GRAPHS, OURS, PEER, Batch, Case, options_of, ours, peer
-from bench.train_side import FIRST, GIB, Training, free
-from bench.train_step import libraries
+from bench.train_side import FIRST, Training, free
+from bench.train_step import LIBRARIES
 from tigon.plan import Constants, Layout
 
 SHORT = 4096  # tokens of a step up to which launching kernels takes longer than they do
@@ -84,15 +79,11 @@ def measure(training: Training, point: Point, device: str, tiny: bool) -> Record
     vocab, tokens = training.model.config.vocab_size, point.rows * point.tokens
     training.inputs = Batch.of(point.case, vocab, device, tiny).ours()
     free()
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+    reset_peaks()
     if tokens < ONCE:
         losses = [training.step() for _ in range(FIRST if tokens <= WARMED else 0)]
         return training.timed(0.0 if tiny else SECONDS) | {"losses": [float(x) for x in losses]}
-    found: Record = {"ms": laps(training.step, 1)[0], "steps": 1}
-    if device == "cuda":
-        found["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
-    return found
+    return {"ms": laps(training.step, 1)[0], "steps": 1} | peaks()
 
 
 def guarded(
@@ -115,6 +106,8 @@ def measure_peer(training: Training, point: Point, device: str, tiny: bool) -> R
     """With the fastest of the attentions that are tried."""
     best: Record = {}
     for options in options_of(point.case, device):
+        if options.compiled:  # compiling takes a minute for each point
+            break
         if "ms" in best and point.rows * point.tokens > SHORT:
             break
         found = guarded(training, point, device, tiny, options.attention)
@@ -145,9 +138,8 @@ def measure_side(job: Job, side: str, points: Sequence[Point]) -> None:
         )
 
 
-def run(job: Job) -> str:
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "points": []}
-    job.record["libraries"] = libraries(job.options.tiny)
+def run(job: Job) -> None:
+    job.record |= {"points": []}
     points = [point for point in POINTS if point.name in job.only]
     for _, group in groupby(points, key=lambda p: (p.model, p.case.settings)):
         some = list(group)
@@ -158,7 +150,6 @@ def run(job: Job) -> str:
                 said = f"{type(error).__name__}: {error}"[:300]
                 job.append("points", {"name": some[0].name, "side": side, "error": said})
             free()
-    return show(job.record)
 
 
 # What is shown
@@ -263,8 +254,7 @@ def misses(record: Record) -> str:
 
 
 def show(record: Record) -> str:
-    head = f"{heading(record, record['libraries'])}."
-    return "\n\n".join([head, table(record), misses(record), several()])
+    return report(record, table(record), misses(record), several())
 
 
 def blocks(record: Record) -> dict[str, str]:
@@ -320,12 +310,13 @@ def format_place(at: float) -> str:
     return f"{at // 1024}k" if at >= 1024 else f"{at:g}"
 
 
-OPTIONS = (("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),)
 BENCH = Bench(
     *("cost_curves", __doc__, run, show, [point.name for point in POINTS]),
     blocks=blocks,
     draw=draw,
-    options=OPTIONS,
+    libraries=LIBRARIES,
+    needed=("Liger",),
+    tiny=True,
 )
 
 if __name__ == "__main__":

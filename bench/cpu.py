@@ -8,7 +8,6 @@ docs/generation.md.
 import os
 import platform
 import runpy
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,15 +17,23 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 from torch import Tensor
 
 import tigon
 from bench import harness
-from bench.harness import ROOT, Bench, Job, Record, figure, heading, installed, markdown, verdict
+from bench.harness import (
+    ROOT,
+    Bench,
+    Job,
+    Record,
+    figure,
+    heading,
+    installed,
+    markdown,
+    report,
+    verdict,
+)
 from bench.peers import imported
 
 NEW_TOKENS = 64
@@ -120,12 +127,11 @@ def show(record: Record) -> str:
         what = what.replace(" 1 threads", " 1 thread")
         judged.append(verdict(f"{what}: speed over transformers", 1 / row["ratio"], 1.0))
     said = heading(record, {"transformers": record["transformers"]})
-    return "\n\n".join(
-        [f"{said}.", markdown([*head, "tigon / transformers"], rows), "\n".join(judged)]
-    )
+    table = markdown([*head, "tigon / transformers"], rows)
+    return report(record, table, judged, title=f"{said}.")
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     options = job.options
     imported("transformers.utils.logging:set_verbosity_error")()
     directory = options.model or smollm2()
@@ -136,7 +142,6 @@ def run(job: Job) -> str:
         for found in measure(directory, getattr(torch, dtype), 1 if job.quick else options.repeats):
             row = found | {"dtype": dtype, "threads": threads}
             job.append("results", row, ", ".join(where(row)))
-    return show(job.record)
 
 
 OPTIONS = (

@@ -13,7 +13,7 @@ importing, and that of the largest worker.
     python examples/assets/smollm2.py
     cp .assets/smollm2-135m-instruct/tokenizer*.json .assets/smollm2-tokenizer
 
-    python bench/data.py --only memory --gib 2 --workers 16 --tokenizer .assets/smollm2-tokenizer
+    python -m bench.data --only memory --gib 2 --workers 16 --tokenizer .assets/smollm2-tokenizer
 """
 
 import json
@@ -28,14 +28,12 @@ from statistics import median
 
 import numpy as np
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from bench import harness
 from bench.cpu import processor, smollm2
 from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, verdict
+from bench.processes import environment
 
-SIDE = Path(__file__).with_name("data_side.py")
+SIDE = harness.ROOT / "bench/data_side.py"
 CASES = ("speed", "memory")
 LIMIT = 1.5  # GiB of a rank
 PIECE = 2**26  # bytes of text that a corpus repeats
@@ -64,13 +62,8 @@ def write_corpus(path: Path, size: int) -> None:
 
 def side(what: str, *arguments: object, cache: Path) -> subprocess.Popen:
     command = [sys.executable, str(SIDE), what, *map(str, arguments)]
-    environment = os.environ | {
-        "PYTHONPATH": harness.python_path(),
-        "TIGON_CACHE": str(cache / "tigon"),
-        "HF_HOME": str(cache / "hf"),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    env = environment(TIGON_CACHE=cache / "tigon", HF_HOME=cache / "hf", CUDA_VISIBLE_DEVICES="")
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 
 def results(processes: list[subprocess.Popen]) -> list[Record]:
@@ -151,7 +144,7 @@ def show(record: Record) -> str:
     return "\n\n".join(lines)
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     options = job.options
     options.tokenizer = options.tokenizer or smollm2()
     size = 2**24 if job.quick else int(options.gib * 2**30)
@@ -164,7 +157,6 @@ def run(job: Job) -> str:
         job.add(gib=corpus.stat().st_size / 2**30)
         for case in job.only:
             {"speed": speed, "memory": memory}[case](job, corpus, root)
-    return show(job.record)
 
 
 OPTIONS = (

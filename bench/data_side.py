@@ -1,7 +1,7 @@
 """One side of bench/data.py, in a process of its own: prints its figures as JSON.
 
-python bench/data_side.py tigon|datasets CORPUS TOKENIZER WORKERS
-python bench/data_side.py rank CORPUS TOKENIZER WORKERS RANK STEPS
+python -m bench.data_side tigon|datasets CORPUS TOKENIZER WORKERS
+python -m bench.data_side rank CORPUS TOKENIZER WORKERS RANK STEPS
 """
 
 import json
@@ -13,9 +13,6 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tigon.data import Loader, Mixture, TextEncoder, find_sources, pack_documents, tokenize
 from tigon.tokenizer import Tokenizer

@@ -11,24 +11,20 @@ works: with the divergence as a formula on all logits, in float32, or with Liger
 LigerFusedLinearJSDLoss, which torch.compile fuses, there is the head alone. A head's memory is what
 it allocates beside its inputs and the gradients it leaves: logits of all tokens would show in it.
 
-    python bench/distillation.py                # four minutes on an H200
-    python bench/distillation.py --write-docs   # needs no GPU
+    python -m bench.distillation                # four minutes on an H200
+    python -m bench.distillation --write-docs   # needs no GPU
 """
 
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import harness
 from bench.distillation_side import CHUNKED, DIVERGENCES, FORMULA, FUSED, OURS, Request
-from bench.harness import Bench, Job, Record, figure, heading, markdown, verdict
-from bench.train_step import libraries, spawn
+from bench.harness import Bench, Job, Record, figure, markdown, report, verdict
+from bench.processes import spawn
+from bench.train_step import LIBRARIES
 
-SIDE = Path(__file__).with_name("distillation_side.py")
+SIDE = harness.ROOT / "bench/distillation_side.py"
 PEERS = "peers"
 SPEED = 1.3
 LOGITS = "a model's logits in bf16"
@@ -36,11 +32,11 @@ GIB = 2**30
 LOSS_WITHIN, NORM_WITHIN = 5e-3, 2e-2  # shares; logits have bf16's rounding
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     options = job.options
     shape = Request(OURS, tiny=options.tiny)
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "tokens": shape.tokens}
-    job.record |= {"vocab": shape.shapes()[0]["vocab_size"], "libraries": libraries(options.tiny)}
+    job.record["tokens"] = shape.tokens
+    job.record["vocab"] = shape.shapes()[0]["vocab_size"]
     job.record |= {"step": {}, "head": {}, "ended": {}}
     until = time.monotonic() + options.limit
     for side in job.only:
@@ -50,7 +46,6 @@ def run(job: Job) -> str:
         for line in spawn(request, max(1.0, until - time.monotonic()), SIDE):
             add(job.record, side, line)
             job.add()
-    return show(job.record)
 
 
 def add(record: Record, process: str, line: Record) -> None:
@@ -128,23 +123,25 @@ def table(record: Record, kind: str, title: str, memory: str, sides: tuple[str, 
 
 def show(record: Record) -> str:
     whole = "step, 8B to 1B, 1 x 4096"
-    parts = [
-        f"{heading(record, record['libraries'])}.",
+    return report(
+        record,
         table(record, "step", whole, "allocated_gib", (OURS, FORMULA, FUSED)),
         table(record, "head", "head alone", "gib", (OURS, FORMULA, FUSED, CHUNKED)),
         *(f"{name}: {error}" for name, error in record["ended"].items()),
-        "\n".join(verdicts(record)),
-    ]
-    return "\n\n".join(parts)
+        verdicts(record),
+    )
 
 
 OPTIONS = (
     ("--steps", {"type": int, "default": 6, "help": "that are timed"}),
     ("--limit", {"type": float, "default": 300.0, "help": "seconds that this call may take"}),
-    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
 BENCH = Bench(
-    *("distillation", __doc__, run, show, (OURS, PEERS), "docs/preference.md"), options=OPTIONS
+    *("distillation", __doc__, run, show, (OURS, PEERS), "docs/preference.md"),
+    options=OPTIONS,
+    libraries=LIBRARIES,
+    needed=("Liger",),
+    tiny=True,
 )
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """One side of bench/distillation.py in a process of its own: prints its figures as JSON lines.
 
-python bench/distillation_side.py '{"side": "tigon"}'   # see Request
+python -m bench.distillation_side '{"side": "tigon"}'   # see Request
 
 # T tokens, C and D model dims of student and teacher, V vocab
 """
@@ -15,9 +15,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,8 +24,10 @@ from bench.compare_side import LLAMA_1B, TINY, laps
 from bench.harness import Record, progress
 from bench.peers import imported, wide
 from bench.preference_side import WORDS, write_tokenizer
+from bench.processes import say
+from bench.timing import GIB, allocated, peaks, reset_peaks
 from bench.train_cases import ADAM, LLAMA_8B, Options, fill, fill_ours, peer_model
-from bench.train_side import GIB, allocated, free, guarded, say
+from bench.train_side import free, guarded
 from tigon.kernels import linear_kl
 from tigon.train import load, start
 from tigon.train.build import build_run, read_inputs
@@ -86,8 +85,7 @@ class Peak:
 
     def __init__(self) -> None:
         self.before = allocated()
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        reset_peaks()
 
     @property
     def gib(self) -> float | None:
@@ -173,16 +171,13 @@ def head_alone(head: Head, beta: float, request: Request) -> Record:
 def steps(step: Callable[[], tuple[float, float]], request: Request) -> Record:
     """Whole steps: the loss and gradients' norm of the first one, and milliseconds."""
     loss, norm = step()
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
+    reset_peaks()
     for _ in range(FIRST - 1):
         step()
     times = laps(step, request.steps)
     row = {"loss": loss, "gradient_norm": norm, "ms": median(times)}
     row |= {"ms_least": min(times), "ms_most": max(times)}
-    if torch.cuda.is_available():
-        row["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
-    return row
+    return row | peaks()
 
 
 def write_row(directory: Path, request: Request) -> None:

@@ -2,48 +2,41 @@
 
 A checkpoint with random weights and 20,000 ragged chats lie on the disk. Each side is a process of
 its own: it starts, tokenizes and packs, loads, trains some steps, evaluates once, and writes the
-model. Weights, gradients and states are bf16 on all sides; rows, tokens of a row, steps and
-learning rate are the same, only assistants' turns are learned, and tokens are those of chats,
-without padding. Files are in the page cache and Python's bytecode is compiled beforehand; caches of
-compiled kernels and of data are empty for each side.
+model. Weights, gradients and states are bf16 on all sides, but adapters float32, as is the default
+of all; rows, tokens of a row, steps and learning rate are the same, only assistants' turns are
+learned, and tokens are those of chats, without padding. Losses after the last step must agree.
+Files are in the page cache and Python's bytecode is compiled beforehand; caches of compiled kernels
+and of data are empty for each side.
 
 A side that the record has at this commit, with as many steps, is not measured again: a run that is
 cut off goes on with the same command.
 
-    python bench/end_to_end.py --only "1B full" --steps 60
-    python bench/end_to_end.py --tiny            # tiny models on the CPU
-    python bench/end_to_end.py --write-docs      # needs no GPU
+    python -m bench.end_to_end --only "1B full" --steps 60
+    python -m bench.end_to_end --tiny            # tiny models on the CPU
+    python -m bench.end_to_end --write-docs      # needs no GPU
 """
 
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 from bench import end_to_end_files as files
 from bench import harness
 from bench.end_to_end_side import COMPILE, STEPS, Request
-from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, progress
+from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, progress, report
+from bench.processes import environment, lines
+from bench.train_cases import MODELS
 from bench.varlen import VARLEN
 
-HERE = Path(__file__).parent
 DOCUMENT = "docs/performance.md"
 OURS = "Tigon"
 SPEED, MEMORY, FIRST_STEP = 1.5, 0.8, 20.0  # targets beside the best peer; seconds, for 8B
+APART = 0.02  # of losses on held-out chats, after as many steps on the same chats in another order
 CHATS, HELD_OUT = 20_000, 200
 LENGTH, ROWS, RANK = 8192, 2, 16
 LIBRARIES = {
@@ -83,66 +76,14 @@ SIDES: dict[str, dict[str, Any]] = {  # fields of a Request
 }
 
 
-@contextmanager
-def device_memory() -> Iterator[list[int]]:
-    """Collects MiB that the GPU has in use, as nvidia-smi sees it, five times a second."""
-    seen: list[int] = []
-    if shutil.which("nvidia-smi") is None:
-        yield seen
-        return
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms"]
-    process = subprocess.Popen([*query, "200"], stdout=subprocess.PIPE, text=True)
-
-    def read() -> None:
-        assert process.stdout is not None
-        seen.extend(int(line) for line in process.stdout if line.strip().isdigit())
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        process.terminate()
-        thread.join()
-
-
-def environment(caches: Path, tiny: bool) -> dict[str, str]:
+def clean(caches: Path, tiny: bool) -> dict[str, str]:
     """The environment of a side, whose caches are empty."""
     names = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_DATASETS_CACHE", "TIGON_CACHE")
     names += ("XDG_CACHE_HOME", "CUTE_DSL_CACHE_DIR")
-    found = os.environ | {"PYTHONPATH": harness.python_path(), "HF_HUB_OFFLINE": "1"}
-    for name in names:
-        found[name] = str(caches / name.lower())
-        Path(found[name]).mkdir(parents=True)
-    return found | ({"CUDA_VISIBLE_DEVICES": ""} if tiny else {})
-
-
-def run_child(arguments: Sequence[str], seconds: float, log: Path, **options: Any) -> Record:
-    """The JSON that a child prints last, or {"error": the last line of what it said}."""
-    with log.open("w+") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-P", *arguments],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            **options,
-        )
-        try:
-            status = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            return {"error": f"not done after {seconds:.0f} s"}
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        out.seek(0)
-        lines = [line.strip() for line in out if line.strip()]
-    for line in reversed(lines):
-        if line.startswith('{"kind"'):
-            return json.loads(line)
-    said = [line for line in lines if "Error" in line] or lines or [""]
-    return {"error": f"status {status}: {said[-1][:300]}"}
+    folders = {name: caches / name.lower() for name in names}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    return environment(**folders, **({"CUDA_VISIBLE_DEVICES": ""} if tiny else {}))
 
 
 def write_files(job: Job, root: Path, case: Case) -> None:
@@ -150,10 +91,9 @@ def write_files(job: Job, root: Path, case: Case) -> None:
     request = files.Request(
         str(root), case.model, 300 if tiny else CHATS, 20 if tiny else HELD_OUT, tiny
     )
-    environment = os.environ | {"PYTHONPATH": harness.python_path()}
-    arguments = [str(HERE / "end_to_end_files.py"), json.dumps(asdict(request))]
+    arguments = ["-m", "bench.end_to_end_files", json.dumps(asdict(request))]
     began = time.monotonic()
-    found = run_child(arguments, 300, root / "files.log", env=environment)
+    found = list(lines(arguments, 300, root / "files.log"))
     if not (root / f"{case.model}.{files.DONE}").exists():
         raise SystemExit(f"no files: {found}")
     progress(f"files of {case.model}: {time.monotonic() - began:.1f} s")
@@ -165,8 +105,7 @@ def import_once(root: Path) -> None:
         return
     for i, name in enumerate(IMPORTS):
         code = name if name.startswith("from") else f"import {name}"
-        env = os.environ | {"PYTHONPATH": harness.python_path()}
-        run_child(["-c", code], 120, root / f"import-{i}.log", env=env)
+        list(lines(["-c", code], 120, root / f"import-{i}.log"))
     (root / "imported").touch()
 
 
@@ -182,8 +121,8 @@ def run_side(job: Job, root: Path, case: Case, name: str) -> Record:
     chats, tiny = root / f"chats-{300 if options.tiny else CHATS}", options.tiny
     log = (job.out.parent / f"end_to_end-{case.model}-{name}.log").resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root) as directory, device_memory() as seen:
-        here, env = Path(directory), environment(Path(directory, "caches"), tiny)
+    with tempfile.TemporaryDirectory(dir=root) as directory:
+        here, env = Path(directory), clean(Path(directory, "caches"), tiny)
         began = time.monotonic()
         request = Request(
             **SIDES[name],
@@ -197,13 +136,13 @@ def run_side(job: Job, root: Path, case: Case, name: str) -> Record:
             steps=options.steps,
             lr=2e-4 if case.rank else 1e-5,
             rank=case.rank,
+            experts="num_experts" in MODELS[case.model][2],
             attention=attention(),
             tiny=tiny,
         )
-        arguments = [str(HERE / "end_to_end_side.py"), json.dumps(asdict(request))]
-        found = run_child(arguments, options.limit, log, env=env, cwd=here)
+        arguments = ["-m", "bench.end_to_end_side", json.dumps(asdict(request))]
+        *_, found = lines(arguments, options.limit, log, env=env, cwd=here)
         found["wall"] = time.monotonic() - began
-    found |= {"device_gib": (max(seen) - min(seen)) / 1024} if seen else {}
     if "error" in found:
         progress(f"{name}: {found['error']}")
     return found | {"commit": job.record["commit"], "asked": options.steps}
@@ -294,6 +233,9 @@ def verdicts(name: str, sides: Record) -> list[str]:
     if (limit := CASES[name].limit) is not None:
         what = f"{name}: seconds from start to first step"
         said.append(harness.verdict(what, ours["first_step"], limit, most=True))
+    losses = {n: of["eval_loss"] for n, of in sides.items() if "error" not in of}
+    if max(losses.values()) > (1 + APART) * min(losses.values()):
+        said.append(f"WRONG: {name}: losses on held-out chats differ: {losses}")
     return said
 
 
@@ -301,7 +243,8 @@ def learned(sides: Record) -> str:
     """How many tokens each side has trained on and learned, of one case."""
     parts = [
         f"{name} {found['tokens'] / found['steps']:,.0f} tokens a step, of which "
-        f"{found['learned'] / found['steps']:,.0f} are learned"
+        f"{found['learned'] / found['steps']:,.0f} are learned, to a held-out loss of "
+        f"{found['eval_loss']:.4f}"
         for name, found in sides.items()
         if "error" not in found
     ]
@@ -314,26 +257,21 @@ def show(record: Record) -> str:
     notes = [f"{name}: {learned(sides)}." for name, sides in cases.items() if learned(sides)]
     said = [line for name, sides in cases.items() for line in verdicts(name, sides)]
     steps = sorted({found["asked"] for sides in cases.values() for found in sides.values()})
-    title = f"{heading(record, record['libraries'])}; {' or '.join(map(str, steps))} steps."
-    return "\n\n".join([title, markdown(HEAD, rows), *notes, "\n".join(said)])
+    title = f"{heading(record)}; {' or '.join(map(str, steps))} steps."
+    return report(record, markdown(HEAD, rows), *notes, said, title=title)
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     options = job.options
     if unknown := [side for side in options.sides.split(";") if side not in SIDES]:
         raise SystemExit(f"no side {unknown[0]}; there are {'; '.join(SIDES)}")
-    if options.out is None and not options.tiny:  # parts add up to a whole run
-        job.out = harness.RESULTS / job.out.name
-    known = json.loads(job.out.read_text(encoding="utf-8")) if job.out.exists() else {}
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "cases": known.get("cases", {})}
-    job.record["libraries"] = {name: installed(package) for name, package in LIBRARIES.items()}
+    job.record["cases"] = job.resume().get("cases", {})
     root = options.root / ("tiny" if options.tiny else "files")
     root.mkdir(parents=True, exist_ok=True)
     measure(job, root.resolve())
     job.whole = not options.tiny and all(
         side in job.record["cases"].get(name, {}) for name in CASES for side in SIDES
     )
-    return show(job.record)
 
 
 OPTIONS = (
@@ -342,13 +280,14 @@ OPTIONS = (
     ("--limit", {"type": float, "default": 200.0, "help": "seconds that a side may take"}),
     ("--root", {"type": Path, "default": Path(tempfile.gettempdir(), "end_to_end")}),
     ("--again", {"action": "store_true", "help": "measure what the record has"}),
-    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
 USUAL = ("1B full", "8B LoRA", "8B full", "Qwen3-MoE full")
 BENCH = Bench(
     *("end_to_end", __doc__, run, show, list(CASES), DOCUMENT),
     unasked=[name for name in CASES if name not in USUAL],
     options=OPTIONS,
+    libraries=LIBRARIES,
+    tiny=True,
 )
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 They are drawn from fixed seeds, so that every side and every call has the same ones; what is there
 already is not written again.
 
-python bench/end_to_end_files.py '{"model": "Llama-3.2-1B", "root": "/tmp/end_to_end", ...}'
+python -m bench.end_to_end_files '{"model": "Llama-3.2-1B", "root": "/tmp/end_to_end", ...}'
 """
 
 import json
@@ -13,18 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import numpy as np
-import tokenizers
 import torch
-from tokenizers import decoders, pre_tokenizers, trainers
-from tokenizers.models import BPE
 
 import tigon
 from bench.compare_side import TINY
 from bench.train_cases import MODELS
+from tests.support import small
 from tigon.tokenizer import Tokenizer
 
 WORDS, VOCABULARY = 20_000, 16_384
@@ -37,7 +32,6 @@ TEMPLATE = (
     "{% endgeneration %}{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"]
 MEAN, SPREAD, LEAST, MOST = 500, 0.9, 8, 5600  # words of a chat; a word has 1.1 tokens
 DONE = "complete"  # a file beside what is whole
 
@@ -66,24 +60,12 @@ def vocabulary() -> list[str]:
 def write_tokenizer(directory: Path) -> None:
     """Byte-level BPE, trained on text of these words."""
     words = np.array(vocabulary(), dtype=object)
-    draw = np.random.default_rng(1)
-    text = [" ".join(words[ranks(draw, 1000)]) for _ in range(300)]
-    tokenizer = tokenizers.Tokenizer(BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=SPECIAL,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(text, trainer)
-    directory.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
+    text = " ".join(words[ranks(np.random.default_rng(1), 300_000)])
+    small.write_tokenizer(directory, text, VOCABULARY)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|im_end|>",
-        "pad_token": "<|pad|>",
+        "pad_token": "<|endoftext|>",
         "chat_template": TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

@@ -3,7 +3,7 @@
 The library runs as its documentation has it. Only clocks are added, around functions by name: each
 second of the process belongs to the innermost phase that it is in, so that phases add up to all.
 
-python bench/end_to_end_side.py '{"library": "tigon", "model": "/tmp/model", ...}'   # see Request
+python -m bench.end_to_end_side '{"library": "tigon", "model": "/tmp/model", ...}'   # see Request
 """
 
 import json
@@ -17,9 +17,6 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 Record = dict[str, Any]
 START, DATA, MODEL, COMPILE, STEPS = "start", "data", "model", "compile", "steps"
@@ -69,6 +66,7 @@ class Request:
     steps: int
     lr: float
     rank: int = 0  # of adapters of all projections; 0: all weights are trained
+    experts: bool = False  # whether the model has some
     checkpointing: bool = False  # the peer's activation checkpointing
     attention: str = ""  # the peer's
     tiny: bool = False
@@ -149,7 +147,8 @@ class Clock:
 
 
 def tigon(request: Request, clock: Clock) -> Record:
-    """`tigon train` with what a new user must say, and bf16 weights and states as the peer has."""
+    """`tigon train` with what a new user must say, and bf16 weights and states as the peer has; of
+    an adapter both have float32 by default."""
     command: Any = import_module("tigon.cli.main")
     command._import_interruptibly("tigon.train")  # as the command does, before the clocks
     launch: Any = import_module("tigon.train.launch")
@@ -166,11 +165,11 @@ def tigon(request: Request, clock: Clock) -> Record:
         "batch_size": request.rows,
         "steps": request.steps,
         "lr": request.lr,
-        "param_dtype": "bfloat16",
-        "optimizer": "adamw_bf16",
     }
     if request.rank:
         values["lora"] = f"{{rank: {request.rank}, alpha: {2 * request.rank}}}"
+    else:
+        values |= {"param_dtype": "bfloat16", "optimizer": "adamw_bf16"}
     if status := command.main(["train", *(f"{key}={value}" for key, value in values.items())]):
         raise SystemExit(status)
     (run,) = runs
@@ -187,7 +186,10 @@ def tigon(request: Request, clock: Clock) -> Record:
 
 
 def trl(request: Request, clock: Clock) -> Record:
-    """SFTTrainer with packing and Liger, attention by variable lengths, its data by all cores."""
+    """SFTTrainer with packing and Liger, attention by variable lengths, its data by all cores.
+
+    Of a mixture it has transformers' grouped products: Liger's experts try hundreds of launches for
+    each shape, which takes longer than the run."""
     import datasets
     from trl import SFTConfig, SFTTrainer
 
@@ -217,6 +219,7 @@ def trl(request: Request, clock: Clock) -> Record:
         packing=True,
         assistant_only_loss=True,
         use_liger_kernel=not request.tiny,
+        liger_kernel_config={"swiglu": False} if request.experts else None,
         bf16=not request.tiny,
         use_cpu=request.tiny,
         gradient_checkpointing=request.checkpointing,

@@ -6,28 +6,20 @@ most, beside the estimate that `tigon train --dry-run` makes without a GPU.
 """
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 
 from bench import harness
-from bench.harness import ROOT, Bench, Job, Record, figure, heading, markdown, progress
+from bench.compare_side import config as sizes
+from bench.harness import ROOT, Bench, Job, Record, figure, markdown, progress, report
+from bench.processes import run_ranks
 from tests.support.small import EXPERTS, LLAMA, WORDS, write_tokenizer
 
 WITHIN = 0.10  # of what training takes
 STEPS = 4
-GRACE = 5.0  # seconds that ranks have to end after one has failed
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -35,24 +27,6 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-
-
-def sizes(
-    kind: str, vocab: int, dim: int, mlp: int, layers: int, heads: int, kv: int, head_dim: int,
-    **more: Any,
-) -> dict[str, Any]:  # fmt: skip
-    return {
-        "model_type": kind,
-        "vocab_size": vocab,
-        "hidden_size": dim,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv,
-        "head_dim": head_dim,
-        "max_position_embeddings": 32768,
-        **more,
-    }
 
 
 TIED = {"tie_word_embeddings": True}
@@ -75,17 +49,6 @@ MODELS = {
         "qwen3_moe", 151936, 1024, 3072, 24, 16, 4, 128,
         num_experts=64, num_experts_per_tok=8, moe_intermediate_size=512,
         tie_word_embeddings=False,
-    ),
-}  # fmt: skip
-LARGER = {  # of configs/, too large for a case
-    "Llama-3.1-8B": sizes(
-        "llama", 128256, 4096, 14336, 32, 32, 8, 128,
-        rope_theta=5e5, rope_scaling=LLAMA3_ROPE | {"factor": 8.0},
-    ),
-    "Mistral-7B": sizes("mistral", 32768, 4096, 14336, 32, 32, 8, 128, sliding_window=None),
-    "Qwen3-30B-A3B": sizes(
-        "qwen3_moe", 151936, 2048, 6144, 48, 32, 4, 128,
-        num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768,
     ),
 }  # fmt: skip
 # Rows of a micro-batch, tokens of a row, micro-batches of a step, dtype of the weights
@@ -160,52 +123,6 @@ def measured(root: Path, case: str, tiny: bool) -> Record:
     return {"name": case, **run_ranks(side, CASES[case][2], root, arguments, 240)}
 
 
-def run_ranks(side: Path, gpus: int, root: Path, arguments: list[str], seconds: float) -> Record:
-    """What the first of `gpus` processes of this script writes to its first argument; or an error,
-    and the end of what the first one said that failed."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    shared: dict[str, object] = {"PYTHONPATH": harness.python_path()}
-    if gpus > 1:
-        shared |= {"WORLD_SIZE": gpus, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        shared |= {"LOCAL_WORLD_SIZE": gpus, "TIGON_CACHE": root / "cache"}
-    out, ranks = root / "found.json", []
-    out.unlink(missing_ok=True)
-    for rank in range(gpus):
-        own = shared | ({"RANK": rank, "LOCAL_RANK": rank} if gpus > 1 else {})
-        env = os.environ | {k: str(v) for k, v in own.items()}
-        command = [sys.executable, str(side), str(out), *arguments]
-        with (root / f"rank-{rank}.txt").open("w") as log:
-            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
-    first = failed(ranks, seconds)
-    if first is None and out.exists():
-        return json.loads(out.read_text())
-    text = (root / f"rank-{first or 0}.txt").read_text()
-    lines = text.replace(f"{ROOT}/", "").splitlines()  # a record is not about where it was made
-    said = (lines or ["nothing was said"])[-1]
-    if first is not None and ranks[first].returncode == -signal.SIGKILL:
-        said = f"not at its end after {seconds:.0f} s: {said}"
-    return {"error": said, "log": lines[-25:]}
-
-
-def failed(ranks: list[subprocess.Popen[bytes]], seconds: float) -> int | None:
-    """Wait for all to end, at most so many seconds; the first that failed. The others, which would
-    wait for it, are ended too."""
-    first, until = None, time.monotonic() + seconds
-    while None in (codes := [process.poll() for process in ranks]):
-        if first is None and any(codes):
-            first = next(rank for rank, code in enumerate(codes) if code)
-            until = min(until, time.monotonic() + GRACE)
-        if time.monotonic() > until:
-            break
-        time.sleep(0.05)
-    for process in ranks:
-        process.kill()
-    ended = [process.wait() for process in ranks]
-    return next((rank for rank, code in enumerate(ended) if code), None) if first is None else first
-
-
 def label(name: str) -> str:
     """A case's name, in the words of the settings."""
     for way, said in LABELS.items():
@@ -232,12 +149,11 @@ def show(record: Record) -> str:
     count = sum(bool(c.get("measured")) for c in record["cases"])
     end = f"{count - len(missed)} of {count} within {WITHIN:.0%}"
     end += f"; not {', '.join(missed)}" if missed else ""
-    return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows), end])
+    return report(record, markdown(head, rows), end)
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
-    job.record["machine"] = job.record.get("gpu", "CPU")
     gpus = 2 if tiny else torch.cuda.device_count()
     job.record["gpus"] = gpus
     with tempfile.TemporaryDirectory() as directory:
@@ -253,11 +169,9 @@ def run(job: Job) -> str:
                 progress(f"{case}: {found['error']}")
             elif found["measured"]:
                 progress(f"{case}: {ratio(found):.3f}")
-    return show(job.record)
 
 
-OPTIONS = (("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),)
-BENCH = Bench("estimates", __doc__, run, show, list(CASES), "docs/memory.md", options=OPTIONS)
+BENCH = Bench("estimates", __doc__, run, show, list(CASES), "docs/memory.md", tiny=True)
 
 if __name__ == "__main__":
     harness.main(BENCH)

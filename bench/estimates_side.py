@@ -5,9 +5,6 @@ import sys
 import time
 from pathlib import Path
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
 from tigon.train import load, start

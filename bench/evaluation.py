@@ -3,17 +3,17 @@
 A checkpoint of the shape of Llama-3.2-1B in bf16, whose weights are random but for the head: there
 a word's row is the embedding of the word before it, so that both sides know which answer is right
 and say the same words. TigonLM has its default, batch_size=auto; `hf` has the batch size of
-`Work.sizes` with which it is fastest. A time is that of lm_eval.evaluate with the model loaded,
+`Work.sizes` with which it is fastest, and flash-attn-4, where it is installed, if that is faster
+still. A time is that of lm_eval.evaluate with the model loaded,
 from requests to metrics, after some questions of each task that are not timed.
 
-    python bench/evaluation.py                  # all tasks
-    python bench/evaluation.py --write-docs     # of docs/evaluation.md; needs no GPU
+    python -m bench.evaluation                  # all tasks
+    python -m bench.evaluation --write-docs     # of docs/evaluation.md; needs no GPU
 """
 
 import json
 import math
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,15 +23,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
 import tigon
 from bench import harness
 from bench.compare_side import LLAMA_1B
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from bench.harness import Bench, Job, Record, figure, markdown, progress, report, verdict
 from bench.peers import imported
 from tests.support.benchmarks import DATA
 from tests.support.small import LLAMA, write_tokenizer
@@ -42,6 +39,8 @@ WITHIN, EQUAL = 0.05, 0.95  # of log-likelihoods of logits in bf16; at least thi
 CONFIDENCE = 40.0  # the logit of the next word, were the blocks to change nothing
 WORDS = ["".join(sounds) for sounds in product("bdgklmnprstv", "aeio", "n")]
 LIBRARIES = {"lm-eval": "lm_eval", "transformers": "transformers", "datasets": "datasets"}
+LIBRARIES["flash-attn-4"] = "flash-attn-4"
+FLASH = "flash_attention_4"
 CHOICES = """
 output_type: multiple_choice
 doc_to_text: "{{question}}"
@@ -148,6 +147,13 @@ class Sides:
         self.models = {OURS: ours(str(directory), **given), PEER: theirs(str(directory), **given)}
         self.tasks, self.evaluate = tasks, imported("lm_eval.evaluator:evaluate")
 
+    def set_attention(self, name: str) -> str:
+        """Gives hf another attention; returns the name of the one before."""
+        model = self.models[PEER].model
+        before = model.config._attn_implementation
+        model.set_attn_implementation(name)
+        return before
+
     def answer(self, side: str, name: str, size: int | str, limit: int | None = None) -> Any:
         """Seconds, lm-eval's metrics, and the answers in the order of the rows."""
         model = self.models[side]
@@ -162,29 +168,43 @@ class Sides:
         return took, {k: v for k, v in metrics if isinstance(v, float)}, answers
 
 
+def try_peer(sides: Sides, name: str, size: int | str) -> float | str:
+    """Seconds of hf with this batch size, or why there are none."""
+    progress(f"{name}: {PEER} with batch_size={size}")
+    try:
+        sides.answer(PEER, name, size, WARM_ROWS)
+        return sides.answer(PEER, name, size)[0]
+    except Exception as error:
+        torch.cuda.empty_cache()
+        memory = isinstance(error, torch.OutOfMemoryError)
+        return "out of memory" if memory else f"{type(error).__name__}: {error}"[:200]
+
+
 def measure(sides: Sides, name: str, work: Work) -> Record:
     """Rounds of both sides; the first of hf is the fastest of those that try its batch sizes."""
-    tried: Record = {}
-    for size in work.sizes:
-        progress(f"{name}: {PEER} with batch_size={size}")
-        try:
-            sides.answer(PEER, name, size, WARM_ROWS)
-            tried[str(size)] = sides.answer(PEER, name, size)[0]
-        except torch.OutOfMemoryError:
-            tried[str(size)] = "out of memory"
-            torch.cuda.empty_cache()
+    tried = {str(size): try_peer(sides, name, size) for size in work.sizes}
     fits = [size for size in work.sizes if isinstance(tried[str(size)], float)]
     best = min(fits, key=lambda size: tried[str(size)])
+    taken, flash = str(best), harness.installed("flash-attn-4") is not None
+    usual = sides.set_attention(FLASH) if flash else ""
+    if flash:
+        tried[f"{best}, {FLASH}"] = took = try_peer(sides, name, best)
+        if isinstance(took, float) and took < tried[taken]:
+            taken = f"{best}, {FLASH}"
+        else:
+            sides.set_attention(usual)
     progress(f"{name}: {OURS}")
     began = time.perf_counter()
     sides.answer(OURS, name, "auto", WARM_ROWS)
     found: Record = {"name": name, "what": work.what, "rows": work.rows, "tried": tried}
-    found |= {"warm_s": time.perf_counter() - began, "batch_size": best}
-    seconds: dict[str, list[float]] = {OURS: [], PEER: [tried[str(best)]]}
+    found |= {"warm_s": time.perf_counter() - began, "batch_size": taken}
+    seconds: dict[str, list[float]] = {OURS: [], PEER: [tried[taken]]}
     metrics, answers = {}, {}
     for side in (OURS, PEER, OURS):
-        took, metrics[side], answers[side] = sides.answer(side, name, best)
-        seconds[side].append(took)
+        each, metrics[side], answers[side] = sides.answer(side, name, best)
+        seconds[side].append(each)
+    if flash:
+        sides.set_attention(usual)
     return found | {
         **{"seconds": seconds, "metrics": metrics},
         **difference(answers[PEER], answers[OURS]),
@@ -246,17 +266,15 @@ def show(record: Record) -> str:
         ]
         cells = [case["what"], str(case["rows"]), f"{figure(theirs)} ({best})", figure(ours)]
         rows.append([*cells, figure(faster(record, name)), ", ".join(others)])
-    parts = [f"{heading(record, record['libraries'])}.", markdown(head, rows)]
     there = {case["name"] for case in record["cases"]}
-    if missing := [work.what for name, work in WORKS.items() if name not in there]:
-        parts.append(f"Not measured: {'; '.join(missing)}.")
-    return "\n\n".join([*parts, "\n".join(f"- {line}" for line in verdicts(record))])
+    missing = [work.what for name, work in WORKS.items() if name not in there]
+    note = f"Not measured: {'; '.join(missing)}." if missing else ""
+    return report(record, markdown(head, rows), note, (f"- {line}" for line in verdicts(record)))
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
-    job.record["libraries"] = {k: harness.installed(name) for k, name in LIBRARIES.items()}
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "cases": []}
+    job.record |= {"cases": []}
     works = {name: small(work) if tiny else work for name, work in WORKS.items()}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "tasks").mkdir()
@@ -265,11 +283,18 @@ def run(job: Job) -> str:
         sides = Sides(Path(folder) / "model", tasks, tiny)
         for name in job.only:
             job.append("cases", measure(sides, name, works[name]))
-    return show(job.record)
 
 
-OPTIONS = (("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),)
-BENCH = Bench("evaluation", __doc__, run, show, list(WORKS), "docs/evaluation.md", options=OPTIONS)
+BENCH = Bench(
+    "evaluation",
+    __doc__,
+    run,
+    show,
+    list(WORKS),
+    "docs/evaluation.md",
+    libraries=LIBRARIES,
+    tiny=True,
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

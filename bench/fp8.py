@@ -5,32 +5,25 @@ the time of a copy that moves as many bytes. Products: dX and dW with the tensor
 accumulation and without, back to back in turns, with errors beside fp32, and the factor by which
 the fast sums are smaller.
 
-    python bench/fp8.py                # half a minute
-    python bench/fp8.py --write-docs   # needs no GPU
+    python -m bench.fp8                # half a minute
+    python -m bench.fp8 --write-docs   # needs no GPU
 """
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor
 
 from bench import harness
-from bench.epilogues_side import block_ms
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress
-from bench.measure import Effort
-from bench.timing import relative_l2
+from bench.harness import Bench, Job, Record, figure, markdown, progress, report
+from bench.measure import Effort, randn
+from bench.timing import in_blocks, relative_l2
 from tigon.kernels.linear import fp8_mlp
 from tigon.kernels.linear.fp8 import scaled_product
 from tigon.kernels.linear.fp8_casts import (
-    Tile,
     _cast_normed,
     cast_both,
     cast_columns,
@@ -43,15 +36,10 @@ from tigon.kernels.norm.rms_norm import _backward, recompute_norm
 
 SIZES = {"T": 8192, "C": 4096, "I": 14336, "K": 6144}
 TINY_SIZES = {"T": 64, "C": 64, "I": 128, "K": 96}
-LAYERS, BLOCK, BLOCKS = 32, 0.1, 8
+LAYERS, SECONDS = 32, 0.8
 FUSED, SEPARATE = "fused", "separate"
-TILES = [Tile(128, 64, 16), Tile(64, 64, 8), Tile(64, 64, 4), Tile(128, 32, 8), Tile(64, 128, 8)]
 Run = Callable[[], Any]
 Passes = dict[str, tuple[int, dict[str, Run]]]  # bytes that the fused way moves, and the ways
-
-
-def draw(*shape: int, scale: float = 1.0, device: str) -> Tensor:
-    return torch.randn(*shape, device=device).mul_(scale).bfloat16()
 
 
 def columns_of(x: Tensor) -> Tensor:
@@ -59,9 +47,9 @@ def columns_of(x: Tensor) -> Tensor:
     return x.float().abs().amax(0).view(torch.int32)
 
 
-def gated(n: dict[str, int], device: str) -> Passes:
+def gated(n: dict[str, int]) -> Passes:
     """The passes between the two products of a gated MLP."""
-    y, d = draw(n["T"], 2 * n["I"], device=device), draw(n["T"], n["I"], device=device)
+    y, d = randn(n["T"], 2 * n["I"]), randn(n["T"], n["I"])
     size = n["T"] * n["I"]
 
     def separate() -> None:
@@ -69,16 +57,7 @@ def gated(n: dict[str, int], device: str) -> Passes:
         cast_both(gradient, fused=True)
         cast_columns(product, fused=True)
 
-    def tiled(tile: Tile) -> Run:
-        def run() -> None:
-            usual, fp8_mlp.BACKWARD_TILE = fp8_mlp.BACKWARD_TILE, tile
-            fp8_mlp.cast_gated_gradients(d, y, "silu")
-            fp8_mlp.BACKWARD_TILE = usual
-
-        return run
-
     backward: dict[str, Run] = {FUSED: lambda: fp8_mlp.cast_gated_gradients(d, y, "silu")}
-    backward |= {f"{FUSED}, {r} x {c}, {w} warps": tiled(Tile(r, c, w)) for r, c, w in TILES}
     forward: dict[str, Run] = {FUSED: lambda: fp8_mlp.cast_gated_rows(y, "silu")}
     return {
         "gated, forward": (
@@ -89,10 +68,10 @@ def gated(n: dict[str, int], device: str) -> Passes:
     }
 
 
-def norms(n: dict[str, int], device: str) -> Passes:
+def norms(n: dict[str, int]) -> Passes:
     """The passes between a norm and the products before and behind it."""
-    x, scale = draw(n["T"], n["C"], device=device), draw(n["C"], device=device)
-    dy, dtotal = (draw(n["T"], n["C"], scale=1e-3, device=device) for _ in range(2))
+    x, scale = randn(n["T"], n["C"]), randn(n["C"])
+    dy, dtotal = (randn(n["T"], n["C"], scale=1e-3) for _ in range(2))
     rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
     norm = rstd, None, scale, 0.0, True
     bits = columns_of(recompute_norm(x, *norm))
@@ -119,9 +98,9 @@ def norms(n: dict[str, int], device: str) -> Passes:
     }
 
 
-def weights(n: dict[str, int], device: str) -> Passes:
+def weights(n: dict[str, int]) -> Passes:
     """The casts of a weight, which nothing else computes."""
-    w = draw(2 * n["I"], n["C"], scale=0.02, device=device)
+    w = randn(2 * n["I"], n["C"], scale=0.02)
     bits = columns_of(w)
     return {
         "weight by rows, and maxima": (
@@ -136,11 +115,11 @@ PASSES = {"gated": gated, "norms": norms, "weights": weights}
 PRODUCTS = {"qkv": ("K", "C"), "o": ("C", "C"), "gate_up": ("2I", "C"), "down": ("C", "I")}
 
 
-def pass_times(n: dict[str, int], device: str, job: Job, names: list[str]) -> None:
+def pass_times(n: dict[str, int], job: Job, names: list[str]) -> None:
     """Adds the milliseconds of each way, and of a copy of as many bytes."""
     effort = Effort(rounds=1, total=60.0, least=5, most=60)
     for name in names:
-        for what, (moved, ways) in PASSES[name](n, device).items():
+        for what, (moved, ways) in PASSES[name](n).items():
             found = {}
             for way, run in ways.items():
                 try:
@@ -152,13 +131,13 @@ def pass_times(n: dict[str, int], device: str, job: Job, names: list[str]) -> No
             job.append("passes", {"name": what, "bytes": moved, "ms": found, "copy_ms": copy})
 
 
-def product_errors(n: dict[str, int], device: str, name: str) -> Record:
+def product_errors(n: dict[str, int], name: str) -> Record:
     """Milliseconds and errors of dX and dW, whose sums are exact or fast."""
     rows, columns = (2 * n["I"] if k == "2I" else n[k] for k in PRODUCTS[name])
-    x = draw(n["T"], columns, device=device) * torch.logspace(-1, 0.5, columns, device=device)
-    w = draw(rows, columns, scale=1 / math.sqrt(columns), device=device)
-    dy = draw(n["T"], rows, device=device)
-    dy = (dy * torch.logspace(-4, 0, n["T"], device=device)[:, None]).bfloat16()
+    x = randn(n["T"], columns) * torch.logspace(-1, 0.5, columns)
+    w = randn(rows, columns, scale=1 / math.sqrt(columns))
+    dy = randn(n["T"], rows)
+    dy = (dy * torch.logspace(-4, 0, n["T"])[:, None]).bfloat16()
     x = x.bfloat16()
     found: Record = {"name": name}
     by_rows, by_columns = cast_both(dy, fused=True)
@@ -178,28 +157,22 @@ def product_errors(n: dict[str, int], device: str, name: str) -> Record:
         fast = ways["fast"]().double()
         factor = float((fast * sums.double()).sum() / sums.double().square().sum())
         del exact, sums, fast
-        counts = {way: max(1, round(1e3 * BLOCK / block_ms(run, 3))) for way, run in ways.items()}
-        times: dict[str, list[float]] = {way: [] for way in ways}
-        for _ in range(BLOCKS):
-            for way, run in ways.items():
-                times[way].append(block_ms(run, counts[way]))
-        ms = {way: median(t) for way, t in times.items()}
+        ms = {way: median(times) for way, times in in_blocks(ways, SECONDS).items()}
         found[what] = {"ms": ms, "errors": errors, "of_sums": own, "factor": factor}
     return found
 
 
-def run(job: Job) -> str:
-    tiny = job.options.tiny
-    device, n = ("cpu", TINY_SIZES) if tiny else ("cuda", SIZES)
-    job.add(machine=job.record.get("gpu", "CPU"), passes=[], products=[])
+def run(job: Job) -> None:
+    n = TINY_SIZES if job.tiny else SIZES
+    job.add(passes=[], products=[])
     torch.manual_seed(0)
     # Without high precision the truth would have tf32's 10 bits
     torch.set_float32_matmul_precision("highest")
-    for name in PRODUCTS:
-        if name in job.only:
-            job.append("products", product_errors(n, device, name))
-    pass_times(n, device, job, [name for name in PASSES if name in job.only])
-    return show(job.record)
+    with torch.device("cpu" if job.tiny else "cuda"):
+        for name in PRODUCTS:
+            if name in job.only:
+                job.append("products", product_errors(n, name))
+        pass_times(n, job, [name for name in PASSES if name in job.only])
 
 
 def show(record: Record) -> str:
@@ -220,13 +193,10 @@ def show(record: Record) -> str:
     head = ("product", "exact, ms", "fast, ms", "error", "error, fast", "of the sum", "fast")
     products = markdown((*head, "factor of fast sums"), rows)
     tail = f"Fast sums would save {saved:.1f} ms of a step of {LAYERS} layers."
-    return f"{heading(record, {})}.\n\n{passes}\n\n{products}\n\n{tail}"
+    return report(record, passes, products, tail)
 
 
-OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--tiny", {"action": "store_true", "help": "on the CPU"}),
-)
-BENCH = Bench("fp8", __doc__, run, show, (*PRODUCTS, *PASSES), options=OPTIONS)
+BENCH = Bench("fp8", __doc__, run, show, (*PRODUCTS, *PASSES), tiny=True)
 
 if __name__ == "__main__":
     harness.main(BENCH)

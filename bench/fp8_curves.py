@@ -5,29 +5,24 @@ where `make quickstart` has built them, of which the last rows are held out; els
 project's documents. A seed is an order of the rows, and all kinds have the same ones. Judged is the
 mean held-out loss over the seeds: it may be above bf16's by half of what bf16's own seeds differ.
 
-    python bench/fp8_curves.py                # some ten minutes
-    python bench/fp8_curves.py --write-docs   # needs no GPU
+    python -m bench.fp8_curves                # some ten minutes
+    python -m bench.fp8_curves --write-docs   # needs no GPU
 
-What a task loses: `bench/recipes.py --set fp8=true --out bench/out/recipes-fp8.json` beside the
-record without it.
+What a task loses: `python -m bench.recipes --set fp8=true --out bench/out/recipes-fp8.json`,
+beside the record without it.
 """
 
 import gc
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor
 
 from bench import harness
-from bench.harness import Bench, Job, Record, heading, markdown, progress, verdict
+from bench.harness import Bench, Job, Record, markdown, progress, report, verdict
 from bench.train_curves import Given, given, masters, mine, mine_in_fp8, text_tokens
 
 BF16, FP8, APART = "bf16", "fp8", "fp8 except qkv_proj"
@@ -80,16 +75,15 @@ def curve(kind: str, seed: int, what: Given, tiny: bool) -> Record:
     return {"losses": curve, "held_out": known, "held_out_bf16": exported}
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
     what = given(tiny)
-    job.add(machine=job.record.get("gpu", "CPU"), checkpoint=what.checkpoint is not None, runs={})
+    job.add(checkpoint=what.checkpoint is not None, runs={})
     for name in job.only:
         progress(name)
         kind, _, seed = name.rpartition(", seed ")
         job.add(runs=job.record["runs"] | {name: curve(kind, int(seed), what, tiny)})
         gc.collect()
-    return show(job.record)
 
 
 def ends(record: Record, kind: str) -> list[float]:
@@ -117,13 +111,10 @@ def show(record: Record) -> str:
             above = (fmean(own) - fmean(known)) / (max(known) - min(known))
         name = f"{kind}: held-out loss above bf16's, over the spread of bf16's seeds"
         lines.append(verdict(name, above, SHARE, most=True))
-    return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows), "\n".join(lines)])
+    return report(record, markdown(head, rows), lines)
 
 
-OPTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
-)
-BENCH = Bench("fp8_curves", __doc__, run, show, RUNS, options=OPTIONS)
+BENCH = Bench("fp8_curves", __doc__, run, show, RUNS, tiny=True)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -1,27 +1,20 @@
-"""The gated delta rule on one GPU: errors beside float64, times, and launches that were tried.
+"""The gated delta rule on one GPU: errors beside float64, and times beside FLA.
 
 # T tokens, K key heads, H value heads, D head dim, S packed sequences, B rows
 
-    python bench/gated_delta.py                                # three minutes with FLA installed
-    python bench/gated_delta.py --only checks,times --quick
-    python bench/gated_delta.py --write-docs                   # needs no GPU
+    python -m bench.gated_delta                                # three minutes with FLA installed
+    python -m bench.gated_delta --only checks,times --quick
+    python -m bench.gated_delta --write-docs                   # needs no GPU
 
-The truth is the definition in float64. FLA's forward pass runs beside ours; its backward pass
-raises on Hopper with Triton 3.4 to 3.7.0, which miscompile it.
+The truth is the definition in float64. FLA's backward pass raises on Hopper with Triton 3.4 to
+3.7.0, which miscompile it.
 """
 
 import multiprocessing
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +31,6 @@ from tigon.kernels import (
 )
 from tigon.kernels.delta import gated_delta_backward as backward
 from tigon.kernels.delta import gated_delta_forward as forward
-from tigon.kernels.delta import gated_delta_step as step
-from tigon.kernels.delta.gated_delta_forward import ScanLaunch
 
 K, H, D = 16, 32, 128
 SHAPES = {"1 x 8192": [8192], "8 x 1024": [1024] * 8, "1 x 32768": [32768]}
@@ -129,55 +120,14 @@ CHECKS = {
     ]
 }
 
-# What a launch may be; of each kernel the others stay as they are
-SCANS = [ScanLaunch(*given) for given in [(32, 4, 2), (32, 4, 3), (32, 4, 4), (64, 4, 2)]]
-GRADIENTS = [
-    ScanLaunch(*given) for given in [(64, 4, 1), (64, 4, 2), (32, 4, 1), (32, 4, 2), (64, 8, 2)]
-]
-VARIANTS: dict[str, dict[str, Any]] = {
-    **{f"scan {s[0]}, {s[1]}, {s[2]}": {"FORWARD": s, "FORWARD_FEW": s} for s in SCANS},
-    **{f"reverse {s[0]}, {s[1]}, {s[2]}": {"BACKWARD": s, "BACKWARD_FEW": s} for s in SCANS},
-    **{f"gradients {s[0]}, {s[1]}, {s[2]}": {"GRADIENTS": s} for s in GRADIENTS},
-    "prepare": {},
-    "prepare 128 registers": {"PREPARE": {"num_warps": 4, "maxnreg": 128}},
-}
-TIMED = {"scan": ("scan", "states")}  # kernels that a variant concerns, where not one of its name
-STEPS = [(16, 4), (8, 2), (16, 2), (32, 4), (32, 8), (64, 8)]  # columns and warps of a step
-
-
-@contextmanager
-def launches(**constants: Any) -> Iterator[None]:
-    """Other constants in the modules that have them."""
-    before = [
-        (module, name, getattr(module, name))
-        for module in (forward, backward, step)
-        for name in constants
-        if hasattr(module, name)
-    ]
-    for module, name, _ in before:
-        setattr(module, name, constants[name])
-    try:
-        yield
-    finally:
-        for module, name, value in before:
-            setattr(module, name, value)
-
 
 def check_one(name: str) -> Record:
-    """The errors of a check or of a variant, or what failed; Triton keeps its kernels on disk."""
+    """The errors of a check, or what failed; Triton keeps its kernels on disk."""
     torch.set_default_device("cuda")
-    variant = [64, 0, 100], (K, H), D, torch.bfloat16
     try:
-        with launches(**VARIANTS.get(name, {})):
-            return check(*CHECKS.get(name, variant))
+        return check(*CHECKS[name])
     except Exception as error:  # such as too much shared memory
         return {"error": f"{type(error).__name__}: {error}"}
-
-
-def check_all(names: list[str]) -> dict[str, Record]:
-    """Side by side, since compiling takes longest."""
-    with multiprocessing.get_context("spawn").Pool(14) as pool:
-        return dict(zip(names, pool.map(check_one, names, chunksize=1), strict=True))
 
 
 def stages(lengths: list[int]) -> dict[str, Callable[[], Any]]:
@@ -234,29 +184,8 @@ def decode(rows: int, tokens: int) -> Record:
     return {"ms": ms, "tb_per_s": 2 * state.numel() * 4 / ms / 1e9}
 
 
-def time_variants(checked: dict[str, Record]) -> dict[str, Record]:
-    """With their errors, the times of the kernels that differ."""
-    for name, found in checked.items():
-        if "error" in found:
-            continue
-        kind = name.split()[0]
-        with launches(**VARIANTS[name]):
-            for shape in ("1 x 8192", "8 x 1024"):
-                runs = stages(SHAPES[shape])
-                found[shape] = {n: median(runs[n]) for n in TIMED.get(kind, (kind,))}
-    return checked
-
-
-def time_steps() -> Record:
-    """Milliseconds of one token of one row and of 64 rows, by columns and warps."""
-    found: Record = {}
-    for columns, warps in STEPS:
-        with launches(COLUMNS=columns, WARPS=warps):
-            found[f"{columns}, {warps}"] = [decode(1, 1)["ms"], decode(64, 1)["ms"]]
-    return found
-
-
 def time_fla() -> Record:
+    """FLA's, whose autotuner takes a minute; with its backward pass where that does not raise."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     def rule(*inputs: Tensor, cu_seqlens: Tensor | None) -> Any:
@@ -267,30 +196,21 @@ def time_fla() -> Record:
 
     name = "1 x 8192"  # of packed sequences its autotuner took more than a minute
     try:
-        return {name: times(rule, SHAPES[name], back=False)}
+        found = times(rule, SHAPES[name], back=False)
+        with suppress(Exception):
+            found = times(rule, SHAPES[name])
+        return {name: found}
     except Exception as error:
         return {name: {"error": f"{type(error).__name__}: {error}"}}
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     torch.set_default_device("cuda")
-    tuner = None
-    if "fla" in job.only:  # its autotuner compiles meanwhile; a second run times what it chose
-        command = [sys.executable, __file__, "--only", "fla", "--tune"]
-        if not job.options.tune:
-            tuner = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    wanted = {"checks": CHECKS, "variants": VARIANTS}
-    names = [name for part, of in wanted.items() if part in job.only for name in of]
-    errors = check_all(names) if names else {}
-    for part, of in wanted.items():
-        if part in job.only:
-            job.add(**{part: {name: errors[name] for name in of}})
-    progress(f"checked {len(names)}: {[n for n, found in errors.items() if 'error' in found]}")
-    if tuner is not None:
-        try:
-            tuner.wait(job.options.limit)
-        except subprocess.TimeoutExpired:
-            tuner.kill()
+    if "checks" in job.only:  # side by side, since compiling takes longest
+        with multiprocessing.get_context("spawn").Pool(14) as pool:
+            found = pool.map(check_one, CHECKS, chunksize=1)
+        job.add(checks=dict(zip(CHECKS, found, strict=True)))
+        progress(f"failed: {[n for n, found in job.record['checks'].items() if 'error' in found]}")
     if "times" in job.only:
         for name, lengths in SHAPES.items():
             kernels = {n: median(one) for n, one in stages(lengths).items()}
@@ -298,34 +218,28 @@ def run(job: Job) -> str:
             progress(f"{name}: {found}")
             job.add(times=job.record.get("times", {}) | {name: found})
     if "step" in job.only:
-        steps = {
-            f"{b} x {t}": decode(b, t) for b, t in [(1, 1), (8, 1), (64, 1), (256, 1), (64, 8)]
-        }
-        job.add(step=steps, step_error=check_step(), step_launches=time_steps())
-        progress(f"{steps}, {job.record['step_error']}, {job.record['step_launches']}")
-    if "variants" in job.only:
-        job.add(variants=time_variants(job.record["variants"]))
-        for name, found in job.record["variants"].items():
-            worst = max(found.get("tigon", {"": 0.0}).values())
-            progress(f"{name}: {[found.get(n) for n in ('error', *SHAPES)]}, error {worst:.2g}")
+        shapes = [(1, 1), (8, 1), (64, 1), (256, 1), (64, 8)]
+        job.add(step={f"{b} x {t}": decode(b, t) for b, t in shapes}, step_error=check_step())
+        progress(f"{job.record['step']}, {job.record['step_error']}")
     if "fla" in job.only:
-        os.environ["FLA_CACHE_RESULTS"] = "0"  # what it compiled is there; what it chose was noisy
         with deadline(job.options.limit):
             job.add(fla=time_fla(), fla_version=harness.installed("fla-core"))
         progress(f"{job.record['fla']}")
-    return f"{show(job.record)}\n\n{verdicts(job.record)}"
+    print(verdicts(job.record))
 
 
 def show(record: Record) -> str:
     timed, fla = record.get("times", {}), record.get("fla", {})
     kernels = list(next(iter(timed.values()), {}).get("kernels", {}))
-    rows = []
+    rows, back = [], any("backward" in found for found in fla.values())
     for name, found in timed.items():
         theirs = fla.get(name, {}).get("forward")
         ratio = theirs / found["forward"] if theirs else None
         cells = [found["forward"], theirs, ratio, found["backward"]]
+        cells += [fla.get(name, {}).get("backward")] * back
         rows.append([name, *map(figure, [*cells, *(found["kernels"][n] for n in kernels)])])
     head = ["sequences x tokens", "forward, ms", "FLA forward, ms", "FLA / Tigon", "backward, ms"]
+    head += ["FLA backward, ms"] * back
     lines = [f"{heading(record, {'fla-core': record.get('fla_version')})}."]
     lines.append(markdown([*head, *(f"{n}, ms" for n in kernels)], rows))
     errors = [
@@ -345,11 +259,8 @@ def verdicts(record: Record) -> str:
     )
 
 
-CASES = ["checks", "times", "step", "variants", "fla"]
-OPTIONS = (
-    ("--limit", {"type": float, "default": 60.0, "help": "seconds that FLA's autotuner may take"}),
-    ("--tune", {"action": "store_true", "help": "leave FLA's choices in Triton's cache"}),
-)
+CASES = ["checks", "times", "step", "fla"]
+OPTIONS = (("--limit", {"type": float, "default": 120.0, "help": "seconds of FLA"}),)
 BENCH = Bench("gated_delta", __doc__, run, show, CASES, "docs/kernels.md", options=OPTIONS)
 
 if __name__ == "__main__":

@@ -4,24 +4,19 @@ Random weights of the shape of Llama-3.1-8B on a GPU; bench/cpu.py has what a CP
 docs/generation.md says what is compared, and how; --write-docs puts the figures there.
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor
 
 from bench import generate_cases as cases
 from bench import harness, timing
-from bench.generate_cases import CASES, LLAMA_8B, OURS, THEIRS, Decode, Prefill, Size
-from bench.harness import Bench, Job, Record, figure, progress, row_of, verdict
+from bench.generate_cases import CASES, FLASH, LLAMA_8B, OURS, STATIC, THEIRS, Decode, Prefill, Size
+from bench.harness import Bench, Job, Record, figure, heading, progress, report, row_of, verdict
 from bench.measure import ONCE, Attempt, Effort, in_turn
 from bench.timing import quantiles
 
@@ -30,7 +25,7 @@ COPY = Effort(rounds=1, total=100.0, least=10, most=60)
 LIMIT = Effort(rounds=1, total=300.0, least=5, most=100)  # as long as clocks take to settle
 FORWARD = Effort(rounds=2, total=1500.0, least=3, most=6)
 PATIENCE = 100.0  # seconds in which a provider must have compiled and generated once
-PACKAGES = ("transformers", "triton", "flash-attn-4")
+LIBRARIES = {name: name for name in ("transformers", "triton", "flash-attn-4")}
 # Case, what is looked at, at least
 TARGETS = (
     ("decode 1 x 1024", "share", 0.85),
@@ -41,15 +36,14 @@ TARGETS = (
     ("prefill 8192", "times", 1.15),
 )
 MEANINGS = {"share": "share of the bound", "times": f"speed over {THEIRS}"}
+ATTENTION = {THEIRS: "sdpa", FLASH: "flash_attention_4"}  # of a prefill
 PARTS = {"products": "GEMMs", "passes": "memory-bound kernels"}
 
 
 def seconds(run: Callable[[], object]) -> float:
-    timing.wait()
-    start = time.perf_counter()
+    start = timing.now()
     run()
-    timing.wait()
-    return time.perf_counter() - start
+    return timing.now() - start
 
 
 class Decoding(Attempt):
@@ -91,15 +85,21 @@ class Prefilling(Attempt):
 
     def __init__(self, name: str, model: Any, ids: Tensor, effort: Effort) -> None:
         super().__init__(name)
-        self.effort, self.forward = effort, cases.forward(model, ids)
+        self.model, self.effort, self.forward = model, effort, cases.forward(model, ids)
         self.first = partial(cases.generating(model, name, ids), 1)
 
+    def set_attention(self) -> None:
+        if self.result["name"] in ATTENTION:
+            self.model.set_attn_implementation(ATTENTION[self.result["name"]])
+
     def check(self) -> None:
+        self.set_attention()
         with timing.deadline(PATIENCE):
             self.result["extra_mib"] = timing.peak_mib(self.forward)
             self.first()
 
     def time(self) -> None:
+        self.set_attention()
         self.sample("ms", self.effort.times(self.forward))
         one = [1e3 * seconds(self.first) for _ in range(self.effort.least)]
         self.sample("first_token_ms", one)
@@ -112,11 +112,11 @@ def prompts(batch: int, tokens: int, device: torch.device) -> Tensor:
 def decode(case: Decode, models: dict[str, Any], quick: bool) -> Record:
     ids = prompts(case.batch, case.context, models[OURS].device)
     size = Size(LLAMA_8B)
+    models = dict.fromkeys(cases.CACHES, models[OURS]) | dict.fromkeys(
+        (THEIRS, STATIC), models[THEIRS]
+    )
     attempts = [
-        Decoding(
-            name, models[OURS if name in cases.CACHES else name], ids, case, size.step(case, name)
-        )
-        for name in (*cases.CACHES, THEIRS)
+        Decoding(name, model, ids, case, size.step(case, name)) for name, model in models.items()
     ]
     found = in_turn(case.name, attempts, 1 if quick else case.rounds)
     return {**asdict(case), "kind": "decode", "providers": found}
@@ -125,6 +125,8 @@ def decode(case: Decode, models: dict[str, Any], quick: bool) -> Record:
 def prefill(case: Prefill, models: dict[str, Any], quick: bool) -> Record:
     effort = ONCE if quick else FORWARD
     ids = prompts(1, case.context, models[OURS].device)
+    if harness.installed("flash-attn-4"):
+        models = models | {FLASH: models[THEIRS]}
     attempts = [Prefilling(name, model, ids, effort) for name, model in models.items()]
     found = in_turn(case.name, attempts, effort.rounds)
     return {**asdict(case), "kind": "prefill", "providers": found}
@@ -165,10 +167,16 @@ def share(record: Record, case: Record, row: Record) -> float | None:
     return bound(record, case, row) / row["ms"][1] if "ms" in row else None
 
 
+def fastest_peer(case: Record) -> Record:
+    """The row of transformers that takes the least time; empty if there is none."""
+    rows = [row for row in case["providers"] if row["name"].startswith(THEIRS) and "ms" in row]
+    return min(rows, key=lambda row: row["ms"][1], default={})
+
+
 def times(case: Record, row: Record) -> float | None:
-    """How many times as fast as transformers."""
-    other = row_of(case, THEIRS)
-    return other["ms"][1] / row["ms"][1] if "ms" in other and "ms" in row else None
+    """How many times as fast as transformers at its fastest."""
+    other = fastest_peer(case)
+    return other["ms"][1] / row["ms"][1] if other and "ms" in row else None
 
 
 def rate(case: Record, row: Record) -> str:
@@ -213,17 +221,15 @@ def verdicts(record: Record) -> Iterator[str]:
 
 
 def show(record: Record) -> str:
-    head = harness.heading(record, record["packages"])
     speed = record["copy"]["bytes_per_second"] / 1e12
-    parts = [f"{head}; a copy of 1 GiB in the same run: {speed:.2f} TB/s."]
-    parts += [table(record, case) for case in record["cases"]]
-    return "\n\n".join([*parts, "\n".join(verdicts(record))])
+    title = f"{heading(record)}; a copy of 1 GiB in the same run: {speed:.2f} TB/s."
+    tables = (table(record, case) for case in record["cases"])
+    return report(record, *tables, verdicts(record), title=title)
 
 
-def run(job: Job) -> str:
-    job.record["packages"] = {name: harness.installed(name) for name in PACKAGES}
+def run(job: Job) -> None:
     copy = COPY.bandwidth(COPIED)
-    job.record |= {"machine": job.record["gpu"], "copy": copy, "config": LLAMA_8B, "cases": []}
+    job.record |= {"copy": copy, "config": LLAMA_8B, "cases": []}
     models: dict[str, Any] = {}
     for name, make in {OURS: cases.ours, THEIRS: cases.theirs}.items():
         progress(f"random weights: {name}")
@@ -234,10 +240,10 @@ def run(job: Job) -> str:
         else:
             found = prefill(case, models, job.quick) | limit(case, copy["bytes_per_second"])
         job.append("cases", found, table(job.record, found))
-    return "\n".join(verdicts(job.record))
 
 
-BENCH = Bench("generate", __doc__, run, show, [c.name for c in CASES], "docs/generation.md")
+NAMES = [case.name for case in CASES]
+BENCH = Bench(*("generate", __doc__, run, show, NAMES, "docs/generation.md"), libraries=LIBRARIES)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -28,6 +28,8 @@ SCALING |= {"rope_theta": 5e5, "original_max_position_embeddings": 8192}
 LLAMA_8B["rope_parameters"] = SCALING
 OURS, INT8, EAGER = "tigon", "tigon, int8 cache", "tigon, no CUDA graph"
 DYNAMIC, THEIRS = "tigon, dynamic cache", "transformers"
+STATIC = f"{THEIRS}, static cache"  # whose steps it compiles, with CUDA graphs
+FLASH = f"{THEIRS}, flash-attn-4"  # in place of SDPA
 CACHES = {OURS: None, INT8: "quantized", EAGER: None, DYNAMIC: "dynamic"}  # cache_implementation
 DOUBT = 0.5  # of the logits' standard deviation; rounding to bf16 moves them by a hundredth
 
@@ -44,7 +46,7 @@ class Decode:
     rounds: int
 
     def lengths(self, provider: str) -> tuple[int, int]:
-        return self.ours if provider in (OURS, INT8) else self.slow
+        return self.ours if provider in (OURS, INT8, STATIC) else self.slow
 
     def held(self, provider: str) -> float:
         """Tokens per row in the cache, as a mean over the steps that are timed."""
@@ -141,8 +143,10 @@ def eager() -> Iterator[None]:
 def generating(model: Any, provider: str, ids: Tensor, **more: Any) -> Callable[[int], Tensor]:
     """Greedy generation of so many tokens."""
     options: dict[str, Any] = {"do_sample": False, **more}
-    if provider == THEIRS:
+    if provider.startswith(THEIRS):
         options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "use_cache": True}
+        if provider == STATIC:
+            options |= {"cache_implementation": "static"}
     else:
         options |= {"eos_token_id": []}
         if CACHES[provider] is not None:

@@ -1,9 +1,9 @@
 """Decoding of the families of 2025 and 2026 beside transformers, in one run on one GPU.
 
 Random weights, the same on both sides, of the shapes of bench/train_cases.py. Ours is `generate` as
-it comes, with a static cache and CUDA graphs; transformers' has its dynamic cache and the experts
-that it chooses for decoding. A time is that of a token of all rows: with ours of a long generation
-less a short one, with transformers' the median over the steps of one generation. The limit is a
+it comes, with a static cache and CUDA graphs; transformers' has its dynamic cache, and its static
+one, with which it compiles its steps, and the experts that it chooses for decoding; the faster is
+shown. A time is that of a token of all rows: of a long generation less a short one. The limit is a
 copy's time for the bytes that a step must read: weights without tables that are looked up, of the
 experts those that so many rows choose at random, and the states of all layers, of which a
 recurrence also writes its own.
@@ -11,25 +11,18 @@ recurrence also writes its own.
 # B rows, E experts
 """
 
-import sys
-import time
 from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import tigon
 from bench import harness, timing
 from bench.compare_side import TINY
-from bench.generate import COPIED, COPY, Decoding
-from bench.generate_cases import OURS, THEIRS, Decode, generating
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, row_of
+from bench.generate import COPIED, COPY, Decoding, fastest_peer
+from bench.generate_cases import OURS, STATIC, THEIRS, Decode
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, report, row_of
 from bench.measure import in_turn
 from bench.train_cases import MODELS, NO_SDPA, TINY_SHARED, Options, fill_ours, peer_model
 from bench.train_side import free, guarded
@@ -38,7 +31,7 @@ NAMES = ("Qwen3.5-0.8B", "gpt-oss-20b", "Gemma4-E4B", "Qwen3.5-35B-A3B", "Qwen3.
 BATCHES = (1, 64)
 CONTEXT = 1024
 SMALL = TINY | TINY_SHARED | {"num_hidden_layers": 4}  # one of which is full attention
-PACKAGES = ("transformers", "triton")
+LIBRARIES = {name: name for name in ("transformers", "triton")}
 DOUBT = 0.1  # of the logits' deviations, in the mean over tokens
 # Times the embeddings of bench/train_cases.py. Without it the first layers' branches are most of
 # the stream, and where two experts are nearly tied rounding decides about all that follows
@@ -49,25 +42,6 @@ BANDWIDTH_ON_CPU = 1e10  # with --tiny, where nothing is measured
 def decoding(batch: int, tiny: bool) -> Decode:
     context, ours, slow = (5, (2, 4), (3, 4)) if tiny else (CONTEXT, (16, 80), (4, 14))
     return Decode(f"{batch} x {context}", batch, context, ours, slow, 1 if tiny else 2)
-
-
-class Stepping(Decoding):
-    """Generation whose steps are timed one by one: the host waits for each anyway."""
-
-    def __init__(self, name: str, model: Any, ids: Tensor, case: Decode, *more: Any) -> None:
-        super().__init__(name, model, ids, case, *more)
-        self.stamps: list[float] = []
-        self.generate = generating(model, name, ids, stopping_criteria=[self.stamp])
-
-    def stamp(self, ids: Tensor, scores: Any) -> Tensor:
-        timing.wait()
-        self.stamps.append(time.perf_counter())
-        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-    def time(self) -> None:
-        """Of the run that `check` has made, without its first steps."""
-        ends = self.stamps[self.lengths[0] - 1 :]
-        self.samples["ms"] = [1e3 * (b - a) for a, b in pairwise(ends)]
 
 
 def moved(model: Any, case: Decode) -> dict[str, float]:
@@ -123,24 +97,22 @@ def measure(name: str, tiny: bool) -> Record:
         ids = torch.randint(vocab, (batch, case.context), device=models[OURS].device)
         bytes_read = moved(models[OURS], case)
         attempts = [
-            attempt(side, models[side], ids, case, bytes_read, models[THEIRS])
-            for side, attempt in ((OURS, Decoding), (THEIRS, Stepping))
+            Decoding(side, models[of], ids, case, bytes_read, models[THEIRS])
+            for side, of in ((OURS, OURS), (THEIRS, THEIRS), (STATIC, THEIRS))
         ]
         rows = in_turn(f"{name}, {case.name}", attempts, case.rounds)
         found.append({"name": case.name, "batch": batch, "providers": rows})
     return {"layers": models[OURS].config.num_hidden_layers, "apart": apart, "cases": found}
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
     copy = {"bytes_per_second": BANDWIDTH_ON_CPU} if tiny else COPY.bandwidth(COPIED)
-    job.record["packages"] = {name: harness.installed(name) for name in PACKAGES}
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "copy": copy, "models": []}
+    job.record |= {"copy": copy, "models": []}
     for name in job.only:
         free()
         found = {"name": name, **guarded(lambda name=name: measure(name, tiny))}
         job.append("models", found, "\n".join(" | ".join(row) for row in rows(job.record, found)))
-    return show(job.record)
 
 
 def rows(record: Record, model: Record) -> Iterator[list[str]]:
@@ -149,13 +121,15 @@ def rows(record: Record, model: Record) -> Iterator[list[str]]:
         yield [model["name"], "", harness.failure(model)]
         return
     for case in model["cases"]:
-        sides = [row_of(case, side) for side in (THEIRS, OURS)]
+        sides = [fastest_peer(case) or row_of(case, THEIRS), row_of(case, OURS)]
         cells = [f"{model['name']}, {model['layers']} layers", case["name"]]
         for row in sides:
             if "error" in row:
                 cells.append(harness.failure(row))
             else:
-                cells.append(f"{figure(row['ms'][1])}, {1e3 * case['batch'] / row['ms'][1]:,.0f}")
+                said = row["name"].partition(",")[2]  # of the peer's cache, where it is static
+                speed = f"{1e3 * case['batch'] / row['ms'][1]:,.0f}"
+                cells.append(f"{figure(row['ms'][1])}, {speed}{',' * bool(said)}{said}")
         if any("error" in row for row in sides):
             yield cells
             continue
@@ -183,9 +157,8 @@ def show(record: Record) -> str:
     ]
     table = markdown(head, (row for model in record["models"] for row in rows(record, model)))
     speed = record["copy"]["bytes_per_second"] / 1e12
-    title = f"{heading(record, record['packages'])}; a copy in the same run: {speed:.2f} TB/s."
-    rest = missing(record), "\n".join(wrong(record))
-    return "\n\n".join(part for part in (title, table, *rest) if part)
+    title = f"{heading(record)}; a copy in the same run: {speed:.2f} TB/s."
+    return report(record, table, missing(record), wrong(record), title=title)
 
 
 def wrong(record: Record) -> Iterator[str]:
@@ -197,9 +170,10 @@ def wrong(record: Record) -> Iterator[str]:
                     yield f"WRONG: {where}: logits are {figure(row['mean_choice'])} deviations off"
 
 
-OPTIONS = (("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),)
 BENCH = Bench(
-    *("generate_families", __doc__, run, show, NAMES, "docs/generation.md"), options=OPTIONS
+    *("generate_families", __doc__, run, show, NAMES, "docs/generation.md"),
+    libraries=LIBRARIES,
+    tiny=True,
 )
 
 if __name__ == "__main__":

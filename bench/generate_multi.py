@@ -4,33 +4,25 @@ Random weights of the shape of Llama-3.1-8B, the same on both sides, in bf16; gr
 side in processes of its own. A token's time is what passes from the 32nd token to the 224th, as the
 host receives them.
 
-    python bench/generate_multi.py                # two minutes on two H200s
-    python bench/generate_multi.py --write-docs   # needs no GPU
+    python -m bench.generate_multi                # two minutes on two H200s
+    python -m bench.generate_multi --write-docs   # needs no GPU
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-import torch
-
 from bench import harness
-from bench.estimates import run_ranks
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from bench.harness import Bench, Job, Record, figure, markdown, progress, report, verdict
+from bench.processes import run_ranks
 
-SIDE = Path(__file__).with_name("generate_multi_side.py")
+SIDE = harness.ROOT / "bench/generate_multi_side.py"
 GPUS, CONTEXT, AIM = 2, 1024, 1.6
 BATCHES = {"decode 1 x 1024": 1, "decode 64 x 1024": 64}
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
-    if not tiny and torch.cuda.device_count() < GPUS:
-        raise SystemExit(f"needs {GPUS} GPUs, and there are {torch.cuda.device_count()}")
-    job.record |= {"machine": f"{GPUS} x {job.record.get('gpu', 'CPU')}", "cases": {}}
+    job.record |= {"cases": {}}
     sizes = (8, 2, 4, 1, "tiny") if tiny else (CONTEXT, 32, 224, job.options.rounds, "whole")
     for name in job.only:
         sides: list[Record] = []
@@ -41,7 +33,6 @@ def run(job: Job) -> str:
                 found = run_ranks(SIDE, ranks, Path(root), given, job.options.limit)
             sides.append(found)
         job.add(cases=job.record["cases"] | {name: sides})
-    return show(job.record)
 
 
 def ratio(sides: list[Record]) -> float | None:
@@ -73,18 +64,19 @@ def show(record: Record) -> str:
     # Roundings choose another token after a few, but not in prompts of all rows
     if wrong := [name for name, sides in record["cases"].items() if alike(sides) == 0]:
         said = f"WRONG: {', '.join(wrong)}: no token is equal"
-    return "\n\n".join([f"{heading(record, {})}.", table, said])
+    return report(record, table, said)
 
 
 OPTIONS = (
     ("--rounds", {"type": int, "default": 5}),
     ("--limit", {"type": float, "default": 100.0, "help": "seconds that a side may take"}),
-    ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
 DOCUMENT = "docs/parallel.md"
 BENCH = Bench(
     *("generate_multi", __doc__, run, show, tuple(BATCHES), DOCUMENT),
     options=OPTIONS,
+    tiny=True,
+    gpus=GPUS,
     each_machine=True,
 )
 

@@ -10,9 +10,6 @@ import time
 from pathlib import Path
 from statistics import median
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

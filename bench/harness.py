@@ -8,14 +8,13 @@ and shows the newest whole runs, as Markdown or in documents, between <!-- kind:
 import argparse
 import gc
 import json
-import os
 import platform
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -34,11 +33,6 @@ Record = dict[str, Any]
 
 def progress(line: str) -> None:
     print(f"[{time.perf_counter() - BEGIN:6.1f} s] {line}", file=sys.stderr, flush=True)
-
-
-def python_path(tree: Path = ROOT) -> str:
-    """PYTHONPATH for another process: a checkout, before what is set here."""
-    return os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
 
 
 def git(*arguments: str, cwd: Path = ROOT) -> str:
@@ -141,9 +135,13 @@ def host_table(title: str, rows: Iterable[Record]) -> str:
     return provider_table((title, "forward, µs", "forward + backward, µs"), rows, cells)
 
 
-def heading(record: Record, libraries: Mapping[str, str | None]) -> str:
-    """Where, with what, of which commit and when, without the full stop."""
+def heading(record: Record, libraries: Mapping[str, str | None] | None = None) -> str:
+    """Where, with what, of which commit and when, without the full stop. `libraries`: those of the
+    record, which older ones call otherwise, if none are given."""
     where = record.get("machine") or record["gpu"]
+    if libraries is None:
+        found = (record[key] for key in ("libraries", "packages", "peers") if key in record)
+        libraries = next(found, {})
     parts = [where, f"torch {record['torch']}", *(f"{k} {v}" for k, v in libraries.items() if v)]
     changes = " with uncommitted changes" if record["uncommitted_changes"] else ""
     return f"{', '.join(parts)}; commit {record['commit']}{changes}, {record['date'][:10]}"
@@ -169,6 +167,13 @@ def verdict(what: str, reached: float | None, aim: float, *, most: bool = False)
         return f"not measured: {what}"
     met, value, bound = judge(reached, aim, most)
     return f"{'met' if met else 'MISSED'}: {what}: {value}, target {'≤' if most else '≥'} {bound}"
+
+
+def report(record: Record, *parts: str | Iterable[str], title: str = "") -> str:
+    """A record as Markdown: its heading or `title`, tables, and lists of lines; empty parts count
+    for nothing."""
+    said = [part if isinstance(part, str) else "\n".join(part) for part in parts]
+    return "\n\n".join(filter(None, [title or f"{heading(record)}.", *said]))
 
 
 def between(text: str, block: str, name: str, kind: str) -> str:
@@ -201,6 +206,7 @@ class Job:
         self.options, self.whole = options, whole
         self.only: list[str] = options.only
         self.quick: bool = options.quick
+        self.tiny: bool = getattr(options, "tiny", False)
         self.record: Record = {**stamp(options.commit), "complete": False}
 
     def add(self, shown: str = "", **found: Any) -> None:
@@ -211,6 +217,18 @@ class Job:
             print(f"\n{shown}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
+
+    def resume(self) -> Record:
+        """What the record has that this run adds to, until it is whole; nothing of a new one."""
+        if self.options.out is None and not self.tiny:
+            self.out = RESULTS / self.out.name
+        if not self.out.exists():
+            return {}
+        known: Record = json.loads(self.out.read_text(encoding="utf-8"))
+        if known["machine"] != self.record["machine"]:
+            here = self.record["machine"]
+            raise SystemExit(f"{self.out} is of {known['machine']}, and this is {here}: give --out")
+        return known
 
     def append(self, key: str, found: Any, shown: str = "") -> None:
         self.add(shown, **{key: [*self.record.get(key, ()), found]})
@@ -226,7 +244,7 @@ class Bench:
 
     kind: str  # names its records, bench/results/<kind>-<machine>.json, and its markers
     about: str | None  # the script's docstring
-    run: Callable[[Job], str]  # returns what is printed at the end
+    run: Callable[[Job], object]  # fills the record
     show: Callable[[Record], str]  # a record as Markdown
     cases: Sequence[str]
     document: str = ""  # that shows the newest record, unless `blocks` says what shows what
@@ -234,7 +252,11 @@ class Bench:
     unasked: Sequence[str] = ()  # cases that are measured only if --only names them
     draw: Callable[[Record], None] | None = None  # makes a document that is a picture
     options: Sequence[tuple[str, dict[str, Any]]] = ()  # more of them
-    needs_gpu: bool = True  # but with --tiny, if that is an option
+    libraries: Mapping[str, str] = field(default_factory=dict)  # packages that it names
+    needed: Sequence[str] = ()  # of the libraries, but with --tiny
+    tiny: bool = False  # has --tiny, which needs no GPU
+    gpus: int = 1  # that it needs
+    needs_gpu: bool = True
     each_machine: bool = False  # its document shows the newest record of every machine
 
     def shown(self, record: Record) -> dict[str, str]:
@@ -282,6 +304,8 @@ def parser_of(bench: Bench) -> argparse.ArgumentParser:
     add("--commit", help="what git describe --always --dirty says, for a copy without git")
     add("--table", action="store_true", help="print the runs in bench/results as Markdown")
     add("--write-docs", action="store_true", help="put the newest into docs/")
+    if bench.tiny:
+        add("--tiny", action="store_true", help="tiny models on the CPU")
     for flag, more in bench.options:
         add(flag, **more)
     return parser
@@ -292,7 +316,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     try:
         if options.table or options.write_docs:
-            report(bench, options)
+            show_records(bench, options)
             return
         usual = [case for case in bench.cases if case not in bench.unasked]
         wanted = split(options.only, bench.cases) or getattr(options, "cases", None)
@@ -304,22 +328,33 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     if not (on_cpu or torch.cuda.is_available()):
         other = "" if tiny is None else ", or --tiny"
         parser.error(f"measuring needs a CUDA GPU{other}; --table and --write-docs need none")
-    machine = "cpu" if on_cpu else torch.cuda.get_device_name()
+    if not tiny and torch.cuda.device_count() < bench.gpus != 1:
+        parser.error(f"needs {bench.gpus} GPUs, and there are {torch.cuda.device_count()}")
+    machine = "CPU" if on_cpu else torch.cuda.get_device_name()
     whole = not (options.quick or tiny) and set(usual) <= set(options.only)
     job = Job(bench.kind, machine, options, whole)
     if not on_cpu:
         job.record["gpu"] = machine
-    job.finish(bench.run(job))
+    job.record["machine"] = machine if bench.gpus == 1 else f"{bench.gpus} x {machine}"
+    job.record["libraries"] = {
+        name: installed(package) for name, package in bench.libraries.items()
+    }
+    missing = [name for name in bench.needed if not tiny and not job.record["libraries"][name]]
+    if missing:
+        packages = " ".join(bench.libraries[name] for name in missing)
+        parser.error(f"needs {' and '.join(missing)}: pip install {packages}")
+    bench.run(job)
+    job.finish(bench.show(job.record))
 
 
 def records(kind: str) -> list[Record]:
     files = [*RESULTS.glob(f"{kind}.json"), *sorted(RESULTS.glob(f"{kind}-*.json"))]
     if not files:
-        raise FileNotFoundError(f"no {kind}*.json in {RESULTS}: run bench/{kind}.py first")
+        raise FileNotFoundError(f"no {kind}*.json in {RESULTS}: run python -m bench.{kind} first")
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
 
-def report(bench: Bench, options: argparse.Namespace) -> None:
+def show_records(bench: Bench, options: argparse.Namespace) -> None:
     found = records(bench.kind)
     if options.write_docs:
         write_docs(bench.documented(found), bench.kind)

@@ -5,13 +5,8 @@ docs/kernels.md says how to read the figures; --write-docs puts them there.
 # N rows, C model dim, I intermediate size, V vocab, B batch, T tokens, H heads, K kv heads, D head
 """
 
-import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
-
-if not __package__:  # a script: runs where nothing is installed, and bench/kernels.py does not
-    sys.path[0] = str(Path(__file__).resolve().parents[1])  # pass for the package of that name
 
 import torch
 import triton
@@ -175,7 +170,7 @@ def chosen(operator: str, quick: bool) -> list[Case]:
     return [case for case in cases if not quick or case is first[case.variant]]
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     libraries = {name: installed(package) for name, package in PACKAGES.items()}
     copy = STREAMING.bandwidth(COPY_BYTES)
     rate = copy["bytes_per_second"]

@@ -5,9 +5,9 @@ checkpoint when one of its ranks is killed. It must end by itself, go on from th
 half as many ranks and, since these read the same rows, with the same losses; and the model that it
 exports must have the loss that the run found at its end.
 
-    python bench/killed_run.py --root DIRECTORY   # about 240 s on four GPUs, and 160 GB of disk
-    python bench/killed_run.py --tiny             # four processes on the CPU
-    python bench/killed_run.py --write-docs       # needs no GPU
+    python -m bench.killed_run --root DIRECTORY   # about 240 s on four GPUs, and 160 GB of disk
+    python -m bench.killed_run --tiny             # four processes on the CPU
+    python -m bench.killed_run --write-docs       # needs no GPU
 """
 
 import os
@@ -21,14 +21,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
 from bench import end_to_end_files as files
 from bench import harness
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from bench.processes import environment
 from tigon.train.logging import read_metrics
 
 MODEL, SAVED, STEPS, KILLED = "Llama-3.1-8B", 12, 30, 18  # steps; a rank is killed in or after
@@ -68,11 +66,10 @@ def command(arguments: list[str], log: Path, seconds: float, kill_after: Path | 
     `kill_after`: metrics of a run whose last rank is killed when they have step KILLED.
     """
     end = time.monotonic() + seconds
-    environment = os.environ | {"PYTHONPATH": harness.python_path()}
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "tigon", *arguments],
-            env=environment, stdout=out, stderr=out, start_new_session=True,
+            env=environment(), stdout=out, stderr=out, start_new_session=True,
         )  # fmt: skip
         while process.poll() is None and time.monotonic() < end:
             if kill_after is not None and last_step(kill_after) >= KILLED:

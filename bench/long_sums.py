@@ -5,22 +5,17 @@ whose numbers are -1, 0 and 1, so that float32 sums are exact and a result is ri
 truth is torch's product in float32. L is each 128 j + 1 of some range, other lengths, and for
 results of up to 2^20 numbers also lengths of long rows.
 
-    python bench/long_sums.py                # half a minute on a GPU
-    python bench/long_sums.py --write-docs   # needs no GPU
+    python -m bench.long_sums                # half a minute on a GPU
+    python -m bench.long_sums --write-docs   # needs no GPU
 """
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor
 
 from bench import harness
-from bench.harness import Bench, Job, Record, heading, markdown
+from bench.harness import Bench, Job, Record, markdown, report
 from tigon.kernels.linear.linear import chunked_matmul
 
 Side = Callable[[Tensor, Tensor], Tensor]
@@ -74,7 +69,7 @@ def wrong(
     }
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     job.record |= {"lengths": {}, "wrong": {}}
     for name in job.only:
         k, c = SHAPES[name]
@@ -84,7 +79,6 @@ def run(job: Job) -> str:
         job.record["lengths"][name] = len(given)
         job.record["wrong"][name] = wrong(SIDES, k, c, given, "cuda")
         job.add()
-    return show(job.record)
 
 
 def show(record: Record) -> str:
@@ -104,7 +98,7 @@ def show(record: Record) -> str:
         "largest share of tokens omitted",
         "wrong with `long_sum`",
     ]
-    return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows)])
+    return report(record, markdown(head, rows))
 
 
 BENCH = Bench("long_sums", __doc__, run, show, list(SHAPES), "docs/kernels.md")

@@ -12,14 +12,9 @@ shape: here only over those that `likely` names, in any number of stages, and at
 """
 
 import importlib
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor
@@ -27,7 +22,7 @@ from torch import Tensor
 import tigon
 from bench import harness, measure
 from bench.compare_side import QWEN3_MOE
-from bench.harness import Bench, Job, Record, failure, heading, markdown, named, provider_table
+from bench.harness import Bench, Job, Record, failure, markdown, named, provider_table, report
 from bench.measure import ONCE, Effort, Problem, Provider
 from bench.moe_parts import measure_parts, parts_table
 from bench.peers import PACKAGES, call, imported, random_model
@@ -149,10 +144,12 @@ def layer(name: str, quick: bool, device: str = "cuda") -> Record:
     return {"shape": SHAPES[name], "flops_forward": flops, "providers": providers}
 
 
-def their_stack(config: Record, device: str, *, with_liger: bool) -> Any:
-    if with_liger:
-        imported("liger_kernel.transformers:apply_liger_kernel_to_qwen3_moe")()
-    return random_model("Qwen3Moe", config, device)
+def their_stack(config: Record, device: str, **liger: bool) -> Any:
+    """With Liger's kernels as these options have it, and without them where there are none."""
+    if liger:
+        imported("liger_kernel.transformers:apply_liger_kernel_to_qwen3_moe")(**liger)
+    attention = "flash_attention_4" if harness.installed("flash-attn-4") else "sdpa"
+    return random_model("Qwen3Moe", config, device, attention)
 
 
 def stack(config: Record, quick: bool, device: str = "cuda") -> Record:
@@ -163,8 +160,9 @@ def stack(config: Record, quick: bool, device: str = "cuda") -> Record:
     ours = partial(tigon.Qwen3Moe.from_config, config, dtype=torch.bfloat16, device=device)
     makers = {
         "tigon": ours,
-        "transformers": partial(their_stack, config, device, with_liger=False),
-        "transformers + Liger": partial(their_stack, config, device, with_liger=True),
+        "transformers": partial(their_stack, config, device),
+        "transformers + Liger, grouped_mm": partial(their_stack, config, device, swiglu=False),
+        "transformers + Liger": partial(their_stack, config, device, swiglu=True),
     }
     inputs = {"input_ids": ids, "labels": ids}
     found = measure.training_steps(makers, inputs, ONCE if quick else STEP, adam)
@@ -214,19 +212,13 @@ def stack_table(stack: Record) -> str:
 
 def show(record: Record) -> str:
     """The record as Markdown."""
-    parts = [f"{heading(record, record['peers'])}."]
-    if record.get("layers"):
-        parts.append(layer_table(record["layers"]))
-    if PARTS in record:
-        parts.append(parts_table(record[PARTS]))
-    if "stack" in record:
-        parts.append(stack_table(record["stack"]))
-    return "\n\n".join(parts)
+    tables = {"layers": layer_table, PARTS: parts_table, "stack": stack_table}
+    return report(
+        record, *(make(record[part]) for part, make in tables.items() if record.get(part))
+    )
 
 
-def run(job: Job) -> str:
-    peers = {**PACKAGES, "transformers": "transformers"}
-    job.record["peers"] = {name: harness.installed(package) for name, package in peers.items()}
+def run(job: Job) -> None:
     job.record["layers"] = {}
     for name in SHAPES:
         if name in job.only:
@@ -235,10 +227,12 @@ def run(job: Job) -> str:
         job.add(parts=measure_parts(next(iter(SHAPES.values())), job.quick))
     if STACK in job.only:
         job.add(stack=stack(QWEN3_MOE, job.quick))
-    return show(job.record)
 
 
-BENCH = Bench("moe", __doc__, run, show, (*SHAPES, PARTS, STACK), "docs/kernels.md")
+BENCH = Bench(
+    *("moe", __doc__, run, show, (*SHAPES, PARTS, STACK), "docs/kernels.md"),
+    libraries=PACKAGES | {"transformers": "transformers"},
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

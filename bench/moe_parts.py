@@ -8,15 +8,14 @@ read or written once, at the rate of a large copy.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench import timing
 from bench.harness import Record, markdown
+from bench.timing import copy_bandwidth, took
 from tigon.kernels import softmax_topk, softmax_topk_ref
 from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
 from tigon.kernels.mlp.grouped_mlp import _act_backward
@@ -27,7 +26,6 @@ from tigon.kernels.runtime import runs_triton
 
 Run = Callable[[], Any]
 BF16 = 2
-COPY = 2**32  # bytes read and written by the copy that stands for the bandwidth
 
 
 @dataclass(frozen=True)
@@ -121,36 +119,24 @@ def parts(n: int, c: int, i: int, e: int, k: int) -> list[Part]:
     ]
 
 
-def took(run: Run, quick: bool) -> float:
-    """Milliseconds of one run, the median of several."""
-    return median(timing.milliseconds(run, total=1.0 if quick else 40.0, least=3, most=30))
-
-
-def copy_bandwidth(quick: bool) -> float:
-    """Bytes a second, read and written."""
-    source = torch.randn((2**20 if quick else COPY) // 4, dtype=torch.bfloat16)
-    target = torch.empty_like(source)
-    return 1e3 * 4 * len(source) / took(lambda: target.copy_(source), quick)
-
-
 def measure_parts(sizes: tuple[int, ...], quick: bool, device: str = "cuda") -> Record:
     """Milliseconds of each part, of its bound and of torch's operations."""
     torch.manual_seed(0)
     with torch.device(device):
-        bandwidth = copy_bandwidth(quick)
+        bandwidth = copy_bandwidth(device, 2**20 if quick else 2**32)
         found = [measured(part, bandwidth, quick) for part in parts(*sizes)]
     return {"sizes": sizes, "bytes_per_second": bandwidth, "parts": found}
 
 
 def measured(part: Part, bandwidth: float, quick: bool) -> Record:
     """The figures of one part; `bandwidth` in bytes per second."""
-    row: Record = {"name": part.name, "ms": took(part.run, quick)}
+    row: Record = {"name": part.name, "ms": took(part.run, 1.0 if quick else 40.0)}
     if isinstance(part.bound, int):
         row |= {"bound": "bytes", "bound_ms": 1e3 * part.bound / bandwidth}
     elif part.bound is not None:
-        row |= {"bound": "dense GEMM", "bound_ms": took(part.bound, quick)}
+        row |= {"bound": "dense GEMM", "bound_ms": took(part.bound, 1.0 if quick else 40.0)}
     if part.torch is not None:
-        row["torch_ms"] = took(part.torch, quick)
+        row["torch_ms"] = took(part.torch, 1.0 if quick else 40.0)
     return row
 
 

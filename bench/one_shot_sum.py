@@ -3,38 +3,29 @@
 In a CUDA graph of sums, each of the one before it: Tigon's one kernel, NCCL as torch's functional
 collectives call it and in place, and torch's one-shot all-reduce through symmetric memory.
 
-    python bench/one_shot_sum.py                # half a minute; starts the processes itself
-    python bench/one_shot_sum.py --write-docs   # needs no GPU
+    python -m bench.one_shot_sum                # half a minute; starts the processes itself
+    python -m bench.one_shot_sum --write-docs   # needs no GPU
 """
 
-import sys
 import tempfile
 from pathlib import Path
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-import torch
-
 from bench import harness
-from bench.estimates import run_ranks
-from bench.harness import Bench, Job, Record, figure, heading, markdown
+from bench.harness import Bench, Job, Record, figure, markdown, report
+from bench.processes import run_ranks
 
-SIDE = Path(__file__).with_name("one_shot_sum_side.py")
+SIDE = harness.ROOT / "bench/one_shot_sum_side.py"
 GPUS, TOKENS = 2, ("1", "4", "16", "64")
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
-    if not tiny and torch.cuda.device_count() < GPUS:
-        raise SystemExit(f"needs {GPUS} GPUs, and there are {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as root:
         given = ["tiny" if tiny else "whole", *job.only]
         found = run_ranks(SIDE, GPUS, Path(root), given, job.options.limit)
     if "error" in found:
         raise SystemExit("\n".join([found["error"], *found["log"]]))
-    job.add(machine=f"{GPUS} x {job.record.get('gpu', 'CPU')}", ways=found)
-    return show(job.record)
+    job.add(ways=found)
 
 
 def show(record: Record) -> str:
@@ -45,16 +36,17 @@ def show(record: Record) -> str:
         for name, of in ways.items()
     ]
     table = markdown(["microseconds of a sum, by tokens", *tokens], rows)
-    return f"{heading(record, {})}.\n\n{table}"
+    return report(record, table)
 
 
-OPTIONS = (
-    ("--limit", {"type": float, "default": 100.0, "help": "seconds that it may take"}),
-    ("--tiny", {"action": "store_true", "help": "on the CPU"}),
-)
+OPTIONS = (("--limit", {"type": float, "default": 100.0, "help": "seconds that it may take"}),)
 DOCUMENT = "docs/parallel.md"
 BENCH = Bench(
-    *("one_shot_sum", __doc__, run, show, TOKENS, DOCUMENT), options=OPTIONS, each_machine=True
+    *("one_shot_sum", __doc__, run, show, TOKENS, DOCUMENT),
+    options=OPTIONS,
+    tiny=True,
+    gpus=GPUS,
+    each_machine=True,
 )
 
 if __name__ == "__main__":

@@ -11,9 +11,6 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric

@@ -10,24 +10,18 @@ the steps of all rounds, from an idle device to an idle device. States are what 
 after the first step.
 """
 
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Literal
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tigon
-from bench import harness
+from bench import harness, timing
 from bench.compare_side import LLAMA_1B
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from bench.harness import Bench, Job, Record, figure, markdown, progress, report, verdict
 from tests.support.small import LLAMA
 from tigon.kernels import use
 from tigon.train import load, start
@@ -105,25 +99,15 @@ def timed(parameters: list[Tensor], optimizers: list[Optimizer], job: Job) -> Re
     """Milliseconds of each step, and GiB of states."""
     for p in parameters:
         p.grad = torch.randn_like(p) * 1e-3
-    times, before = [], allocated()
+    times, before = [], timing.allocated()
     for _ in range(3 + job.options.steps):
-        began = now()
+        began = timing.now()
         for optimizer in optimizers:
             optimizer.step()
-        times.append(1e3 * (now() - began))
+        times.append(1e3 * (timing.now() - began))
         if len(times) == 1:
-            states = (allocated() - before) / 2**30
+            states = (timing.allocated() - before) / 2**30
     return {"ms": times[3:], "states_gib": states}
-
-
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 def measured(name: str, job: Job) -> Record:
@@ -167,22 +151,21 @@ def show(record: Record) -> str:
         for case in record["cases"]
         if case["name"] in MOST
     ]
-    return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows), "\n".join(ends)])
+    return report(record, markdown(head, rows), ends)
 
 
-def run(job: Job) -> str:
-    job.record["machine"] = job.record.get("gpu", "CPU")
+def run(job: Job) -> None:
     for name in job.only:
         job.append("cases", measured(name, job))
-    return show(job.record)
 
 
 OPTIONS = (
     ("--rounds", {"type": int, "default": 3}),
     ("--steps", {"type": int, "default": 20, "help": "steps that are timed in a round"}),
-    ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
-BENCH = Bench("optimizers", __doc__, run, show, CASES, "docs/optimizers.md", options=OPTIONS)
+BENCH = Bench(
+    "optimizers", __doc__, run, show, CASES, "docs/optimizers.md", options=OPTIONS, tiny=True
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

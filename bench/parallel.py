@@ -9,12 +9,11 @@ tokens per second and GPU. Mixtures of experts (Qwen3-30B-A3B's shape with 8 lay
 beside transformers + Liger with its grouped GEMMs, under FSDP2 and with its own expert
 parallelism, which can train since 5.22 and is left out before.
 
-    python bench/parallel.py                 # about 400 s; starts the processes itself
-    python bench/parallel.py --rounds 1 tensor
+    python -m bench.parallel                 # about 400 s; starts the processes itself
+    python -m bench.parallel --rounds 1 tensor
 """
 
 import json
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,19 +22,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
-import torch
-
 from bench import harness
-from bench.estimates import run_ranks
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, report, verdict
+from bench.processes import run_ranks
 from bench.train_cases import LLAMA_8B, MODELS, PEER
 from bench.train_multi import SIDE, settings, write_inputs
 from bench.train_multi import Side as Ranks
 from bench.train_multi_side import CONTEXT_PEER, EXPERT_PEER, FIRST, TENSOR_PEER, TIGON
-from bench.train_step import libraries
+from bench.train_step import LIBRARIES
 from tests.support.small import EXPERTS as SMALL_EXPERTS
 from tests.support.small import LLAMA
 from tigon.train.config import Parallel
@@ -220,37 +214,31 @@ def show(record: Record) -> str:
         commits = ", ".join(dict.fromkeys(row["commit"] for row in each if "ms" in row))
         rows.append([name, *cells, "" if beside is None else side.beside, commits])
     head = ("run", "tok/s per GPU", "peak GiB", "times the peer, in one run", "peer", "commit")
-    title = f"{heading(record, record['libraries'])}, the last run."
-    return "\n\n".join([title, markdown(head, rows), "\n".join(verdicts(record))])
+    title = f"{heading(record)}, the last run."
+    return report(record, markdown(head, rows), verdicts(record), title=title)
 
 
-def run(job: Job) -> str:
-    options = job.options
-    if not options.tiny and torch.cuda.device_count() < GPUS:
-        raise SystemExit(f"needs {GPUS} GPUs, and there are {torch.cuda.device_count()}")
-    if options.out is None and not options.tiny:
-        job.out = harness.RESULTS / job.out.name
-    known = json.loads(job.out.read_text(encoding="utf-8")) if job.out.exists() else {}
-    job.record |= {"machine": f"{GPUS} x {job.record.get('gpu', 'CPU')}"}
-    job.record |= {"libraries": libraries(options.tiny)}
+def run(job: Job) -> None:
     # Sides that this run leaves out stay as they were
-    old = {} if options.tiny else known.get("sides", {})
+    old = {} if job.tiny else job.resume().get("sides", {})
     job.record["sides"] = {name: rows for name, rows in old.items() if name not in job.only}
     measure(job)
-    job.whole = set(offered()) <= set(job.record["sides"]) and not options.tiny
-    return show(job.record)
+    job.whole = set(offered()) <= set(job.record["sides"]) and not job.tiny
 
 
 OPTIONS = (
     ("cases", {"nargs": "*", "help": "as --only"}),
     ("--rounds", {"type": int, "default": 3}),
     ("--limit", {"type": float, "default": 120.0, "help": "seconds that a side may take"}),
-    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
 DOCUMENT = "docs/parallel.md"
 BENCH = Bench(
     *("parallel", __doc__, run, show, tuple(offered()), DOCUMENT),
     options=OPTIONS,
+    libraries=LIBRARIES,
+    needed=("Liger",),
+    tiny=True,
+    gpus=GPUS,
     each_machine=True,
 )
 

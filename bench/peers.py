@@ -55,13 +55,13 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-def random_model(name: str, config: dict[str, Any], device: str) -> Any:
+def random_model(name: str, config: dict[str, Any], device: str, attention: str = "sdpa") -> Any:
     """A model of transformers with random weights in bf16, by the name of its classes."""
     given = {key: value for key, value in config.items() if key != "model_type"}
     own = imported(f"transformers:{name}Config")(**given, dtype=torch.bfloat16)
     make: Any = imported(f"transformers:{name}ForCausalLM")
     with torch.device(device):
-        model = make._from_config(own, attn_implementation="sdpa")
+        model = make._from_config(own, attn_implementation=attention)
     return model.to(torch.bfloat16)
 
 

@@ -10,21 +10,17 @@ experts is fitted; its other sides tell how well the rates carry over to other l
 another GPU, and bench/scaling.py to four. --write-docs puts the tables into docs/scale.md. No GPU
 is needed.
 
-    python bench/plan.py [--fit] [--write-docs]
+    python -m bench.plan [--fit] [--write-docs]
 """
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch

@@ -16,25 +16,21 @@ It has its own fused head, Liger's kernels in the layers, no recomputation, and 
 float32 is slower. Its fastest setting is compared with ours of as many pairs in a micro-batch, or
 of two. Ratios are of medians. First steps are compared with that in float32.
 
-    python bench/preference.py                # minutes on an H200
-    python bench/preference.py --write-docs   # needs no GPU
+    python -m bench.preference                # minutes on an H200
+    python -m bench.preference --write-docs   # needs no GPU
 """
 
 import math
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import harness
-from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, verdict
+from bench.harness import Bench, Job, Record, figure, heading, markdown, report, verdict
 from bench.preference_side import EXACT, HALF, LOGGED, OURS, PAIRS, PEER, TWICE, Request, lengths
-from bench.train_step import LIBRARIES, spawn
+from bench.processes import spawn
+from bench.train_step import LIBRARIES
 
-SIDE = Path(__file__).with_name("preference_side.py")
+SIDE = harness.ROOT / "bench/preference_side.py"
 SPEED, MEMORY = 1.6, 0.7
 LABELS = {TWICE: "tigon, a copy of the prompt per answer"}
 # Of the first step: how many times as far from float32 as the furthest of the peer's settings. An
@@ -47,19 +43,10 @@ def tokens(tiny: bool) -> int:
     return sum(2 * prompt + chosen + rejected for prompt, chosen, rejected in lengths(tiny))
 
 
-def libraries(tiny: bool) -> dict[str, str | None]:
-    """Versions. Raises where the peer is to be measured on a GPU, and a part of it is missing."""
-    found = {"TRL": installed("trl")} | {name: installed(p) for name, p in LIBRARIES.items()}
-    needed = ("TRL", "PEFT", "Liger")
-    if not tiny and (without := [name for name in needed if found[name] is None]):
-        raise SystemExit(f"{PEER} needs {', '.join(without)}: pip install trl peft liger-kernel")
-    return found
-
-
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     options = job.options
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "tokens": tokens(options.tiny)}
-    job.record |= {"libraries": libraries(options.tiny), "tried": {}, "sides": {}}
+    job.record |= {"tokens": tokens(options.tiny)}
+    job.record |= {"tried": {}, "sides": {}}
     until = time.monotonic() + options.limit
     for side in job.only:
         liger = job.record["libraries"]["Liger"] is not None and not options.tiny
@@ -68,7 +55,6 @@ def run(job: Job) -> str:
         for line in spawn(request, max(1.0, until - time.monotonic()), SIDE):
             add(job.record, side, line)
             job.add()
-    return show(job.record)
 
 
 def add(record: Record, side: str, line: Record) -> None:
@@ -134,7 +120,7 @@ def show(record: Record) -> str:
         cells = [speed, figure(ms, 4), figure(row.get("allocated_gib"))]
         cells += [f"{row['first'][n]:.4f}" for n in ("loss", "rewards/margins", "grad_norm")]
         rows.append([name, *cells])
-    title = f"{heading(record, record['libraries'])}. {record['tokens']:,} tokens per step."
+    title = f"{heading(record)}. {record['tokens']:,} tokens per step."
     tried = markdown(
         [f"settings tried for {PEER}", "ms per step", "peak, GiB"],
         [
@@ -144,17 +130,19 @@ def show(record: Record) -> str:
             for name, row in record["tried"].items()
         ],
     )
-    return "\n\n".join([title, markdown(head, rows), tried, "\n".join(verdicts(record))])
+    return report(record, markdown(head, rows), tried, verdicts(record), title=title)
 
 
 OPTIONS = (
     ("--steps", {"type": int, "default": 5, "help": "that are timed"}),
     ("--limit", {"type": float, "default": 300.0, "help": "seconds that this call may take"}),
-    ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
 BENCH = Bench(
     *("preference", __doc__, run, show, (OURS, HALF, TWICE, EXACT, PEER), "docs/preference.md"),
     options=OPTIONS,
+    libraries={"TRL": "trl", **LIBRARIES},
+    needed=("TRL", "PEFT", "Liger"),
+    tiny=True,
 )
 
 if __name__ == "__main__":

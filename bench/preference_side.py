@@ -1,6 +1,6 @@
 """One side of bench/preference.py in a process of its own: prints its figures as JSON lines.
 
-python bench/preference_side.py '{"side": "tigon"}'   # see Request
+python -m bench.preference_side '{"side": "tigon"}'   # see Request
 
 # P pairs of a step
 """
@@ -18,9 +18,6 @@ from statistics import NormalDist, median
 from typing import Any
 from unittest.mock import patch
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import tokenizers
 import torch
 from tokenizers import pre_tokenizers
@@ -30,8 +27,10 @@ import tigon
 from bench.compare_side import TINY
 from bench.harness import Record, progress
 from bench.peers import imported
+from bench.processes import say
+from bench.timing import GIB, allocated, peaks
 from bench.train_cases import ADAM, LLAMA_8B, Options, fill, fill_ours, peer_model
-from bench.train_side import GIB, allocated, free, guarded, say
+from bench.train_side import free, guarded
 from tigon.train import load, start
 from tigon.train.build import build_run, read_inputs
 from tigon.train.config import Config
@@ -148,10 +147,7 @@ class Clock:
             times = [1e3 * (b - a) for a, b in pairwise(ends)]
         row = {"ms": median(times), "ms_least": min(times), "ms_most": max(times)}
         row["steps"] = len(times)
-        if self.cuda:
-            row["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
-            row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-        return row
+        return row | peaks()
 
 
 def settings(directory: Path, steps: int, tiny: bool, side: str = OURS) -> Config:

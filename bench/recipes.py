@@ -13,23 +13,19 @@ lora: configs/recipe_lora.yaml on worked answers (examples/assets/gsm8k.py), and
 parameters, each with several learning rates; judged is by how much the adapter's best perplexity on
 held-out answers is above the best of full fine-tuning.
 
-    python bench/recipes.py                # minutes on a GPU
-    python bench/recipes.py --write-docs   # needs no GPU
+    python -m bench.recipes                # minutes on a GPU
+    python -m bench.recipes --write-docs   # needs no GPU
 """
 
 import math
 import random
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import harness
 from bench.harness import ROOT, Bench, Job, Record, figure, heading, markdown, progress, verdict
@@ -132,13 +128,12 @@ def measure_lora(job: Job, runner: Runner) -> None:
 MEASURE = {DPO: measure_dpo, LORA: measure_lora}
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     options = job.options
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "libraries": {}}
+    job.record |= {"libraries": {}}
     runner = Runner(options)
     for name in job.only:
         MEASURE[name](job, runner)
-    return show(job.record)
 
 
 def usual(record: Record) -> list[Record]:
@@ -208,7 +203,7 @@ SHOWN = {DPO: show_dpo, LORA: show_lora}
 
 
 def titled(record: Record, recipe: str) -> str:
-    return f"{heading(record, record['libraries'])}.\n\n{SHOWN[recipe](record)}"
+    return f"{heading(record)}.\n\n{SHOWN[recipe](record)}"
 
 
 def show(record: Record) -> str:
@@ -227,9 +222,10 @@ OPTIONS = (
     ("--runs", {"type": Path, "default": Path("runs"), "help": "where runs are, while they last"}),
     ("--set", {"action": "append", "help": "a further setting of all runs, such as steps=2"}),
     ("--limit", {"type": float, "default": 100.0, "help": "seconds for pairs, if they are enough"}),
-    ("--tiny", {"action": "store_true", "help": "on the CPU"}),
 )
-BENCH = Bench(*("recipes", __doc__, run, show, (DPO, LORA)), blocks=blocks, options=OPTIONS)
+BENCH = Bench(
+    *("recipes", __doc__, run, show, (DPO, LORA)), blocks=blocks, options=OPTIONS, tiny=True
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -5,15 +5,14 @@ on each rank, or longer rows that ranks share, in bf16 and in fp8; and Qwen3-30B
 layers, whose experts are shared, too. Speeds are tokens per second and GPU. bench/plan.py puts what
 `tigon plan` predicts beside them.
 
-    python bench/scaling.py                      # about 500 s on four GPUs
-    python bench/scaling.py --only "fsdp 4,transformers"
-    python bench/scaling.py --write-docs         # needs no GPU
+    python -m bench.scaling                      # about 500 s on four GPUs
+    python -m bench.scaling --only "fsdp 4,transformers"
+    python -m bench.scaling --write-docs         # needs no GPU
 
 A side that the record has at this commit is not measured again: the same command goes on.
 """
 
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
@@ -22,15 +21,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
 from bench import harness
-from bench.estimates import run_ranks
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
 from bench.kernels_report import STYLE
+from bench.processes import run_ranks
 from bench.train_cases import MODELS, PEER
 from bench.train_multi import SIDE, settings, write_inputs
 from bench.train_multi import Side as Ranks

@@ -13,11 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import tokenizers
 import torch
@@ -26,7 +22,7 @@ from tokenizers.models import BPE
 
 from bench import generate_cases, harness, timing
 from bench.generate_cases import LLAMA_8B
-from bench.harness import ROOT, Bench, Job, Record, figure, progress, verdict
+from bench.harness import ROOT, Bench, Job, Record, figure, progress, report, verdict
 from tigon.serve.app import Service
 from tigon.serve.engine import Engine
 from tigon.serve.run import SWITCH_SECONDS, listen, make_server
@@ -35,7 +31,7 @@ from tigon.tokenizer import Tokenizer
 TINY = LLAMA_8B | {"vocab_size": 1201, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 TINY |= {"max_position_embeddings": 512}
-PACKAGES = ("starlette", "uvicorn", "h11", "tokenizers", "triton")
+LIBRARIES = {name: name for name in ("starlette", "uvicorn", "h11", "tokenizers", "triton")}
 LEAST_SHARE = 0.8  # of generate's tokens per second
 MOST_STEPS = 2.0  # that a first token waits for, beside its own prompt's pass
 
@@ -125,11 +121,9 @@ def batched(model: Any, case: Case, rounds: int) -> list[float]:
     found = []
     for _ in range(rounds + 1):
         ids = torch.randint(260, model.config.vocab_size, (case.clients, case.prompt), device="cpu")
-        timing.wait()
-        start = time.perf_counter()
+        start = timing.now()
         model.generate(ids.to(model.device), **options)
-        timing.wait()
-        found.append(time.perf_counter() - start)
+        found.append(timing.now() - start)
     return found[1:]
 
 
@@ -173,11 +167,10 @@ def first_token(model: Any, service: Service, port: int, case: Case, rounds: int
             "steps_waited": waited / step}  # fmt: skip
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = bool(job.options.tiny)
     config, device = (TINY, "cpu") if tiny else (LLAMA_8B, "cuda")
-    job.record["packages"] = {name: harness.installed(name) for name in PACKAGES}
-    job.record |= {"machine": job.record.get("gpu", "cpu"), "config": config, "cases": []}
+    job.record |= {"config": config, "cases": []}
     model = generate_cases.ours(config, device)
     if tiny:
         model = model.float()
@@ -194,7 +187,6 @@ def run(job: Job) -> str:
             measured = throughput(*given, alone[case.name]) if case.name in alone else None
             found = {**asdict(case), **(measured or first_token(*given))}
             job.append("cases", found, table([found]))
-    return "\n".join(verdicts(job.record))
 
 
 def table(cases: list[Record]) -> str:
@@ -234,18 +226,12 @@ def verdicts(record: Record) -> Iterator[str]:
 
 
 def show(record: Record) -> str:
-    head = harness.heading(record, record["packages"])
-    return "\n\n".join([f"{head}.", table(record["cases"]), "\n".join(verdicts(record))])
+    return report(record, table(record["cases"]), verdicts(record))
 
 
+NAMES = [case.name for case in CASES]
 BENCH = Bench(
-    "serve",
-    __doc__,
-    run,
-    show,
-    [case.name for case in CASES],
-    "docs/serving.md",
-    options=[("--tiny", {"action": "store_true", "help": "a few layers on a CPU"})],
+    *("serve", __doc__, run, show, NAMES, "docs/serving.md"), libraries=LIBRARIES, tiny=True
 )
 
 if __name__ == "__main__":

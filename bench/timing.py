@@ -13,7 +13,7 @@ from torch import Tensor
 
 Run = Callable[[], Any]
 FLUSH_BYTES = 2**28  # as triton.testing.do_bench: more than any L2
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 
 
 def nothing() -> None:
@@ -23,6 +23,31 @@ def nothing() -> None:
 def wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def now() -> float:
+    """Seconds on the host's clock, when the device has done what was asked of it."""
+    wait()
+    return time.perf_counter()
+
+
+def allocated() -> int:
+    """Bytes on the device."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def reset_peaks() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peaks() -> dict[str, float]:
+    """The most GiB since the last reset, of tensors and of what the allocator holds for them;
+    nothing where there is no GPU."""
+    if not torch.cuda.is_available():
+        return {}
+    most = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return {"allocated_gib": most[0] / GIB, "reserved_gib": most[1] / GIB}
 
 
 @torch.no_grad()
@@ -65,6 +90,47 @@ def milliseconds(
     estimate = elapsed([first])[0]
     count = max(least, min(most, int(total / max(estimate, 1e-3))))
     return elapsed([timed() for _ in range(count)])
+
+
+def took(run: Run, total: float = 60.0) -> float:
+    """Milliseconds of one run, the median of several."""
+    if torch.cuda.is_available():
+        return median(milliseconds(run, total=total, least=3, most=30))
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def copy_bandwidth(device: str, moved: int = 2**32) -> float:
+    """Bytes a second of a copy that reads and writes so many in all."""
+    source = torch.zeros(moved // 4, dtype=torch.bfloat16, device=device).normal_()
+    target = torch.empty_like(source)
+    return 1e3 * moved / took(lambda: target.copy_(source))
+
+
+def block_ms(run: Run, count: int) -> float:
+    """Milliseconds of one run, of so many back to back, where the GPU is at its power limit."""
+    if not torch.cuda.is_available():
+        begin = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - begin)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / count
+
+
+def in_blocks(runs: dict[str, Run], seconds: float, block: float = 0.12) -> dict[str, list[float]]:
+    """Milliseconds of each run for so many seconds, in blocks, each of one run, that take turns."""
+    counts = {name: max(1, round(1e3 * block / block_ms(run, 5))) for name, run in runs.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(max(1, round(seconds / block))):
+        for name, run in runs.items():
+            times[name].append(block_ms(run, counts[name]))
+    return times
 
 
 def peak_mib(run: Run, before: Run = nothing) -> float:

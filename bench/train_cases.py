@@ -51,7 +51,7 @@ GEMMA4_E4B |= {"global_head_dim": 512, "sliding_window": 512, "num_kv_shared_lay
 GEMMA4_E4B |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 GEMMA4_E4B |= {"final_logit_softcapping": 30.0}
 TINY_SHARED = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": TINY["vocab_size"]}
-NO_SDPA = ("gpt_oss",)  # of transformers
+NO_SDPA = ("gpt_oss",)  # of transformers, which has FlexAttention there
 MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Liger; config.json
     "Llama-3.2-1B": ("Llama", "llama", LLAMA_1B),
     "Llama-3.2-3B": ("Llama", "llama", LLAMA_3B),
@@ -321,19 +321,23 @@ class Options:
 
     attention: str
     experts: str = ""  # LIGER for its experts, else the implementation of transformers
+    compiled: bool = False  # by torch.compile with CUDA graphs
 
     @property
     def name(self) -> str:
-        return ", ".join(filter(None, (self.attention, self.experts and f"{self.experts} experts")))
+        parts = self.attention, self.experts and f"{self.experts} experts"
+        return ", ".join(filter(None, (*parts, "compiled" * self.compiled)))
 
 
 def options_of(case: Case, device: str) -> list[Options]:
-    dense = "eager" if MODELS[case.model][1] in NO_SDPA else "sdpa"
+    """Compiled too, where Tigon has CUDA graphs."""
+    dense = ["flex_attention", "eager"] if MODELS[case.model][1] in NO_SDPA else ["sdpa"]
     if device == "cpu":
-        return [Options(dense)]
-    ways = ["flash_attention_4", VARLEN if case.ragged else dense]
+        return [Options(dense[-1])]
+    ways = ["flash_attention_4", *([VARLEN] if case.ragged else dense)]
     experts = ["grouped_mm", LIGER] if case.experts else [""]
-    return [Options(way, kind) for kind in experts for way in ways]
+    compiled = [False, True] if GRAPHS[0] in case.settings else [False]
+    return [Options(way, kind, fast) for fast in compiled for kind in experts for way in ways]
 
 
 def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> tuple[Any, Any]:
@@ -346,6 +350,8 @@ def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> t
     if case.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
+    if chosen.compiled:
+        model.compile(mode="reduce-overhead")
     return model, adamw(model)
 
 

@@ -16,7 +16,6 @@ the model knows them by heart.
 
 import gc
 import json
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -24,19 +23,27 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 from torch import Tensor, nn
 
 import tigon
 from bench import harness
 from bench.compare_side import TINY, config
-from bench.harness import ROOT, Bench, Job, Record, heading, installed, markdown, progress, verdict
+from bench.harness import (
+    ROOT,
+    Bench,
+    Job,
+    Record,
+    heading,
+    installed,
+    markdown,
+    progress,
+    report,
+    verdict,
+)
 from bench.peers import imported
 from bench.train_cases import PEER, Options, fill_ours, peer_model
-from bench.train_step import libraries
+from bench.train_step import LIBRARIES
 from examples.assets import conversations
 from tigon.kernels.linear.fp8 import supports_fp8
 from tigon.train import load
@@ -237,27 +244,34 @@ def show(record: Record) -> str:
         rows.append([side, *cells, f"{end(record, side):.4f}", far])
     head = ["loss of step", *(str(n + 1) for n in at), f"mean of the last {LAST}"]
     weights = "the quickstart's checkpoint" if record["checkpoint"] else "random weights"
-    title = f"{heading(record, record['libraries'])}. SmolLM2-135M's shape, {weights}."
+    title = f"{heading(record)}. SmolLM2-135M's shape, {weights}."
     table = markdown([*head, "mean distance from float32"], rows)
-    return "\n\n".join([title, table, "\n".join(verdicts(record))])
+    return report(record, table, verdicts(record), title=title)
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
-    job.record |= {"machine": job.record.get("gpu", "CPU"), "curves": {}}
-    job.record["libraries"] = libraries(tiny)
+    job.record |= {"curves": {}}
     what = given(tiny)
     job.record["checkpoint"] = what.checkpoint is not None
     for side in job.only:
         progress(side)
         job.add(curves=job.record["curves"] | {side: curve(side, what)})
         gc.collect()
-    return show(job.record)
 
 
-OPTIONS = (("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),)
 DOCUMENT = "docs/performance.md"
-BENCH = Bench("train_curves", __doc__, run, show, tuple(SIDES), DOCUMENT, options=OPTIONS)
+BENCH = Bench(
+    "train_curves",
+    __doc__,
+    run,
+    show,
+    tuple(SIDES),
+    DOCUMENT,
+    libraries=LIBRARIES,
+    needed=("Liger",),
+    tiny=True,
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

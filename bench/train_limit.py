@@ -7,26 +7,22 @@ measured in the process that times the step, on the same GPU.
 # M tokens, N and K of a product x [M, K] @ w [N, K].T, S rows that experts compute, V vocab
 """
 
-import time
 from collections import Counter
-from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
 import tigon
-from bench import timing
 from bench.harness import Record
 from bench.kernels import BF16
+from bench.timing import copy_bandwidth, took
 from bench.train_cases import MODELS, Batch, Case, shape_of
 from tigon.kernels import AttentionMask, attention
 from tigon.layers import LMHead, SoftmaxAttention, SparseMoE
 from tigon.layers.lora import MATRICES
 from tigon.plan.cost import kernel_bytes
 
-COPY = 2**32  # bytes read and written by the copy that stands for the bandwidth
 # Of a parameter and its step, all in bf16: reads weight, gradient and two states, writes all but
 # the gradient
 ADAMW = 7 * BF16
@@ -38,15 +34,6 @@ PRODUCTS, ATTENTION, PASSES, OPTIMIZER = (
 )
 
 
-def took(run: Callable[[], Any], total: float = 60.0) -> float:
-    """Milliseconds of one run, the median of several."""
-    if torch.cuda.is_available():
-        return median(timing.milliseconds(run, total=total, least=3, most=20))
-    began = time.perf_counter()
-    run()
-    return 1e3 * (time.perf_counter() - began)
-
-
 def composed(case: Case, batch: Batch, tiny: bool) -> Record:
     """Milliseconds of each kind of work, and what they are made of."""
     name = MODELS[case.model][0]
@@ -55,7 +42,7 @@ def composed(case: Case, batch: Batch, tiny: bool) -> Record:
     )
     again = 1 if case.checkpointing else 0  # forwards of the blocks that are made once more
     device = str(batch.ids.device)
-    bandwidth = copy_bandwidth(device, tiny)
+    bandwidth = copy_bandwidth(device, 2**20 if tiny else 2**32)
     products = [
         {"m": m, "n": n, "k": k, "count": count, **product(m, n, k, device)}
         for (m, n, k), count in products_of(model, batch).items()
@@ -89,14 +76,6 @@ def composed(case: Case, batch: Batch, tiny: bool) -> Record:
         "parameters": parameters,
         "flops": sum(6 * r["m"] * r["n"] * r["k"] * r["count"] for r in products),
     }
-
-
-def copy_bandwidth(device: str, tiny: bool) -> float:
-    """Bytes a second, read and written."""
-    size = 2**20 if tiny else COPY
-    source = torch.zeros(size // 4, dtype=torch.bfloat16, device=device).normal_()
-    target = torch.empty_like(source)
-    return 1e3 * size / took(lambda: target.copy_(source))
 
 
 def products_of(model: nn.Module, batch: Batch) -> Counter[tuple[int, int, int]]:

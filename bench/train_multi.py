@@ -6,13 +6,12 @@ device; the peer's are forward, backward and update under FSDP2, with and withou
 weights after forward. A round runs every side once, each in fresh processes; a ratio is the median
 over the rounds. What the record has at this commit is not measured again.
 
-    python bench/train_multi.py                 # about 450 s; starts the processes itself
-    python bench/train_multi.py --rounds 1 tigon
-    python bench/train_multi.py --write-docs    # needs no GPU
+    python -m bench.train_multi                 # about 450 s; starts the processes itself
+    python -m bench.train_multi --rounds 1 tigon
+    python -m bench.train_multi --write-docs    # needs no GPU
 """
 
 import json
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, fields
@@ -20,22 +19,19 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
 from bench import harness
-from bench.estimates import run_ranks
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
 from bench.kernels_report import STYLE
+from bench.processes import run_ranks
 from bench.train_cases import LLAMA_8B, PEER
 from bench.train_multi_side import FIRST
 from bench.train_step import libraries
 from tests.support.small import LLAMA, WORDS, write_tokenizer
 from tigon.train.config import Config
 
-SIDE = Path(__file__).with_name("train_multi_side.py")
+SIDE = harness.ROOT / "bench/train_multi_side.py"
 PICTURE, DOCUMENT = "docs/train_multi.svg", "docs/performance.md"
 GPUS, TOKENS, STEPS = 2, 8192, 8
 OVER_PEER, OVER_ONE = 1.09, 0.97  # tokens per second and GPU, over the peer's and over one GPU's

@@ -12,12 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tigon.train.distributed import World, local
-from tigon.weights import local_rows
-
-if not __package__:
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,9 +26,11 @@ from tigon.kernels.attention import backends
 from tigon.train import load, start
 from tigon.train.build import build_run, read_inputs
 from tigon.train.config import Config
+from tigon.train.distributed import World, local
 from tigon.train.dry_run import random_model
 from tigon.train.optim import build_ema, build_optimizer
 from tigon.train.trainer import forward_backward, update_weights
+from tigon.weights import local_rows
 
 TIGON, PEER = "tigon", "peer"
 TENSOR_PEER, CONTEXT_PEER, EXPERT_PEER = (

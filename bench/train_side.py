@@ -4,7 +4,7 @@ In every round each side's model is built, trained for some steps and freed, so 
 alive at a time and the sides take turns on the same GPU. `left_mib`, what is still allocated before
 a model is built, is near zero.
 
-python bench/train_side.py '{"case": "Llama-3.2-1B 2 x 8192", "rounds": 3, ...}'   # see Request
+python -m bench.train_side '{"case": "Llama-3.2-1B 2 x 8192", "rounds": 3, ...}'   # see Request
 """
 
 import gc
@@ -13,12 +13,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from torch import Tensor
@@ -28,6 +24,8 @@ from bench.compare_side import laps
 from bench.harness import Record, progress
 from bench.kinds_of_work import STEP, by_kind, intervals, windows
 from bench.peers import imported
+from bench.processes import say
+from bench.timing import GIB, allocated, peaks, reset_peaks
 from bench.train_cases import (
     PEER,
     Batch,
@@ -43,7 +41,6 @@ from bench.train_cases import (
 from tigon.kernels.attention import backends
 from tigon.train.optim import InBackward
 
-GIB = 2**30
 FIRST = 3  # steps that are not timed, whose losses are compared
 PROFILED = 2
 SLOW = 2000.0  # milliseconds of a step with so many launches that to tell them apart takes minutes
@@ -64,19 +61,11 @@ class Request:
     tiny: bool = False
 
 
-def say(kind: str, **found: Any) -> None:
-    print(json.dumps({"kind": kind, **found}), flush=True)
-
-
 def free() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-
-
-def allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
 
 
 class Training:
@@ -115,11 +104,10 @@ class Training:
         for number in range(FIRST):
             if number == 1:  # the first step has made the states
                 parts["states"] = allocated() - parts["weights"]
-                if torch.cuda.is_available():
-                    torch.cuda.reset_peak_memory_stats()
+                reset_peaks()
             before = allocated()
             loss = self.model(**self.inputs).loss
-            losses.append(loss.detach())
+            losses.append(loss.detach().clone())  # a graph's next run would write over it
             parts["kept"] = allocated() - before
             known = self.backward(loss)
             del loss
@@ -141,10 +129,7 @@ class Training:
         count = max(1, min(200, round(1e3 * seconds / one)))
         times = laps(self.step, count)
         found = {"ms": median(times), "steps": count, "ms_least": min(times), "ms_most": max(times)}
-        if torch.cuda.is_available():
-            found["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
-            found["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
-        return found
+        return found | peaks()
 
     def profiled(self) -> dict[str, float]:
         """Milliseconds of a step's kernels by kind; what ran beside other work counts once."""
@@ -195,7 +180,10 @@ class Sides:
         began = time.perf_counter()
         training = self.build(side, options)
         free()
-        return {"left_mib": left, **measure(training), "seconds": time.perf_counter() - began}
+        found = {"left_mib": left, **measure(training), "seconds": time.perf_counter() - began}
+        if options is not None and options.compiled:
+            torch._dynamo.reset()  # its graphs keep their memory
+        return found
 
 
 def fastest(sides: Sides) -> Options | None:
@@ -206,7 +194,7 @@ def fastest(sides: Sides) -> Options | None:
         return every[0]
 
     def measure(training: Training) -> Record:
-        laps(training.step, 2)  # compiles and tunes
+        laps(training.step, 4)  # compiles, tunes and captures
         return {"ms": median(laps(training.step, 3))}
 
     for options in every:

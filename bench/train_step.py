@@ -5,44 +5,34 @@ same weights, drawn by their names, and the same tokens. No blocks are recompute
 says so; of LoRA's cases the peer has PEFT, and adapters alone have gradients; of QLoRA's it has its
 projections in bitsandbytes' layers, with the same 4 bits. The peer has torch's fused AdamW and its
 best settings, which short trials choose: its attention (flash-attn-4 where it works there), and its
-experts. In each round both sides are built, trained and freed in turn in one process; a ratio is
-the median over the rounds.
+experts, and torch.compile with CUDA graphs in the cases where ours has CUDA graphs. In each round
+both sides are built, trained and freed in turn in one process; a ratio is the median over the
+rounds.
 
 Cases are added to one record as they come: what it has of a case, at this commit, is not measured
 again. So a run that is cut off goes on with the same command, and parts can be asked for by name.
 
-    python bench/train_step.py                          # all that is missing
-    python bench/train_step.py 1B Gemma3 --limit 500    # cases by parts of their names
-    python bench/train_step.py --write-docs             # needs no GPU
+    python -m bench.train_step                          # all that is missing
+    python -m bench.train_step 1B Gemma3 --limit 500    # cases by parts of their names
+    python -m bench.train_step --write-docs             # needs no GPU
 """
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
-from pathlib import Path
-from threading import Timer
-from typing import Any
-
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import harness, train_report
-from bench.harness import Bench, Job, Record, installed, progress
+from bench.harness import ROOT, Bench, Job, Record, installed, progress
+from bench.processes import spawn
 from bench.train_cases import CASES, PEER, TINY_TOKENS, Case, offered
 from bench.train_side import Request
 
-SIDE = Path(__file__).with_name("train_side.py")
+SIDE = ROOT / "bench/train_side.py"
 LIBRARIES = {
     "transformers": "transformers",
     "Liger": "liger-kernel",
     "bitsandbytes": "bitsandbytes",
     "PEFT": "peft",
     "flash-attn-4": "flash-attn-4",
+    "FLA": "fla-core",
     "triton": "triton",
 }
 LEAST_SECONDS = 20.0  # below which no process is started
@@ -54,36 +44,6 @@ def libraries(tiny: bool) -> dict[str, str | None]:
     if not tiny and found["Liger"] is None:
         raise SystemExit(f"{PEER} needs both: pip install transformers liger-kernel")
     return found
-
-
-def spawn(request: Any, seconds: float, side: Path | None = None) -> Iterator[Record]:
-    """What a process of the script `side`, or SIDE, prints, as it comes; the last line has an error
-    if it did not end well. The request is a dataclass, and says whether it is `tiny`."""
-    environment = os.environ | {"PYTHONPATH": harness.python_path(), "HF_HUB_OFFLINE": "1"}
-    if request.tiny:
-        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-P", str(side or SIDE), json.dumps(asdict(request))],
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    timer = Timer(seconds, lambda: os.killpg(process.pid, signal.SIGKILL))
-    timer.start()
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith('{"kind"'):
-                yield json.loads(line)
-        if status := process.wait():
-            late = status == -signal.SIGKILL
-            why = f"not done after {seconds:.0f} s" if late else f"it ended with status {status}"
-            yield {"kind": "ended", "error": why}
-    finally:
-        timer.cancel()
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def begun(name: str, case: Case, job: Job) -> Record:
@@ -157,7 +117,7 @@ def measure(job: Job) -> None:
         found.pop("ended", None)
         others = [c for c in job.record["cases"] if c["name"] != name]
         job.add(cases=ordered([*others, found]))
-        for line in spawn(request, left):
+        for line in spawn(request, left, SIDE):
             add(found, line)
             job.add()
         print(train_report.case_lines(found), flush=True)
@@ -167,25 +127,15 @@ def ordered(cases: list[Record]) -> list[Record]:
     return sorted(cases, key=lambda case: list(CASES).index(case["name"]))
 
 
-def run(job: Job) -> str:
-    options = job.options
-    if options.out is None and not options.tiny:  # parts add up to a whole run
-        job.out = harness.RESULTS / job.out.name
-    machine = job.record.get("gpu", "CPU")
-    known: Record = {}
-    if job.out.exists():
-        known = json.loads(job.out.read_text(encoding="utf-8"))
-        if known["machine"] != machine:
-            raise SystemExit(f"{job.out} is of {known['machine']}, and this is {machine}")
-    job.record |= {"machine": machine, "cases": known.get("cases", [])}
-    job.record["libraries"] = libraries(options.tiny)
+def run(job: Job) -> None:
+    known = job.resume()
+    job.record["cases"] = known.get("cases", [])
     began = time.monotonic()
     measure(job)
     seconds = time.monotonic() - began
     job.record["device_seconds"] = known.get("device_seconds", 0.0) + seconds
     there = {case["name"] for case in job.record["cases"] if "ended" not in case}
-    job.whole = not options.tiny and set(offered()) <= there
-    return train_report.show(job.record)
+    job.whole = not job.tiny and set(offered()) <= there
 
 
 OPTIONS = (
@@ -198,13 +148,15 @@ OPTIONS = (
         "--optimizer",
         {"default": "adamw_bf16", "help": "ours, as a setting of tigon.train; torch: the peer's"},
     ),
-    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
 BENCH = Bench(
     *("train_step", __doc__, run, train_report.show, tuple(offered())),
     blocks=train_report.blocks,
     draw=train_report.plot,
     options=OPTIONS,
+    libraries=LIBRARIES,
+    needed=("Liger",),
+    tiny=True,
 )
 
 if __name__ == "__main__":

@@ -8,22 +8,18 @@ steps after they begin.
 """
 
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
 from statistics import median
 
-if not __package__:  # a script: runs where nothing is installed
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
-
 import torch
 
 import tigon
-from bench import harness
+from bench import harness, timing
 from bench.attention_cases import lognormal
 from bench.compare_side import LLAMA_1B
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from bench.harness import Bench, Job, Record, figure, markdown, progress, report, verdict
 from tests.support.small import LLAMA, WORDS, write_tokenizer
 from tigon.kernels.loss.api import IGNORE_INDEX
 from tigon.tokenizer import Tokenizer
@@ -91,7 +87,7 @@ def bare(arguments: list[str], steps: int) -> Record:
         began = 0.0
         for step, parts in enumerate(batches):
             if step == BEGIN:
-                began = now(device)
+                began = timing.now()
             for part in parts:
                 supervised = part.per_token["supervised"]
                 labels = part.input_ids.masked_fill(~supervised, IGNORE_INDEX)
@@ -99,14 +95,8 @@ def bare(arguments: list[str], steps: int) -> Record:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        seconds = now(device) - began
+        seconds = timing.now() - began
     return {"tokens_per_second": tokens / seconds, "seconds": seconds}
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def measured(root: Path, case: str, job: Job) -> Record:
@@ -151,12 +141,11 @@ def show(record: Record) -> str:
     head += ["time waiting for data"]
     what = "tokens/s of the trainer over the bare loop"
     ends = [verdict(f"{c['name']}: {what}", ratio(c), LEAST) for c in record["cases"]]
-    return "\n\n".join([f"{heading(record, {})}.", markdown(head, rows), "\n".join(ends)])
+    return report(record, markdown(head, rows), ends)
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
-    job.record["machine"] = job.record.get("gpu", "CPU")
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         dtype, device = (torch.float32, "cpu") if tiny else (torch.bfloat16, "cuda")
@@ -168,15 +157,15 @@ def run(job: Job) -> str:
         write_chats(root / "chats.jsonl", count, 40 if tiny else 700)
         for case in job.only:
             job.append("cases", measured(root, case, job))
-    return show(job.record)
 
 
 OPTIONS = (
     ("--rounds", {"type": int, "default": 2}),
     ("--steps", {"type": int, "default": 25, "help": "steps that are timed"}),
-    ("--tiny", {"action": "store_true", "help": "a tiny model on the CPU"}),
 )
-BENCH = Bench("trainer", __doc__, run, show, list(CASES), "docs/data.md", options=OPTIONS)
+BENCH = Bench(
+    "trainer", __doc__, run, show, list(CASES), "docs/data.md", options=OPTIONS, tiny=True
+)
 
 if __name__ == "__main__":
     harness.main(BENCH)

@@ -12,10 +12,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,7 +37,6 @@ from bench import (
     end_to_end,
     end_to_end_side,
     epilogues,
-    epilogues_side,
     estimates,
     evaluation,
     fp8,
@@ -60,6 +60,7 @@ from bench import (
     peers,
     preference,
     preference_side,
+    processes,
     recipes,
     scaling,
     serve,
@@ -236,7 +237,16 @@ def tiny_distillation(patch: Patch, root: Path) -> list[str]:
 
 
 def tiny_epilogues(patch: Patch, root: Path) -> list[str]:
-    patch.setattr(epilogues, "spawn", in_process(patch, epilogues_side))
+    class Here(ThreadPoolExecutor):
+        """Its processes are this one."""
+
+        def __init__(self, *_: Any) -> None:
+            super().__init__(1)
+
+        def submit(self, run: Any, *given: Any) -> Any:
+            return SimpleNamespace(result=partial(run, *given))
+
+    patch.setattr(epilogues, "ProcessPoolExecutor", Here)
     return ["--tiny"]
 
 
@@ -348,7 +358,7 @@ def check_moe(record: Record) -> None:
 def check_padding(record: Record) -> None:
     rows = record["providers"]
     assert record["real"] < math.prod(record["shape"])
-    for row in rows.values():
+    for row in (row for row in rows.values() if "error" not in row):
         near(row, rows[padding.WITH], 1e-3, "loss")
         assert row["gradient_off"] < 0.01
 
@@ -411,8 +421,8 @@ def check_distillation(record: Record) -> None:
 def check_epilogues(record: Record) -> None:
     for case, ways in record["cases"].items():
         for name, way in ways.items():
-            assert "error" in way or max(way["errors"].values(), default=0) < 1e-4, (case, name)
-    assert epilogues.saved_ms(record, epilogues.GATED, epilogues_side.TRITON) is not None
+            assert "error" in way or max(way["errors"], default=0.0) < 1e-2, (case, name)
+    assert epilogues.saved_ms(record, epilogues.PAIRS[:2], epilogues.ALONE) is not None
 
 
 def check_fp8(record: Record) -> None:
@@ -452,7 +462,7 @@ def check_curves(record: Record) -> None:
 
 def check_generate(record: Record) -> None:
     one, many, prefill = record["cases"]
-    assert [r["ms"] for r in one["providers"]] == [pytest.approx([n] * 3) for n in (1.0, 3.0)]
+    assert [r["ms"] for r in one["providers"]] == [pytest.approx([n] * 3) for n in (1.0, 3.0, 3.0)]
     moved = 2 * Size(SMALL_LLAMA).parameters + 3 * 7.5 * Size(SMALL_LLAMA).cached()
     share = generate.share(record, many, many["providers"][0])
     assert share == pytest.approx(1e3 * moved / record["copy"]["bytes_per_second"])
@@ -697,15 +707,35 @@ def test_ends_beside_the_best_peer() -> None:
     """The fastest over all; a side that failed is none, and warm-up is beyond usual steps."""
     phases = dict.fromkeys(end_to_end_side.PHASES, 1.0) | {"steps": 9.0}
     side = {"wall": 20.0, "first_step": 6.0, "phases": phases, "steps": 4, "gaps": [2.0, 1.0, 1.0]}
-    side |= {"tokens": 4000, "learned": 2000, "allocated_gib": 10.0, "asked": 4, "command": "c"}
+    side |= {"tokens": 4000, "learned": 2000, "allocated_gib": 10.0, "asked": 4, "eval_loss": 9.0}
     parts = end_to_end.seconds_of(side)
     assert (parts["steps"], parts["warm-up"]) == (4.0, 6.0)
     assert parts["other"] == 20 - 3 - 10 - 2  # the rest of the process too
     peers = {"TRL": side | {"wall": 40.0}, end_to_end.TRL: side | {"allocated_gib": 20.0}}
-    sides = {end_to_end.OURS: side | {"wall": 10.0}, **peers, "other": {"error": "no"}}
+    sides: Record = {end_to_end.OURS: side | {"wall": 10.0}, **peers, "other": {"error": "no"}}
     said = end_to_end.verdicts("8B LoRA", sides)
     assert [line.partition(":")[0] for line in said] == ["met"] * 3
     assert "2.000" in said[0] and "0.500" in said[1] and "6.000" in said[2]
+    sides[end_to_end.TRL]["eval_loss"] = 9.5
+    assert end_to_end.verdicts("8B LoRA", sides)[3].startswith("WRONG")
+
+
+def test_peers_have_what_tigon_has() -> None:
+    """CUDA graphs where Tigon has them, no spelled-out attention alone; the fastest one counts."""
+    graphs, plain, gpt_oss = (
+        [o.name for o in train_cases.options_of(train_cases.CASES[name], "cuda")]
+        for name in ("Llama-3.2-1B 1 x 512", "Qwen3-4B 2 x 8192", "gpt-oss-20b, 8 layers, 1 x 4096")
+    )
+    assert "sdpa, compiled" in graphs and plain == ["flash_attention_4", "sdpa"]
+    assert "flex_attention" in gpt_oss
+    static = {"name": generate_cases.STATIC, "ms": [5.0, 6.0, 7.0]}
+    eager = {"name": generate_cases.THEIRS, "ms": [20.0, 21.0, 22.0]}
+    ours = {"name": OURS, "ms": [3.0, 3.0, 3.0]}
+    case = {"providers": [ours, eager, static, {"name": generate_cases.FLASH, "error": "no"}]}
+    assert generate.times(case, ours) == 2.0
+    case = {"name": "c", "sides": {neighbours.PEER: [5.0, 6.0], neighbours.FLASH: [7.0, 7.0]}}
+    assert neighbours.fastest_peer(case) == neighbours.FLASH
+    assert neighbours.differing(case | {"losses": {"a": 11.8, "b": 11.9}})
 
 
 def test_wrong_token_is_noticed() -> None:
@@ -717,21 +747,20 @@ def test_wrong_token_is_noticed() -> None:
 
 
 @pytest.mark.slow
-def test_sides_that_end_badly_are_recorded(monkeypatch: Patch, tmp_path: Path) -> None:
+def test_sides_that_end_badly_are_recorded(tmp_path: Path) -> None:
     step = next(name for name in compare.CASES if name.startswith("Llama"))
     found = compare.run_side(ROOT, [step], tiny=True, limit=0.05)
     assert found == {step: {"error": "not done after 0.05 s"}}
     side = tmp_path / "side.py"
-    monkeypatch.setattr(train_step, "SIDE", side)
     side.write_text('print(\'{"kind": "x"}\', flush=True)\nimport sys; sys.exit(3)\n')
-    *_, last = train_step.spawn(train_step.Request(step, 1, False, tiny=True), 60.0)
+    *_, last = processes.spawn(train_step.Request(step, 1, False, tiny=True), 60.0, side)
     assert last == {"kind": "ended", "error": "it ended with status 3"}
     # A rank that fails ends the others: they would wait for it to the limit
     side.write_text(
         "import os, time\nassert os.environ['RANK'] == '0', 'no memory'\ntime.sleep(60)"
     )
     began = time.monotonic()
-    assert estimates.run_ranks(side, 2, tmp_path, [], 50)["error"] == "AssertionError: no memory"
+    assert processes.run_ranks(side, 2, tmp_path, [], 50)["error"] == "AssertionError: no memory"
     assert time.monotonic() - began < 20
 
 
@@ -743,7 +772,7 @@ def test_ranks_import_this_checkout(monkeypatch: Patch, tmp_path: Path) -> None:
         "import tigon\n"
         "pathlib.Path(sys.argv[1]).write_text(json.dumps({'from': tigon.__file__}))\n"
     )
-    assert estimates.run_ranks(side, 1, tmp_path, [], 50) == {"from": tigon.__file__}
+    assert processes.run_ranks(side, 1, tmp_path, [], 50) == {"from": tigon.__file__}
 
 
 # What is published
@@ -770,7 +799,7 @@ def test_docs_show_the_newest_runs(bench: harness.Bench) -> None:
     found = harness.records(bench.kind)
     for name, block in bench.documented(found).items():
         text = (ROOT / name).read_text(encoding="utf-8")
-        command = f"run bench/{bench.kind}.py --write-docs"
+        command = f"run python -m bench.{bench.kind} --write-docs"
         assert text == harness.between(text, block, name, bench.kind), command
     assert all(record["commit"] in bench.show(record) for record in found)
 
@@ -781,7 +810,7 @@ def test_records_name_files_from_the_root() -> None:
 
 
 def test_each_script_has_a_command_line() -> None:
-    """It starts where the package is not installed, from any folder."""
+    """`python -m bench.NAME`."""
     for bench in BENCHES:
         assert bench.__file__ is not None
         text = Path(bench.__file__).read_text(encoding="utf-8")
@@ -832,10 +861,6 @@ def test_gated_delta_is_beside_the_truth() -> None:
     for errors in found.values():
         assert errors.keys() == {"o", "state", *(f"d{n}" for n in gated_delta.NAMES)}
         assert max(errors.values()) < 1e-5
-    before = gated_delta.forward.FORWARD
-    with gated_delta.launches(**gated_delta.VARIANTS["scan 32, 4, 4"]):
-        assert gated_delta.forward.FORWARD.stages == 4
-    assert gated_delta.forward.FORWARD is before
 
 
 def test_verdict_has_digits_enough() -> None:

@@ -60,7 +60,9 @@ def job(tmp_path: Path) -> Callable[..., Job]:
 def as_documented(name: str, block: str) -> None:
     page = "docs/scale.md"
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert text == between(text, block, page, f"plan-{name}"), "run bench/plan.py --write-docs"
+    assert text == between(text, block, page, f"plan-{name}"), (
+        "run python -m bench.plan --write-docs"
+    )
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ checkpoint when one of its ranks is killed. It must end by itself, go on from th
 half as many ranks and, since these read the same rows, with the same losses; and the model that it
 exports must have the loss that the run found at its end.
 
-    python -m bench.killed_run --root DIRECTORY   # about 240 s on four GPUs, and 160 GB of disk
-    python -m bench.killed_run --tiny             # four processes on the CPU
-    python -m bench.killed_run --write-docs       # needs no GPU
+    python -m bench killed_run --root DIRECTORY   # about 240 s on four GPUs, and 160 GB of disk
+    python -m bench killed_run --tiny             # four processes on the CPU
+    python -m bench killed_run --write-docs       # needs no GPU
 """
 
 import os
@@ -169,7 +169,4 @@ OPTIONS = (
     ("--limit", {"type": float, "default": 200.0, "help": "seconds that a run may take"}),
     ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
-BENCH = Bench("killed_run", __doc__, run, show, ("run",), DOCUMENT, options=OPTIONS)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, ("run",), DOCUMENT, options=OPTIONS)

@@ -5,9 +5,9 @@ on each rank, or longer rows that ranks share, in bf16 and in fp8; and Qwen3-30B
 layers, whose experts are shared, too. Speeds are tokens per second and GPU. bench/plan.py puts what
 `tigon plan` predicts beside them.
 
-    python -m bench.scaling                      # about 500 s on four GPUs
-    python -m bench.scaling --only "fsdp 4,transformers"
-    python -m bench.scaling --write-docs         # needs no GPU
+    python -m bench scaling                      # about 500 s on four GPUs
+    python -m bench scaling --only "fsdp 4,transformers"
+    python -m bench scaling --write-docs         # needs no GPU
 
 A side that the record has at this commit is not measured again: the same command goes on.
 """
@@ -253,9 +253,4 @@ OPTIONS = (
     ("--limit", {"type": float, "default": 120.0, "help": "seconds that a side may take"}),
     ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
-BENCH = Bench(
-    "scaling", __doc__, run, show, tuple(SIDES), blocks=blocks, draw=plot, options=OPTIONS
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, tuple(SIDES), blocks=blocks, draw=plot, options=OPTIONS)

@@ -6,9 +6,9 @@ device; the peer's are forward, backward and update under FSDP2, with and withou
 weights after forward. A round runs every side once, each in fresh processes; a ratio is the median
 over the rounds. What the record has at this commit is not measured again.
 
-    python -m bench.train_multi                 # about 450 s; starts the processes itself
-    python -m bench.train_multi --rounds 1 tigon
-    python -m bench.train_multi --write-docs    # needs no GPU
+    python -m bench train_multi                 # about 450 s; starts the processes itself
+    python -m bench train_multi --rounds 1 tigon
+    python -m bench train_multi --write-docs    # needs no GPU
 """
 
 import json
@@ -245,12 +245,4 @@ OPTIONS = (
     ("--again", {"action": "store_true", "help": "measure what the record has"}),
     ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
-BENCH = Bench(
-    *("train_multi", __doc__, run, show, tuple(offered())),
-    blocks=blocks,
-    draw=plot,
-    options=OPTIONS,
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, tuple(offered()), blocks=blocks, draw=plot, options=OPTIONS)

@@ -12,14 +12,14 @@ rounds.
 Cases are added to one record as they come: what it has of a case, at this commit, is not measured
 again. So a run that is cut off goes on with the same command, and parts can be asked for by name.
 
-    python -m bench.train_step                          # all that is missing
-    python -m bench.train_step 1B Gemma3 --limit 500    # cases by parts of their names
-    python -m bench.train_step --write-docs             # needs no GPU
+    python -m bench train_step                          # all that is missing
+    python -m bench train_step 1B Gemma3 --limit 500    # cases by parts of their names
+    python -m bench train_step --write-docs             # needs no GPU
 """
 
 import time
 
-from bench import harness, train_report
+from bench import train_report
 from bench.harness import ROOT, Bench, Job, Record, installed, progress
 from bench.processes import spawn
 from bench.train_cases import CASES, PEER, TINY_TOKENS, Case, offered
@@ -150,7 +150,7 @@ OPTIONS = (
     ),
 )
 BENCH = Bench(
-    *("train_step", __doc__, run, train_report.show, tuple(offered())),
+    *(run, train_report.show, tuple(offered())),
     blocks=train_report.blocks,
     draw=train_report.plot,
     options=OPTIONS,
@@ -158,6 +158,3 @@ BENCH = Bench(
     needed=("Liger",),
     tiny=True,
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

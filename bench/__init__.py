@@ -12,4 +12,5 @@ HERE = Path(__file__).resolve().parent
 # Run by its path, bench/kernels.py would pass for the package of that name
 if sys.path and sys.path[0] and Path(sys.path[0]).resolve() == HERE:
     command = [sys.executable, "-m", "bench", Path(sys.argv[0]).stem, *sys.argv[1:]]
-    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": str(HERE.parent)})
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    os.execve(sys.executable, command, os.environ | {"PYTHONPATH": path})

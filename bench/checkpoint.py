@@ -183,6 +183,7 @@ def side(what: str, directory: Path, case: Case, *, watch: bool) -> Record:
     *_, found = lines(command, PATIENCE, env=environment(WATCH_MEMORY=int(watch)))
     if "error" in found:
         raise RuntimeError(f"{what}: {found['error']}")
+    del found["kind"]
     return found
 
 

@@ -21,8 +21,8 @@ from tigon import LoraConfig, from_pretrained
 from tigon.kernels.recompute import recompute_above
 from tigon.layers import Linear
 from tigon.models import CausalLM
-from tigon.models.adapters import peft_files
 from tigon.models.adapters.lora import find_target_modules
+from tigon.models.adapters.peft_config import match_patterns
 
 
 @pytest.fixture(scope="module")
@@ -338,10 +338,10 @@ def test_patterns_mean_what_they_mean_to_peft() -> None:
         [r"1\.q_proj", "1.q_proj", "model.layers.1.mlp.up", ".*up", "(?:11|1).q_proj"],
     ):
         values = {pattern: i for i, pattern in enumerate(patterns)}
-        found = peft_files.Patterns({"a": values}, "a", int, names)
+        found = match_patterns({"a": values}, "a", int, names)
         for name in names:
             fits = (i for p, i in values.items() if re.fullmatch(rf"(.*\.)?({p})", name))
-            assert found.lookup(name, -1) == next(fits, -1), (name, patterns)
+            assert found.get(name, -1) == next(fits, -1), (name, patterns)
 
 
 def test_an_adapter_of_another_base(adapter: Path, tmp_path: Path) -> None:

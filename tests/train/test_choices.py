@@ -238,7 +238,7 @@ def test_run_and_dry_run_print_the_choice(workspace, capsys) -> None:
     losses = workspace.metrics("plain", "loss")
     sizes = {}
     auto = same | {"resume": "auto"}
-    with pytest.raises(SystemExit, match="and 1e-05 GiB are there: give a smaller micro_batch"):
+    with pytest.raises(SystemExit, match="and 1e-05 GiB are there: give a smaller seq_len"):
         main(workspace.settings("auto", steps=2, memory_budget=1e-5, **auto))
     capsys.readouterr()
     main(["--dry-run", *workspace.settings("auto", steps=2, memory_budget=1, **auto)])

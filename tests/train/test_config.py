@@ -89,6 +89,8 @@ def test_help_names_settings_defaults_and_values():
         ("--num-train-epochs=3", "unknown setting 'num_train_epochs'; here: epochs"),
         ("dataset.source=a", "unknown setting 'dataset.source'; here: data: files"),
         ("optimizer.lr=1", "unknown setting 'optimizer.lr'; here: lr"),
+        ("compile.enable=true", "unknown setting 'compile.enable'; here: nothing to set"),
+        ("quantize=nf4", "unknown setting 'quantize'; here: lora.quantize"),
         ("lora.r=8", "unknown setting 'lora.r'; here: lora.rank"),
         ("lora={r: 8}", "unknown setting 'lora.r'; here: lora.rank"),
         ("parallel={tp: 2}", "unknown setting 'parallel.tp'; here: parallel.tensor"),

@@ -139,18 +139,13 @@ class TextEncoder(FormatEncoder):
             yield from super().batch(rows, format)
             return
         for ids, text in zip(encoded, texts, strict=True):
-            yield self._example(ids, text.weight)
+            yield weighted_example(self.append_eos(ids), text.weight)
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
         """Makes the example of the row's text."""
         text = parse_text(row, format)
-        return self._example(self.tokenizer.encode(text.completion), text.weight)
-
-    def _example(self, ids: list[int], weight: float) -> Sequence[Example]:
-        """Makes the example of a text, which ends with eos; all its tokens are learned with this
-        loss weight. None if the weight is 0."""
-        ids = self.append_eos(ids)
-        return weighted_example(ids, np.full(len(ids), weight))
+        ids = self.append_eos(self.tokenizer.encode(text.completion))
+        return weighted_example(ids, text.weight)
 
 
 def read_texts(source: Source) -> Iterator[str]:
@@ -286,9 +281,10 @@ def template_words(tokenizer: Tokenizer) -> set[str]:
     return words | set(REASONING) if words & set(REASONING) else words
 
 
-def weighted_example(ids: list[int], weights: np.ndarray) -> Sequence[Example]:
+def weighted_example(ids: list[int], weights: np.ndarray | float) -> Sequence[Example]:
     """Makes a list with an example of these tokens, its columns supervised (where a weight is above
     0) and, unless all are 0 or 1, loss_weights; an empty list if all weights are 0."""
+    weights = np.broadcast_to(weights, len(ids))
     supervised = weights > 0
     if not supervised.any():
         return []

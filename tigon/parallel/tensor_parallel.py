@@ -236,14 +236,10 @@ def install_modules(model: CausalLM, tensor: TensorPass) -> None:
     for place, norm in enumerate(tensor.norms):
         _install(norm, TensorParallelNorm, tensor=tensor, place=place)
     for path, module in model.named_modules():
-        if type(module) is Linear and module not in inside and _is_whole(model, f"{path}.weight"):
+        spec = model.shard_specs.get(f"{path}.weight")
+        is_whole = spec and len(spec.pieces) == 1 and spec.length == spec.shape[spec.dim]
+        if type(module) is Linear and module not in inside and is_whole:
             _install(module, ReplicatedLinear, tensor=tensor)
-
-
-def _is_whole(model: CausalLM, name: str) -> bool:
-    """Whether this rank has all of a parameter."""
-    spec = model.shard_specs.get(name)
-    return spec is not None and len(spec.pieces) == 1 and spec.length == spec.shape[spec.dim]
 
 
 def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> None:

@@ -211,11 +211,12 @@ def _explain(total: Callable[[Way, int, bool], int], way: Way, layers: int, budg
     """Returns the error's text that says what a step takes, and what would take less."""
     options = (0, False), (layers, False), (layers, True)
     plain, recompute, offload = (format_gib(total(way, *option)) for option in options)
+    fewer = "a smaller micro_batch_size or seq_len" if way.rows > 1 else "a smaller seq_len"
     return (
         f"activation_checkpointing=auto: a step with micro_batch_size={way.rows} takes "
         f"{plain} GiB of a GPU, {recompute} with every block recomputed and "
         f"{offload} with activation_offload too, and {format_gib(budget)} GiB are there: "
-        "give a smaller micro_batch_size or seq_len, param_dtype=bfloat16, another optimizer, "
+        f"give {fewer}, param_dtype=bfloat16, another optimizer, "
         "optimizer_offload=true, parallel.context, or more GPUs"
     )
 

@@ -23,7 +23,17 @@ from tigon.utils.yaml import parse_yaml
 
 ALIASES = Path(__file__).with_name("aliases.yaml")  # settings of other trainers
 # Keys by which other trainers' configs choose the class of a group, as in optimizer._component_
-CLASS_KEYS = ("_component_", "_target_", "mode", "name", "path", "source", "type")
+CLASS_KEYS = (
+    "_component_",
+    "_target_",
+    "enable",
+    "enabled",
+    "mode",
+    "name",
+    "path",
+    "source",
+    "type",
+)
 DATA_ENDINGS = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 DICTIONARIES = ("columns", "chat_template_kwargs")  # settings with entries of any name
 # One of these on the command line replaces the other one in the file

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from tigon.hub import Repository
 from tigon.models import CausalLM, from_pretrained, materialize
 from tigon.models.adapters.adapters import adapter_parameters
-from tigon.models.adapters.peft_files import read_base, read_vocabulary_size
+from tigon.models.adapters.peft_config import read_base
+from tigon.models.adapters.peft_files import read_vocabulary_size
 from tigon.models.config import torch_dtype
 from tigon.models.pretrained.convert import save_model, write_converted
 from tigon.models.pretrained.load import parse_gguf_path

@@ -51,9 +51,12 @@ class GGUF:
             metadata = {key: _metadata_value(field) for key, field in fields.items()}
             tensors = {}
             for tensor in reader.tensors:
-                _check_type(tensor.name, int(tensor.tensor_type))
+                kind = int(tensor.tensor_type)
+                if kind not in TORCH_DTYPES and not _is_dequantized(kind):
+                    name = quote(tensor.name)
+                    raise ValueError(f"tensor {name}: ggml's type {kind} is not read")
                 tensors[tensor.name] = GGUFTensorInfo(
-                    int(tensor.tensor_type),
+                    kind,
                     tuple(tensor.shape.tolist()[::-1]),
                     int(tensor.data_offset),
                     int(tensor.n_bytes),
@@ -166,12 +169,6 @@ def _dequantize(blocks: np.ndarray, kind: int) -> np.ndarray:
     gguf = import_gguf()
     with np.errstate(all="ignore"):  # a block may hold any number
         return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType(kind))
-
-
-def _check_type(name: str, kind: int) -> None:
-    """Raises ValueError, naming the tensor, if nothing dequantizes its type."""
-    if kind not in TORCH_DTYPES and not _is_dequantized(kind):
-        raise ValueError(f"tensor {quote(name)}: ggml's type {kind} is not read")
 
 
 @cache

@@ -57,7 +57,7 @@ def add_weighted_adapter(
     check_new_adapter(model, adapter_name)
     configs = [model.adapters[name] for name in terms]
     layers = {name: adapter_layers(model, name) for name in terms}
-    ranks = [_largest_rank(found) for found in layers.values()]
+    ranks = [max(p.rank for low in found.values() for p in low.parts) for found in layers.values()]
     whole = len(terms) == 1 and svd_rank is None  # as PEFT: one is exact by itself
     kind = "linear" if whole else combination_type
     if kind == "linear":
@@ -120,11 +120,6 @@ def _check_arguments(
             what = "DoRA" if config.dora else f"modules_to_save={quote(config.modules_to_save)}"
             raise ValueError(f"adapter {name!r} has {what}, which cannot be added: merge it alone")
     return dict(zip(adapters, weights, strict=True))
-
-
-def _largest_rank(layers: Mapping[str, LayerAdapter]) -> int:
-    """The largest rank of an adapter's parts."""
-    return max(part.rank for layer in layers.values() for part in layer.parts)
 
 
 def _check_equal_ranks(layers: Mapping[str, Mapping[str, LayerAdapter]]) -> None:

@@ -228,14 +228,10 @@ def experts_stem(layer: str, part: str, parts: Collection[str]) -> str:
     return f"{layer}.base_layer" if part == "gate_up_proj" and len(parts) > 1 else layer
 
 
-def is_adapter_parameter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter and not to the base."""
-    return ".lora." in name or ".copies." in name
-
-
 def base_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Finds all parameters and stored buffers but those of adapters, by name."""
-    return {n: t for n, t in stored_tensors(model).items() if not is_adapter_parameter(n)}
+    tensors = stored_tensors(model)
+    return {n: t for n, t in tensors.items() if ".lora." not in n and ".copies." not in n}
 
 
 def _tile(

@@ -144,7 +144,7 @@ class Training:
                 torch.cuda.synchronize()
         events = list(profiler.events() or ())
         found = by_kind(intervals(events, on_gpu), windows(events))
-        return {kind: row["alone"] / PROFILED for kind, row in found.items()}
+        return {kind: ms / PROFILED for kind, ms in found.items()}
 
 
 @dataclass

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import httpx
 
+from bench.harness import stamp
 from tests.serve.server import CHAT, TEXT
 from tests.support.small import write_model
 
@@ -155,16 +156,25 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", nargs="?", type=Path, help="default: a tiny one")
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--out", type=Path, help="a JSON file for what was found")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or write_model(Path(folder, "tiny"), max_position_embeddings=256)
         with process(model, "--max-queue", "60") as (url, pid):
             samples, counts = asyncio.run(run(url, pid, options.seconds))
             health = httpx.get(url + "/health").json()
-    for sample in samples[:: max(len(samples) // 20, 1)]:
-        print({name: round(value, 1) for name, value in asdict(sample).items()})
+    shown = [
+        {name: round(value, 1) for name, value in asdict(sample).items()}
+        for sample in samples[:: max(len(samples) // 20, 1)]
+    ]
+    print(*shown, sep="\n")
     grown = growth(samples)
-    print(json.dumps({"requests": counts, "growth": grown, "health": health}, indent=2))
+    found = {"requests": counts, "growth": grown, "health": health}
+    print(json.dumps(found, indent=2))
+    if options.out is not None:
+        command = f"python -m tests.serve.loop --seconds {options.seconds:g}"
+        record = {**stamp(None), "command": command, **found, "samples": shown}
+        options.out.write_text(json.dumps(record, indent=2) + "\n")
     bounds = {"mib": MOST_MIB, "files": MOST_FILES, "threads": MOST_THREADS}
     broken = [key for key in counts if key.split()[1].startswith("5")]
     busy = health != {"status": "ok", "running": 0, "waiting": 0}

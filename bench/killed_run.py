@@ -113,7 +113,7 @@ def reload(root: Path, job: Job) -> Record:
     return {"loss": float(found[1])} if found else {"error": text[-500:]}
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
     gpus = 4 if tiny else torch.cuda.device_count()
     if gpus < 2:
@@ -129,7 +129,6 @@ def run(job: Job) -> str:
     progress("reload")
     job.add(reloaded=reload(root, job))
     job.whole = not tiny
-    return show(job.record)
 
 
 def compared(record: Record) -> list[tuple[float, float]]:
@@ -167,6 +166,5 @@ def show(record: Record) -> str:
 OPTIONS = (
     ("--root", {"type": Path, "help": "where files and runs go (default: a temporary folder)"}),
     ("--limit", {"type": float, "default": 200.0, "help": "seconds that a run may take"}),
-    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
-BENCH = Bench(run, show, ("run",), DOCUMENT, options=OPTIONS)
+BENCH = Bench(run, show, ("run",), DOCUMENT, options=OPTIONS, tiny=True)

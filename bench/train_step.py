@@ -20,9 +20,9 @@ again. So a run that is cut off goes on with the same command, and parts can be 
 import time
 
 from bench import train_report
-from bench.harness import ROOT, Bench, Job, Record, installed, progress
+from bench.harness import ROOT, Bench, Job, Record, progress
 from bench.processes import spawn
-from bench.train_cases import CASES, PEER, TINY_TOKENS, Case, offered
+from bench.train_cases import CASES, TINY_TOKENS, Case, offered
 from bench.train_side import Request
 
 SIDE = ROOT / "bench/train_side.py"
@@ -36,14 +36,6 @@ LIBRARIES = {
     "triton": "triton",
 }
 LEAST_SECONDS = 20.0  # below which no process is started
-
-
-def libraries(tiny: bool) -> dict[str, str | None]:
-    """Versions. Raises where the peer is to be measured on a GPU, and its kernels are missing."""
-    found = {name: installed(package) for name, package in LIBRARIES.items()}
-    if not tiny and found["Liger"] is None:
-        raise SystemExit(f"{PEER} needs both: pip install transformers liger-kernel")
-    return found
 
 
 def begun(name: str, case: Case, job: Job) -> Record:

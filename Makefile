@@ -49,4 +49,4 @@ clean:  ## remove the environment and everything built
 	rm -rf .venv .assets .cache dist runs site .mypy_cache .pytest_cache .ruff_cache
 
 bench-%: .venv/.installed-bench  ## a script of bench/ beside its peers, such as kernels or train_step (ARGS="--help")
-	$(BIN)/python -m bench.$* $(ARGS)
+	$(BIN)/python -m bench $* $(ARGS)

@@ -7,8 +7,8 @@ keeps no mask. A 4-bit weight is made into 16 bits at the speed of a copy that m
 at best. Steps are forward, backward and AdamW of some layers, one row of 8,192 tokens. Each result
 is compared with float64, or with the definition, before it is timed.
 
-    python -m bench.adapters                # minutes on a GPU
-    python -m bench.adapters --write-docs   # needs no GPU
+    python -m bench adapters                # minutes on a GPU
+    python -m bench adapters --write-docs   # needs no GPU
 
 # N rows, C columns of a layer's input, K_p of a part's output, r rank
 """
@@ -308,7 +308,4 @@ def show(record: Record) -> str:
 
 
 LIBRARIES = {name: name for name in (BITSANDBYTES, "triton")}
-BENCH = Bench(*("adapters", __doc__, run, show, CASES, "docs/adapters.md"), libraries=LIBRARIES)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, CASES, "docs/adapters.md", libraries=LIBRARIES)

@@ -153,11 +153,4 @@ def write_gains(record: Record) -> None:
 
 
 CASE_NAMES = [case.name for case in CASES]
-BENCH = Bench(
-    *("attention", __doc__, run, show, CASE_NAMES, "docs/attention.md"),
-    libraries=LIBRARIES,
-    draw=write_gains,
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, CASE_NAMES, "docs/attention.md", libraries=LIBRARIES, draw=write_gains)

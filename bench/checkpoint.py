@@ -10,9 +10,9 @@ Memory is the most that was resident beyond what there was after importing: `rss
 mapped files, `anon` only what no file backs. Memory is taken from rounds of its own: watching it
 takes time. Some cases also save what was loaded, once on each side, beside raw writes.
 
-    python -m bench.checkpoint                          # on a CPU: about 2 GB of disk a case
-    python -m bench.checkpoint --only llama-8b-cuda     # 32 GB, on a GPU; ranks-2 needs two
-    python -m bench.checkpoint --write-docs             # every machine's newest record
+    python -m bench checkpoint                          # on a CPU: about 2 GB of disk a case
+    python -m bench checkpoint --only llama-8b-cuda     # 32 GB, on a GPU; ranks-2 needs two
+    python -m bench checkpoint --write-docs             # every machine's newest record
 """
 
 import json
@@ -183,6 +183,7 @@ def side(what: str, directory: Path, case: Case, *, watch: bool) -> Record:
     *_, found = lines(command, PATIENCE, env=environment(WATCH_MEMORY=int(watch)))
     if "error" in found:
         raise RuntimeError(f"{what}: {found['error']}")
+    del found["kind"]
     return found
 
 
@@ -315,7 +316,4 @@ OPTIONS = (
 )
 MORE = {"document": "docs/weights.md", "each_machine": True}
 MORE |= {"options": OPTIONS, "needs_gpu": False, "unasked": ON_GPU}
-BENCH = Bench("checkpoint", __doc__, run, show, tuple(CASES), **MORE)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, tuple(CASES), **MORE)

@@ -293,9 +293,4 @@ OPTIONS = (
     ("--seconds", {"type": float, "default": 600, "help": "after which no way begins"}),
     ("--each", {"type": float, "default": 2, "help": "seconds that a way is timed"}),
 )
-BENCH = Bench(
-    "choices", __doc__, run, show, list(CASES), "docs/performance.md", options=OPTIONS, tiny=True
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, list(CASES), "docs/performance.md", options=OPTIONS, tiny=True)

@@ -1,7 +1,7 @@
 """Two checkouts of Tigon in one run on one machine: training steps, decoding, host time.
 
-python -m bench.compare --base CHECKOUT [CASE ...]   # parts of names; `compile` if asked for
-python -m bench.compare --table
+python -m bench compare --base CHECKOUT [CASE ...]   # parts of names; `compile` if asked for
+python -m bench compare --table
 
 Training steps are forward and backward without an optimizer, in bf16 with random weights. Each side
 runs in processes of its own, base, new, base, new, and so on. Prints a table of the medians with
@@ -158,7 +158,4 @@ OPTIONS = (
 )
 ASKED = [name for name, (kind, *_) in CASES.items() if kind not in LEAST]
 MORE = {"unasked": ASKED, "options": OPTIONS, "tiny": True}
-BENCH = Bench("compare", __doc__, run, show, list(CASES), **MORE)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, list(CASES), **MORE)

@@ -8,8 +8,8 @@ model is built once for all its points; a time is the median of some steps, and 
 made once. What does not fit is recorded as such. The prediction is that of `tigon plan`, made when
 a record is shown. Figures of several GPUs are those of bench/train_multi.py and bench/parallel.py.
 
-    python -m bench.cost_curves                  # all
-    python -m bench.cost_curves --write-docs     # of docs/performance.md; needs no GPU
+    python -m bench cost_curves                  # all
+    python -m bench cost_curves --write-docs     # of docs/performance.md; needs no GPU
 
 # B rows of a step, T tokens of a row
 """
@@ -311,13 +311,12 @@ def format_place(at: float) -> str:
 
 
 BENCH = Bench(
-    *("cost_curves", __doc__, run, show, [point.name for point in POINTS]),
+    run,
+    show,
+    [point.name for point in POINTS],
     blocks=blocks,
     draw=draw,
     libraries=LIBRARIES,
     needed=("Liger",),
     tiny=True,
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

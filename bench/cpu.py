@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 import tigon
-from bench import harness
 from bench.harness import (
     ROOT,
     Bench,
@@ -151,7 +150,4 @@ OPTIONS = (
 )
 DTYPES = ("float32", "bfloat16")
 MORE = {"document": "docs/generation.md", "options": OPTIONS, "needs_gpu": False}
-BENCH = Bench("cpu", __doc__, run, show, DTYPES, **MORE)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, DTYPES, **MORE)

@@ -13,7 +13,7 @@ importing, and that of the largest worker.
     python examples/assets/smollm2.py
     cp .assets/smollm2-135m-instruct/tokenizer*.json .assets/smollm2-tokenizer
 
-    python -m bench.data --only memory --gib 2 --workers 16 --tokenizer .assets/smollm2-tokenizer
+    python -m bench data --only memory --gib 2 --workers 16 --tokenizer .assets/smollm2-tokenizer
 """
 
 import json
@@ -167,7 +167,4 @@ OPTIONS = (
     ("--tokenizer", {"type": Path, "help": "directory; default: SmolLM2-135M-Instruct's"}),
     ("--directory", {"type": Path, "help": "for the text and the caches; default: the system's"}),
 )
-BENCH = Bench("data", __doc__, run, show, CASES, options=OPTIONS, needs_gpu=False)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, CASES, options=OPTIONS, needs_gpu=False)

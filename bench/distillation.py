@@ -11,8 +11,8 @@ works: with the divergence as a formula on all logits, in float32, or with Liger
 LigerFusedLinearJSDLoss, which torch.compile fuses, there is the head alone. A head's memory is what
 it allocates beside its inputs and the gradients it leaves: logits of all tokens would show in it.
 
-    python -m bench.distillation                # four minutes on an H200
-    python -m bench.distillation --write-docs   # needs no GPU
+    python -m bench distillation                # four minutes on an H200
+    python -m bench distillation --write-docs   # needs no GPU
 """
 
 import time
@@ -137,12 +137,12 @@ OPTIONS = (
     ("--limit", {"type": float, "default": 300.0, "help": "seconds that this call may take"}),
 )
 BENCH = Bench(
-    *("distillation", __doc__, run, show, (OURS, PEERS), "docs/preference.md"),
+    run,
+    show,
+    (OURS, PEERS),
+    "docs/preference.md",
     options=OPTIONS,
     libraries=LIBRARIES,
     needed=("Liger",),
     tiny=True,
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

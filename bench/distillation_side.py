@@ -1,6 +1,6 @@
 """One side of bench/distillation.py in a process of its own: prints its figures as JSON lines.
 
-python -m bench.distillation_side '{"side": "tigon"}'   # see Request
+python -m bench distillation_side '{"side": "tigon"}'   # see Request
 
 # T tokens, C and D model dims of student and teacher, V vocab
 """

@@ -11,9 +11,9 @@ and of data are empty for each side.
 A side that the record has at this commit, with as many steps, is not measured again: a run that is
 cut off goes on with the same command.
 
-    python -m bench.end_to_end --only "1B full" --steps 60
-    python -m bench.end_to_end --tiny            # tiny models on the CPU
-    python -m bench.end_to_end --write-docs      # needs no GPU
+    python -m bench end_to_end --only "1B full" --steps 60
+    python -m bench end_to_end --tiny            # tiny models on the CPU
+    python -m bench end_to_end --write-docs      # needs no GPU
 """
 
 import json
@@ -283,12 +283,12 @@ OPTIONS = (
 )
 USUAL = ("1B full", "8B LoRA", "8B full", "Qwen3-MoE full")
 BENCH = Bench(
-    *("end_to_end", __doc__, run, show, list(CASES), DOCUMENT),
+    run,
+    show,
+    list(CASES),
+    DOCUMENT,
     unasked=[name for name in CASES if name not in USUAL],
     options=OPTIONS,
     libraries=LIBRARIES,
     tiny=True,
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

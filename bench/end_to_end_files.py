@@ -3,7 +3,7 @@
 They are drawn from fixed seeds, so that every side and every call has the same ones; what is there
 already is not written again.
 
-python -m bench.end_to_end_files '{"model": "Llama-3.2-1B", "root": "/tmp/end_to_end", ...}'
+python -m bench end_to_end_files '{"model": "Llama-3.2-1B", "root": "/tmp/end_to_end", ...}'
 """
 
 import json

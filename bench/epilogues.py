@@ -5,8 +5,8 @@ the bound, cuBLAS with beta = 1, and QuACK's products, with errors beside fp32. 
 blocks of products back to back, since products in a step run at the power limit. QuACK has gate and
 up in pairs of columns, so its rows also count its products for dX and dW. Each case is a process.
 
-    python -m bench.epilogues                # a minute
-    python -m bench.epilogues --write-docs   # needs no GPU
+    python -m bench epilogues                # a minute
+    python -m bench epilogues --write-docs   # needs no GPU
 
 # T tokens, C model dim, I intermediate size
 """
@@ -225,11 +225,10 @@ def show(record: Record) -> str:
 
 OPTIONS = (("--seconds", {"type": float, "default": 1.0, "help": "of each way"}),)
 BENCH = Bench(
-    *("epilogues", __doc__, run, show, tuple(CASES)),
+    run,
+    show,
+    tuple(CASES),
     options=OPTIONS,
     libraries={"QuACK": "quack-kernels", "CUTLASS DSL": "nvidia-cutlass-dsl", "triton": "triton"},
     tiny=True,
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

@@ -171,7 +171,4 @@ def run(job: Job) -> None:
                 progress(f"{case}: {ratio(found):.3f}")
 
 
-BENCH = Bench("estimates", __doc__, run, show, list(CASES), "docs/memory.md", tiny=True)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, list(CASES), "docs/memory.md", tiny=True)

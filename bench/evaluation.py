@@ -7,8 +7,8 @@ and say the same words. TigonLM has its default, batch_size=auto; `hf` has the b
 still. A time is that of lm_eval.evaluate with the model loaded,
 from requests to metrics, after some questions of each task that are not timed.
 
-    python -m bench.evaluation                  # all tasks
-    python -m bench.evaluation --write-docs     # of docs/evaluation.md; needs no GPU
+    python -m bench evaluation                  # all tasks
+    python -m bench evaluation --write-docs     # of docs/evaluation.md; needs no GPU
 """
 
 import json
@@ -285,16 +285,4 @@ def run(job: Job) -> None:
             job.append("cases", measure(sides, name, works[name]))
 
 
-BENCH = Bench(
-    "evaluation",
-    __doc__,
-    run,
-    show,
-    list(WORKS),
-    "docs/evaluation.md",
-    libraries=LIBRARIES,
-    tiny=True,
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, list(WORKS), "docs/evaluation.md", libraries=LIBRARIES, tiny=True)

@@ -5,8 +5,8 @@ the time of a copy that moves as many bytes. Products: dX and dW with the tensor
 accumulation and without, back to back in turns, with errors beside fp32, and the factor by which
 the fast sums are smaller.
 
-    python -m bench.fp8                # half a minute
-    python -m bench.fp8 --write-docs   # needs no GPU
+    python -m bench fp8                # half a minute
+    python -m bench fp8 --write-docs   # needs no GPU
 """
 
 import math
@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import harness
 from bench.harness import Bench, Job, Record, figure, markdown, progress, report
 from bench.measure import Effort, randn
 from bench.timing import in_blocks, relative_l2
@@ -196,7 +195,4 @@ def show(record: Record) -> str:
     return report(record, passes, products, tail)
 
 
-BENCH = Bench("fp8", __doc__, run, show, (*PRODUCTS, *PASSES), tiny=True)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, (*PRODUCTS, *PASSES), tiny=True)

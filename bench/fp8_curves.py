@@ -5,10 +5,10 @@ where `make quickstart` has built them, of which the last rows are held out; els
 project's documents. A seed is an order of the rows, and all kinds have the same ones. Judged is the
 mean held-out loss over the seeds: it may be above bf16's by half of what bf16's own seeds differ.
 
-    python -m bench.fp8_curves                # some ten minutes
-    python -m bench.fp8_curves --write-docs   # needs no GPU
+    python -m bench fp8_curves                # some ten minutes
+    python -m bench fp8_curves --write-docs   # needs no GPU
 
-What a task loses: `python -m bench.recipes --set fp8=true --out bench/out/recipes-fp8.json`,
+What a task loses: `python -m bench recipes --set fp8=true --out bench/out/recipes-fp8.json`,
 beside the record without it.
 """
 
@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench import harness
 from bench.harness import Bench, Job, Record, markdown, progress, report, verdict
 from bench.train_curves import Given, given, masters, mine, mine_in_fp8, text_tokens
 
@@ -114,7 +113,4 @@ def show(record: Record) -> str:
     return report(record, markdown(head, rows), lines)
 
 
-BENCH = Bench("fp8_curves", __doc__, run, show, RUNS, tiny=True)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, RUNS, tiny=True)

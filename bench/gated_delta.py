@@ -2,9 +2,9 @@
 
 # T tokens, K key heads, H value heads, D head dim, S packed sequences, B rows
 
-    python -m bench.gated_delta                                # three minutes with FLA installed
-    python -m bench.gated_delta --only checks,times --quick
-    python -m bench.gated_delta --write-docs                   # needs no GPU
+    python -m bench gated_delta                                # three minutes with FLA installed
+    python -m bench gated_delta --only checks,times --quick
+    python -m bench gated_delta --write-docs                   # needs no GPU
 
 The truth is the definition in float64. FLA's backward pass raises on Hopper with Triton 3.4 to
 3.7.0, which miscompile it.
@@ -261,7 +261,4 @@ def verdicts(record: Record) -> str:
 
 CASES = ["checks", "times", "step", "fla"]
 OPTIONS = (("--limit", {"type": float, "default": 120.0, "help": "seconds of FLA"}),)
-BENCH = Bench("gated_delta", __doc__, run, show, CASES, "docs/kernels.md", options=OPTIONS)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, CASES, "docs/kernels.md", options=OPTIONS)

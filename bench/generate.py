@@ -243,7 +243,4 @@ def run(job: Job) -> None:
 
 
 NAMES = [case.name for case in CASES]
-BENCH = Bench(*("generate", __doc__, run, show, NAMES, "docs/generation.md"), libraries=LIBRARIES)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, NAMES, "docs/generation.md", libraries=LIBRARIES)

@@ -170,11 +170,4 @@ def wrong(record: Record) -> Iterator[str]:
                     yield f"WRONG: {where}: logits are {figure(row['mean_choice'])} deviations off"
 
 
-BENCH = Bench(
-    *("generate_families", __doc__, run, show, NAMES, "docs/generation.md"),
-    libraries=LIBRARIES,
-    tiny=True,
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, NAMES, "docs/generation.md", libraries=LIBRARIES, tiny=True)

@@ -4,8 +4,8 @@ Random weights of the shape of Llama-3.1-8B, the same on both sides, in bf16; gr
 side in processes of its own. A token's time is what passes from the 32nd token to the 224th, as the
 host receives them.
 
-    python -m bench.generate_multi                # two minutes on two H200s
-    python -m bench.generate_multi --write-docs   # needs no GPU
+    python -m bench generate_multi                # two minutes on two H200s
+    python -m bench generate_multi --write-docs   # needs no GPU
 """
 
 import tempfile
@@ -73,12 +73,5 @@ OPTIONS = (
 )
 DOCUMENT = "docs/parallel.md"
 BENCH = Bench(
-    *("generate_multi", __doc__, run, show, tuple(BATCHES), DOCUMENT),
-    options=OPTIONS,
-    tiny=True,
-    gpus=GPUS,
-    each_machine=True,
+    run, show, tuple(BATCHES), DOCUMENT, options=OPTIONS, tiny=True, gpus=GPUS, each_machine=True
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

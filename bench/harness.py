@@ -242,8 +242,6 @@ class Job:
 class Bench:
     """A benchmark: what it measures, and how its records are shown."""
 
-    kind: str  # names its records, bench/results/<kind>-<machine>.json, and its markers
-    about: str | None  # the script's docstring
     run: Callable[[Job], object]  # fills the record
     show: Callable[[Record], str]  # a record as Markdown
     cases: Sequence[str]
@@ -256,8 +254,13 @@ class Bench:
     needed: Sequence[str] = ()  # of the libraries, but with --tiny
     tiny: bool = False  # has --tiny, which needs no GPU
     gpus: int = 1  # that it needs
-    needs_gpu: bool = True
+    needs_gpu: bool = True  # but with --tiny
     each_machine: bool = False  # its document shows the newest record of every machine
+
+    @property
+    def kind(self) -> str:
+        """Names its records, bench/results/<kind>-<machine>.json, and its markers."""
+        return self.run.__module__.rpartition(".")[2]
 
     def shown(self, record: Record) -> dict[str, str]:
         """What stands between the markers of each document."""
@@ -296,7 +299,11 @@ def split(only: str | None, cases: Sequence[str]) -> list[str]:
 
 
 def parser_of(bench: Bench) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=bench.about, formatter_class=KEEP_LINES)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m bench {bench.kind}",
+        description=sys.modules[bench.run.__module__].__doc__,
+        formatter_class=KEEP_LINES,
+    )
     add = parser.add_argument
     add("--only", help=f"cases or parts of their names, with commas: {', '.join(bench.cases)}")
     add("--quick", action="store_true", help="few repetitions")
@@ -350,7 +357,7 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
 def records(kind: str) -> list[Record]:
     files = [*RESULTS.glob(f"{kind}.json"), *sorted(RESULTS.glob(f"{kind}-*.json"))]
     if not files:
-        raise FileNotFoundError(f"no {kind}*.json in {RESULTS}: run python -m bench.{kind} first")
+        raise FileNotFoundError(f"no {kind}*.json in {RESULTS}: run python -m bench {kind} first")
     return [json.loads(path.read_text(encoding="utf-8")) for path in files]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 import triton
 
-from bench import harness, kernels_report, operators
+from bench import kernels_report, operators
 from bench.harness import Bench, Job, Record, installed, progress
 from bench.measure import ONCE, Effort, Problem, host_time, measure
 from bench.peers import PACKAGES
@@ -191,7 +191,4 @@ def run(job: Job) -> None:
 
 
 SHOWN = {"blocks": kernels_report.blocks, "draw": kernels_report.plot}
-BENCH = Bench("kernels", __doc__, run, kernels_report.summary, OPERATORS, **SHOWN)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, kernels_report.summary, OPERATORS, **SHOWN)

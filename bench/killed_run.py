@@ -5,9 +5,9 @@ checkpoint when one of its ranks is killed. It must end by itself, go on from th
 half as many ranks and, since these read the same rows, with the same losses; and the model that it
 exports must have the loss that the run found at its end.
 
-    python -m bench.killed_run --root DIRECTORY   # about 240 s on four GPUs, and 160 GB of disk
-    python -m bench.killed_run --tiny             # four processes on the CPU
-    python -m bench.killed_run --write-docs       # needs no GPU
+    python -m bench killed_run --root DIRECTORY   # about 240 s on four GPUs, and 160 GB of disk
+    python -m bench killed_run --tiny             # four processes on the CPU
+    python -m bench killed_run --write-docs       # needs no GPU
 """
 
 import os
@@ -113,7 +113,7 @@ def reload(root: Path, job: Job) -> Record:
     return {"loss": float(found[1])} if found else {"error": text[-500:]}
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     tiny = job.options.tiny
     gpus = 4 if tiny else torch.cuda.device_count()
     if gpus < 2:
@@ -129,7 +129,6 @@ def run(job: Job) -> str:
     progress("reload")
     job.add(reloaded=reload(root, job))
     job.whole = not tiny
-    return show(job.record)
 
 
 def compared(record: Record) -> list[tuple[float, float]]:
@@ -167,9 +166,5 @@ def show(record: Record) -> str:
 OPTIONS = (
     ("--root", {"type": Path, "help": "where files and runs go (default: a temporary folder)"}),
     ("--limit", {"type": float, "default": 200.0, "help": "seconds that a run may take"}),
-    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
-BENCH = Bench("killed_run", __doc__, run, show, ("run",), DOCUMENT, options=OPTIONS)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, ("run",), DOCUMENT, options=OPTIONS, tiny=True)

@@ -76,19 +76,15 @@ def windows(events: Iterable[Any]) -> list[tuple[float, float]]:
     return [(e.time_range.start, e.time_range.end) for e in steps]
 
 
-def by_kind(
-    found: Sequence[Interval], steps: Sequence[tuple[float, float]]
-) -> dict[str, dict[str, float]]:
-    """Milliseconds a step: "alone", in which each moment of a step counts once, for the first kind
-    that was at work, and "in_all", which counts what other work has hidden too."""
+def by_kind(found: Sequence[Interval], steps: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Milliseconds a step; a moment counts once, for the first kind that was at work."""
     order = [kind for kind in (*KINDS, OTHER) if kind not in PASSING] + [*PASSING]
-    in_all, alone = dict.fromkeys(order, 0.0), dict.fromkeys([*order, WAITING], 0.0)
+    alone = dict.fromkeys([*order, WAITING], 0.0)
     for begin, end in steps:
         changes: list[tuple[float, int, int]] = []  # time, kind, one more or one less
         for kind, start, stop in found:
             start, stop = max(start, begin), min(stop, end)
             if start < stop:
-                in_all[kind] += stop - start
                 changes += [(start, order.index(kind), 1), (stop, order.index(kind), -1)]
         running, at = [0] * len(order), begin
         for time, number, change in sorted(changes):
@@ -97,9 +93,5 @@ def by_kind(
             running[number] += change
             at = time
         alone[WAITING] += end - at
-    in_all[WAITING] = alone[WAITING]
-    scale = 1e-3 / len(steps)
-    return {
-        kind: {"alone": alone[kind] * scale, "in_all": in_all[kind] * scale}
-        for kind in sorted(alone, key=lambda kind: -alone[kind])
-    }
+    ordered = sorted(alone.items(), key=lambda row: -row[1])
+    return {kind: 1e-3 * total / len(steps) for kind, total in ordered}

@@ -5,8 +5,8 @@ whose numbers are -1, 0 and 1, so that float32 sums are exact and a result is ri
 truth is torch's product in float32. L is each 128 j + 1 of some range, other lengths, and for
 results of up to 2^20 numbers also lengths of long rows.
 
-    python -m bench.long_sums                # half a minute on a GPU
-    python -m bench.long_sums --write-docs   # needs no GPU
+    python -m bench long_sums                # half a minute on a GPU
+    python -m bench long_sums --write-docs   # needs no GPU
 """
 
 from collections.abc import Callable
@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bench import harness
 from bench.harness import Bench, Job, Record, markdown, report
 from tigon.kernels.linear.linear import chunked_matmul
 
@@ -101,7 +100,4 @@ def show(record: Record) -> str:
     return report(record, markdown(head, rows))
 
 
-BENCH = Bench("long_sums", __doc__, run, show, list(SHAPES), "docs/kernels.md")
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, list(SHAPES), "docs/kernels.md")

@@ -230,9 +230,9 @@ def run(job: Job) -> None:
 
 
 BENCH = Bench(
-    *("moe", __doc__, run, show, (*SHAPES, PARTS, STACK), "docs/kernels.md"),
+    run,
+    show,
+    (*SHAPES, PARTS, STACK),
+    "docs/kernels.md",
     libraries=PACKAGES | {"transformers": "transformers"},
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

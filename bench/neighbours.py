@@ -18,7 +18,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tigon
-from bench import harness, timing
+from bench import timing
 from bench.compare_side import LLAMA_1B
 from bench.harness import Bench, Job, Record, figure, installed, markdown, progress, report, verdict
 from bench.peers import random_model
@@ -194,16 +194,5 @@ OPTIONS = (
     ("--steps", {"type": int, "default": 20, "help": "steps that are timed"}),
 )
 BENCH = Bench(
-    "neighbours",
-    __doc__,
-    run,
-    show,
-    list(CASES),
-    "docs/neighbours.md",
-    options=OPTIONS,
-    libraries=LIBRARIES,
-    tiny=True,
+    run, show, list(CASES), "docs/neighbours.md", options=OPTIONS, libraries=LIBRARIES, tiny=True
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

@@ -3,8 +3,8 @@
 In a CUDA graph of sums, each of the one before it: Tigon's one kernel, NCCL as torch's functional
 collectives call it and in place, and torch's one-shot all-reduce through symmetric memory.
 
-    python -m bench.one_shot_sum                # half a minute; starts the processes itself
-    python -m bench.one_shot_sum --write-docs   # needs no GPU
+    python -m bench one_shot_sum                # half a minute; starts the processes itself
+    python -m bench one_shot_sum --write-docs   # needs no GPU
 """
 
 import tempfile
@@ -41,13 +41,4 @@ def show(record: Record) -> str:
 
 OPTIONS = (("--limit", {"type": float, "default": 100.0, "help": "seconds that it may take"}),)
 DOCUMENT = "docs/parallel.md"
-BENCH = Bench(
-    *("one_shot_sum", __doc__, run, show, TOKENS, DOCUMENT),
-    options=OPTIONS,
-    tiny=True,
-    gpus=GPUS,
-    each_machine=True,
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, TOKENS, DOCUMENT, options=OPTIONS, tiny=True, gpus=GPUS, each_machine=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import tigon
-from bench import harness, timing
+from bench import timing
 from bench.compare_side import LLAMA_1B
 from bench.harness import Bench, Job, Record, figure, markdown, progress, report, verdict
 from tests.support.small import LLAMA
@@ -163,9 +163,4 @@ OPTIONS = (
     ("--rounds", {"type": int, "default": 3}),
     ("--steps", {"type": int, "default": 20, "help": "steps that are timed in a round"}),
 )
-BENCH = Bench(
-    "optimizers", __doc__, run, show, CASES, "docs/optimizers.md", options=OPTIONS, tiny=True
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, CASES, "docs/optimizers.md", options=OPTIONS, tiny=True)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import tigon
-from bench import harness
 from bench.attention_cases import lognormal
 from bench.compare_side import LLAMA_1B
 from bench.harness import Bench, Job, Record, heading, installed, named, provider_table
@@ -97,7 +96,4 @@ def run(job: Job) -> None:
     job.add(**measured(LLAMA_1B, inputs, ONCE if job.quick else EFFORT))
 
 
-BENCH = Bench("padding", __doc__, run, show, ["padding"], "docs/attention.md")
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, ["padding"], "docs/attention.md")

@@ -9,8 +9,8 @@ tokens per second and GPU. Mixtures of experts (Qwen3-30B-A3B's shape with 8 lay
 beside transformers + Liger with its grouped GEMMs, under FSDP2 and with its own expert
 parallelism, which can train since 5.22 and is left out before.
 
-    python -m bench.parallel                 # about 400 s; starts the processes itself
-    python -m bench.parallel --rounds 1 tensor
+    python -m bench parallel                 # about 400 s; starts the processes itself
+    python -m bench parallel --rounds 1 tensor
 """
 
 import json
@@ -233,7 +233,10 @@ OPTIONS = (
 )
 DOCUMENT = "docs/parallel.md"
 BENCH = Bench(
-    *("parallel", __doc__, run, show, tuple(offered()), DOCUMENT),
+    run,
+    show,
+    tuple(offered()),
+    DOCUMENT,
     options=OPTIONS,
     libraries=LIBRARIES,
     needed=("Liger",),
@@ -241,6 +244,3 @@ BENCH = Bench(
     gpus=GPUS,
     each_machine=True,
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

@@ -10,7 +10,7 @@ experts is fitted; its other sides tell how well the rates carry over to other l
 another GPU, and bench/scaling.py to four. --write-docs puts the tables into docs/scale.md. No GPU
 is needed.
 
-    python -m bench.plan [--fit] [--write-docs]
+    python -m bench plan [--fit] [--write-docs]
 """
 
 import argparse

@@ -16,8 +16,8 @@ It has its own fused head, Liger's kernels in the layers, no recomputation, and 
 float32 is slower. Its fastest setting is compared with ours of as many pairs in a micro-batch, or
 of two. Ratios are of medians. First steps are compared with that in float32.
 
-    python -m bench.preference                # minutes on an H200
-    python -m bench.preference --write-docs   # needs no GPU
+    python -m bench preference                # minutes on an H200
+    python -m bench preference --write-docs   # needs no GPU
 """
 
 import math
@@ -138,12 +138,12 @@ OPTIONS = (
     ("--limit", {"type": float, "default": 300.0, "help": "seconds that this call may take"}),
 )
 BENCH = Bench(
-    *("preference", __doc__, run, show, (OURS, HALF, TWICE, EXACT, PEER), "docs/preference.md"),
+    run,
+    show,
+    (OURS, HALF, TWICE, EXACT, PEER),
+    "docs/preference.md",
     options=OPTIONS,
     libraries={"TRL": "trl", **LIBRARIES},
     needed=("TRL", "PEFT", "Liger"),
     tiny=True,
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

@@ -13,8 +13,8 @@ lora: configs/recipe_lora.yaml on worked answers (examples/assets/gsm8k.py), and
 parameters, each with several learning rates; judged is by how much the adapter's best perplexity on
 held-out answers is above the best of full fine-tuning.
 
-    python -m bench.recipes                # minutes on a GPU
-    python -m bench.recipes --write-docs   # needs no GPU
+    python -m bench recipes                # minutes on a GPU
+    python -m bench recipes --write-docs   # needs no GPU
 """
 
 import math
@@ -27,7 +27,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from bench import harness
 from bench.harness import ROOT, Bench, Job, Record, figure, heading, markdown, progress, verdict
 from tigon.train import load, main
 from tigon.train.logging import read_metrics
@@ -223,9 +222,4 @@ OPTIONS = (
     ("--set", {"action": "append", "help": "a further setting of all runs, such as steps=2"}),
     ("--limit", {"type": float, "default": 100.0, "help": "seconds for pairs, if they are enough"}),
 )
-BENCH = Bench(
-    *("recipes", __doc__, run, show, (DPO, LORA)), blocks=blocks, options=OPTIONS, tiny=True
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, (DPO, LORA), blocks=blocks, options=OPTIONS, tiny=True)

@@ -5,9 +5,9 @@ on each rank, or longer rows that ranks share, in bf16 and in fp8; and Qwen3-30B
 layers, whose experts are shared, too. Speeds are tokens per second and GPU. bench/plan.py puts what
 `tigon plan` predicts beside them.
 
-    python -m bench.scaling                      # about 500 s on four GPUs
-    python -m bench.scaling --only "fsdp 4,transformers"
-    python -m bench.scaling --write-docs         # needs no GPU
+    python -m bench scaling                      # about 500 s on four GPUs
+    python -m bench scaling --only "fsdp 4,transformers"
+    python -m bench scaling --write-docs         # needs no GPU
 
 A side that the record has at this commit is not measured again: the same command goes on.
 """
@@ -21,8 +21,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from bench import harness
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
 from bench.kernels_report import STYLE
@@ -31,7 +29,7 @@ from bench.train_cases import MODELS, PEER
 from bench.train_multi import SIDE, settings, write_inputs
 from bench.train_multi import Side as Ranks
 from bench.train_multi_side import EXPERT_PEER, FIRST, TIGON
-from bench.train_step import libraries
+from bench.train_step import LIBRARIES
 from tests.support.small import EXPERTS as SMALL_EXPERTS
 from tests.support.small import LLAMA
 from tigon.plan import Layout
@@ -120,14 +118,11 @@ def run_side(root: Path, name: str, job: Job) -> Record:
     return found
 
 
-def run(job: Job) -> str:
+def run(job: Job) -> None:
     options = job.options
-    if not options.tiny and torch.cuda.device_count() < GPUS:
-        raise SystemExit(f"needs {GPUS} GPUs, and there are {torch.cuda.device_count()}")
     known = json.loads(job.out.read_text(encoding="utf-8")) if job.out.exists() else {}
     same = known.get("commit") == job.record["commit"]
-    job.record |= {"machine": f"{GPUS} x {job.record.get('gpu', 'CPU')}"}
-    job.record |= {"libraries": libraries(options.tiny), "sides": known["sides"] if same else {}}
+    job.record["sides"] = known["sides"] if same else {}
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         write_inputs(root, options.tiny)
@@ -141,7 +136,6 @@ def run(job: Job) -> str:
                 rows.append(run_side(root, name, job) | {"seconds": time.monotonic() - began})
                 job.add()
     job.whole = not options.tiny and all(job.record["sides"].get(name) for name in SIDES)
-    return show(job.record)
 
 
 def speed(record: Record, name: str) -> float | None:
@@ -251,11 +245,16 @@ OPTIONS = (
     ("cases", {"nargs": "*", "help": "as --only"}),
     ("--rounds", {"type": int, "default": 1}),
     ("--limit", {"type": float, "default": 120.0, "help": "seconds that a side may take"}),
-    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
 BENCH = Bench(
-    "scaling", __doc__, run, show, tuple(SIDES), blocks=blocks, draw=plot, options=OPTIONS
+    run,
+    show,
+    tuple(SIDES),
+    blocks=blocks,
+    draw=plot,
+    options=OPTIONS,
+    libraries=LIBRARIES,
+    needed=("Liger",),
+    tiny=True,
+    gpus=GPUS,
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

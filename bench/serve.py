@@ -230,9 +230,4 @@ def show(record: Record) -> str:
 
 
 NAMES = [case.name for case in CASES]
-BENCH = Bench(
-    *("serve", __doc__, run, show, NAMES, "docs/serving.md"), libraries=LIBRARIES, tiny=True
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, NAMES, "docs/serving.md", libraries=LIBRARIES, tiny=True)

@@ -6,7 +6,7 @@ whose ratios are not measured; the tests of ranks that share a model, those in b
 four: bench/scaling.py; the run whose rank is killed; the same tests. Records and logs go to a
 folder, whatever ends the run; the same command goes on with what is missing.
 
-    python -m bench.several_gpus --to DIRECTORY --seconds 570
+    python -m bench several_gpus --to DIRECTORY --seconds 570
 """
 
 import argparse
@@ -40,10 +40,10 @@ def steps(
     if two:
         yield "test_sums", [*pytest, SUMS]
     for name in ("generate_multi", "one_shot_sum") if two else ("scaling", "killed_run"):
-        yield name, ["-m", f"bench.{name}", *more]
+        yield name, ["-m", "bench", name, *more]
     # As arguments, since some names have commas
     if two and (missing := parallel.missing(known)):
-        yield "parallel", ["-m", "bench.parallel", "--rounds=1", *more, *missing]
+        yield "parallel", ["-m", "bench", "parallel", "--rounds=1", *more, *missing]
     for name, chosen in (("tests", FIRST), ("tests-others", f"not ({FIRST})")):
         yield name, [*pytest, TESTS, "-k", chosen]
 

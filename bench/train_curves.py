@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from bench import harness
 from bench.compare_side import TINY, config
 from bench.harness import (
     ROOT,
@@ -261,17 +260,4 @@ def run(job: Job) -> None:
 
 
 DOCUMENT = "docs/performance.md"
-BENCH = Bench(
-    "train_curves",
-    __doc__,
-    run,
-    show,
-    tuple(SIDES),
-    DOCUMENT,
-    libraries=LIBRARIES,
-    needed=("Liger",),
-    tiny=True,
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, tuple(SIDES), DOCUMENT, libraries=LIBRARIES, needed=("Liger",), tiny=True)

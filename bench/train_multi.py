@@ -6,9 +6,9 @@ device; the peer's are forward, backward and update under FSDP2, with and withou
 weights after forward. A round runs every side once, each in fresh processes; a ratio is the median
 over the rounds. What the record has at this commit is not measured again.
 
-    python -m bench.train_multi                 # about 450 s; starts the processes itself
-    python -m bench.train_multi --rounds 1 tigon
-    python -m bench.train_multi --write-docs    # needs no GPU
+    python -m bench train_multi                 # about 450 s; starts the processes itself
+    python -m bench train_multi --rounds 1 tigon
+    python -m bench train_multi --write-docs    # needs no GPU
 """
 
 import json
@@ -19,15 +19,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from bench import harness
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, report, verdict
 from bench.kernels_report import STYLE
 from bench.processes import run_ranks
 from bench.train_cases import LLAMA_8B, PEER
 from bench.train_multi_side import FIRST
-from bench.train_step import libraries
+from bench.train_step import LIBRARIES
 from tests.support.small import LLAMA, WORDS, write_tokenizer
 from tigon.train.config import Config
 
@@ -188,7 +186,7 @@ def show(record: Record) -> str:
     ]
     rounds = f"{record['rounds']} round{'s' if record['rounds'] > 1 else ''}"
     title = f"{heading(record, record['libraries'])}; {rounds}."
-    return "\n\n".join([title, markdown(head, rows), "\n".join(verdicts(record))])
+    return report(record, markdown(head, rows), verdicts(record), title=title)
 
 
 def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
@@ -218,24 +216,16 @@ def blocks(record: Record) -> dict[str, str]:
     return {DOCUMENT: f"{link}\n\n{show(record)}"}
 
 
-def run(job: Job) -> str:
-    options = job.options
-    if not options.tiny and torch.cuda.device_count() < GPUS:
-        raise SystemExit(f"needs {GPUS} GPUs, and there are {torch.cuda.device_count()}")
-    if options.out is None and not options.tiny:
-        job.out = harness.RESULTS / job.out.name
-    known = json.loads(job.out.read_text(encoding="utf-8")) if job.out.exists() else {}
+def run(job: Job) -> None:
+    options, known = job.options, job.resume()
     keep = known.get("commit") == job.record["commit"] and not options.again
-    job.record |= {"machine": f"{GPUS} x {job.record.get('gpu', 'CPU')}", "rounds": options.rounds}
-    job.record |= {"tokens": 32 if options.tiny else TOKENS}
-    job.record["libraries"] = libraries(options.tiny)
+    job.record |= {"rounds": options.rounds, "tokens": 32 if job.tiny else TOKENS}
     job.record["sides"] = known["sides"] if keep else {}
     if keep and "attention" in known:
         job.record["attention"] = known["attention"]
     measure(job)
     whole = all(len(job.record["sides"].get(name, ())) >= options.rounds for name in offered())
-    job.whole = whole and not options.tiny
-    return show(job.record)
+    job.whole = whole and not job.tiny
 
 
 OPTIONS = (
@@ -243,14 +233,16 @@ OPTIONS = (
     ("--rounds", {"type": int, "default": 3}),
     ("--limit", {"type": float, "default": 120.0, "help": "seconds that a side may take"}),
     ("--again", {"action": "store_true", "help": "measure what the record has"}),
-    ("--tiny", {"action": "store_true", "help": "tiny models on the CPU"}),
 )
 BENCH = Bench(
-    *("train_multi", __doc__, run, show, tuple(offered())),
+    run,
+    show,
+    tuple(offered()),
     blocks=blocks,
     draw=plot,
     options=OPTIONS,
+    libraries=LIBRARIES,
+    needed=("Liger",),
+    tiny=True,
+    gpus=GPUS,
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

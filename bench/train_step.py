@@ -12,17 +12,17 @@ rounds.
 Cases are added to one record as they come: what it has of a case, at this commit, is not measured
 again. So a run that is cut off goes on with the same command, and parts can be asked for by name.
 
-    python -m bench.train_step                          # all that is missing
-    python -m bench.train_step 1B Gemma3 --limit 500    # cases by parts of their names
-    python -m bench.train_step --write-docs             # needs no GPU
+    python -m bench train_step                          # all that is missing
+    python -m bench train_step 1B Gemma3 --limit 500    # cases by parts of their names
+    python -m bench train_step --write-docs             # needs no GPU
 """
 
 import time
 
-from bench import harness, train_report
-from bench.harness import ROOT, Bench, Job, Record, installed, progress
+from bench import train_report
+from bench.harness import ROOT, Bench, Job, Record, progress
 from bench.processes import spawn
-from bench.train_cases import CASES, PEER, TINY_TOKENS, Case, offered
+from bench.train_cases import CASES, TINY_TOKENS, Case, offered
 from bench.train_side import Request
 
 SIDE = ROOT / "bench/train_side.py"
@@ -36,14 +36,6 @@ LIBRARIES = {
     "triton": "triton",
 }
 LEAST_SECONDS = 20.0  # below which no process is started
-
-
-def libraries(tiny: bool) -> dict[str, str | None]:
-    """Versions. Raises where the peer is to be measured on a GPU, and its kernels are missing."""
-    found = {name: installed(package) for name, package in LIBRARIES.items()}
-    if not tiny and found["Liger"] is None:
-        raise SystemExit(f"{PEER} needs both: pip install transformers liger-kernel")
-    return found
 
 
 def begun(name: str, case: Case, job: Job) -> Record:
@@ -150,7 +142,7 @@ OPTIONS = (
     ),
 )
 BENCH = Bench(
-    *("train_step", __doc__, run, train_report.show, tuple(offered())),
+    *(run, train_report.show, tuple(offered())),
     blocks=train_report.blocks,
     draw=train_report.plot,
     options=OPTIONS,
@@ -158,6 +150,3 @@ BENCH = Bench(
     needed=("Liger",),
     tiny=True,
 )
-
-if __name__ == "__main__":
-    harness.main(BENCH)

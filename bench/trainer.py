@@ -16,7 +16,7 @@ from statistics import median
 import torch
 
 import tigon
-from bench import harness, timing
+from bench import timing
 from bench.attention_cases import lognormal
 from bench.compare_side import LLAMA_1B
 from bench.harness import Bench, Job, Record, figure, markdown, progress, report, verdict
@@ -163,9 +163,4 @@ OPTIONS = (
     ("--rounds", {"type": int, "default": 2}),
     ("--steps", {"type": int, "default": 25, "help": "steps that are timed"}),
 )
-BENCH = Bench(
-    "trainer", __doc__, run, show, list(CASES), "docs/data.md", options=OPTIONS, tiny=True
-)
-
-if __name__ == "__main__":
-    harness.main(BENCH)
+BENCH = Bench(run, show, list(CASES), "docs/data.md", options=OPTIONS, tiny=True)

@@ -73,6 +73,7 @@ from bench import (
     train_step,
     trainer,
 )
+from bench.__main__ import titles
 from bench.attention_cases import CASES as ATTENTION_CASES
 from bench.attention_cases import Case as AttentionCase
 from bench.attention_cases import problem
@@ -799,7 +800,7 @@ def test_docs_show_the_newest_runs(bench: harness.Bench) -> None:
     found = harness.records(bench.kind)
     for name, block in bench.documented(found).items():
         text = (ROOT / name).read_text(encoding="utf-8")
-        command = f"run python -m bench.{bench.kind} --write-docs"
+        command = f"run python -m bench {bench.kind} --write-docs"
         assert text == harness.between(text, block, name, bench.kind), command
     assert all(record["commit"] in bench.show(record) for record in found)
 
@@ -810,11 +811,11 @@ def test_records_name_files_from_the_root() -> None:
 
 
 def test_each_script_has_a_command_line() -> None:
-    """`python -m bench.NAME`."""
+    """`python -m bench NAME`."""
+    known = titles()
     for bench in BENCHES:
         assert bench.__file__ is not None
-        text = Path(bench.__file__).read_text(encoding="utf-8")
-        assert text.endswith('if __name__ == "__main__":\n    harness.main(BENCH)\n')
+        assert bench.BENCH.kind == Path(bench.__file__).stem and bench.BENCH.kind in known
         assert "--only" in harness.parser_of(bench.BENCH).format_help()
 
 
@@ -835,7 +836,7 @@ def test_bad_arguments_are_named(bench, arguments, message, capsys, monkeypatch)
 
 
 def test_newest_whole_record_is_shown() -> None:
-    bench = harness.Bench("k", "", lambda _: "", lambda r: f"{r['machine']} {r['date']}", ())
+    bench = harness.Bench(lambda _: "", lambda r: f"{r['machine']} {r['date']}", ())
     rows = [("A", "1", True), ("B", "9", False), ("A", "2", True), ("A", "3", False)]
     records = [{"machine": m, "date": d, "complete": c} for m, d, c in rows]
     one = replace(bench, document="d.md")

@@ -92,7 +92,9 @@ def check_torchrun(words: list[str]) -> None:
 
 def check_python(words: list[str]) -> None:
     """A script of ours is there, and knows its options."""
-    if words[0] == "-m":
+    if words[:2] == ["-m", "bench"]:
+        words = [f"bench/{words[2]}.py", *words[3:]]
+    elif words[0] == "-m":
         words = [words[1].replace(".", "/") + ".py", *words[2:]]
     path = ROOT / words[0]
     assert path.exists() or path.with_suffix("").is_dir(), f"no {words[0]}"
@@ -192,8 +194,8 @@ def options(name: str) -> set[str]:
         "tigon chat MODEL --temprature 1",
         "torchrun --nproc 2 -m tigon.train config.yaml sequence=1",
         "torchrun --nproc-per-node 2 none.py",
-        "python -m bench.none",
-        "python -m bench.kernels --nothing",
+        "python -m bench none",
+        "python -m bench kernels --nothing",
         "make nothing",
         "pip install -e .[nothing]",
         "tigno chat",

@@ -61,7 +61,7 @@ def as_documented(name: str, block: str) -> None:
     page = "docs/scale.md"
     text = (ROOT / page).read_text(encoding="utf-8")
     assert text == between(text, block, page, f"plan-{name}"), (
-        "run python -m bench.plan --write-docs"
+        "run python -m bench plan --write-docs"
     )
 
 

@@ -312,18 +312,23 @@ class FullDisk(io.StringIO):
     name = "<stdout>"
 
     def write(self, text: str) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+PACK = "data pack CHATS model=MODEL seq_len=64"
+RUN = "CHATS model=MODEL seq_len=64 run_dir=NEW steps=1 batch_size=1 device=cpu"
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--version", "info MODEL", "data pack CHATS model=MODEL seq_len=64"]
+    "arguments", ["--version", "info MODEL", PACK, f"train --dry-run data={RUN}"]
 )
 def test_output_that_cannot_be_written(arguments, places, tmp_path, capfd, monkeypatch):
     """Also where argparse or a log goes on after the error."""
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "stdout", FullDisk())
-    arguments = arguments.replace("MODEL", str(places["MODEL"]))
-    arguments = arguments.replace("CHATS", str(write_chats(tmp_path / "chats.jsonl", 3)))
+    chats = write_chats(tmp_path / "chats.jsonl", 3)
+    for word, path in (("MODEL", places["MODEL"]), ("CHATS", chats), ("NEW", tmp_path / "new")):
+        arguments = arguments.replace(word, str(path))
     assert main(arguments.split()) == 1
     command = f"tigon {arguments.split()[0]}"
     assert capfd.readouterr().err == f"{command}: [Errno 28] No space left on device: '<stdout>'\n"

@@ -4,24 +4,37 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from tests.hopper.compiling import WIDE, in_place
+from tests.compiled.compiling import SHARED, WIDE, in_place
+from tigon.kernels import runtime
+from tigon.kernels.attention.decode import holds_tile
+from tigon.kernels.delta import gated_delta, gated_delta_backward
+from tigon.kernels.delta.gated_delta_forward import fits
+
+slow = pytest.mark.slow
+
+
+def compiled(*options: str) -> dict[str, Any]:
+    """What the command found of each kernel; all has to compile."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.compiled", *options]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["compiled"]
 
 
 @pytest.mark.timeout(1200)  # two minutes of both cores, more beside other tests
 @pytest.mark.parametrize(
-    "options", [["--quick"], pytest.param([], marks=pytest.mark.slow)], ids=["quick", "all"]
+    "options", [["--quick"], pytest.param([], marks=slow)], ids=["quick", "all"]
 )
 def test_kernels_compile_for_hopper_with_wide_accesses(options: list[str]) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.hopper", *options]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)["compiled"]
+    found = compiled(*options)
     wide = {name: [counts.get("16", 0) for counts in found[name]] for name in WIDE}
     assert {name: len(each) for name, each in wide.items()} == {k: len(v) for k, v in WIDE.items()}
     short = {
@@ -33,3 +46,64 @@ def test_kernels_compile_for_hopper_with_wide_accesses(options: list[str]) -> No
     written = [counts for name in found if in_place(name) for counts in found[name]]
     assert written
     assert not any(counts["exposed"] for counts in written)
+
+
+# Compute capability, part of forms' names, and a kernel that they launch; sm_86 is as sm_89, sm_100
+# has as much shared memory as Hopper
+LAUNCHES = [
+    ("89", "latents of 320", "_append_attention_kernel"),
+    ("120", "grouped_mlp", "_grouped_product_kernel"),
+    pytest.param("89", "append", "_append_attention_kernel", marks=slow),
+    pytest.param("80", "append", "_append_attention_kernel", marks=slow),
+    pytest.param("89", "few heads", "_chunk_gradients_kernel", marks=slow),
+    pytest.param("80", "gated_delta_rule fp32", "_chunk_gradients_kernel", marks=slow),
+    pytest.param("89", "low rank", "_low_rank_shares_kernel", marks=slow),
+    pytest.param("89", "wide", "_backward_kernel", marks=slow),
+    pytest.param("120", "fp8", "_gated_rows_kernel", marks=slow),
+]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("capability", "form", "kernel"), LAUNCHES)
+def test_large_launches_fit_into_shared_memory(capability: str, form: str, kernel: str) -> None:
+    found = compiled("--capability", capability, "--quick", form)
+    launches = [counts for name in found if name.endswith(kernel) for counts in found[name]]
+    assert launches
+    assert all(20 << 10 < counts["shared"] <= SHARED[int(capability)] for counts in launches)
+
+
+@pytest.mark.parametrize("sm", SHARED)
+def test_plain_torch_runs_where_no_launch_fits(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "SHARED_OFF_GPUS", SHARED[sm])
+    large = SHARED[sm] >= SHARED[80]
+    for width, dtype, held in (
+        (128, torch.float32, True),
+        (576, torch.bfloat16, True),
+        (576, torch.float32, large),
+    ):
+        q = torch.empty(1, 1, 1, width, dtype=dtype)
+        assert holds_tile(q, q) == held, (width, dtype)
+    for width, dtype, held in (
+        (64, torch.float32, True),
+        (128, torch.bfloat16, True),
+        (128, torch.float32, large),
+    ):
+        assert fits(torch.empty(1, 1, 1, width, dtype=dtype)) == held, (width, dtype)
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.0"])
+@pytest.mark.parametrize("sm", [(9, 0), (10, 0), (12, 0)])
+def test_delta_rule_without_a_compiler_for_its_gradients(
+    version: str, sm: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiles = gated_delta_backward._compiles.__wrapped__
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: sm)
+    monkeypatch.setattr(gated_delta_backward.triton, "__version__", version)
+    assert compiles(0) == (version == "3.9.0" or sm != (10, 0))
+    monkeypatch.setattr(gated_delta, "_served", lambda *_: True)
+    monkeypatch.setattr(gated_delta, "gradients_compile", lambda x: False)
+    monkeypatch.setattr(gated_delta, "_GatedDeltaRule", None)
+    q, k, v = (torch.ones(1, 3, 1, 16, requires_grad=True) for _ in "qkv")
+    g, beta = (torch.zeros(1, 3, 1) for _ in "gb")
+    o, _ = gated_delta.gated_delta_rule(q, k, v, g, beta)
+    assert o.grad_fn is not None

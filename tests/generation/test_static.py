@@ -59,7 +59,7 @@ def test_a_capture_has_the_mode_of_its_call(mode: Any, monkeypatch: pytest.Monke
         return torch.zeros(1)
 
     with mode():
-        steps.GraphedStep(torch.zeros(1), None)._capture(step)
+        steps.GraphedStep(torch.nn.Linear(1, 1), None)._capture(step)
     assert found == [(False, mode is torch.inference_mode)]
 
 

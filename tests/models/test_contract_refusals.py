@@ -55,7 +55,7 @@ VALUES: list[tuple[dict[str, Any], str]] = [
     ({"criteria": (LogProbs(),)}, "LogProbs without labels: give labels, or targets="),
     ({"criteria": (CrossEntropy(),)}, "CrossEntropy without labels"),
     ({"criteria": (LogProbs(targets=torch.zeros(2, 4).long()),)}, "targets (2, 4) of LogProbs"),
-    ({"criteria": (CrossEntropy(z_loss=-5.0),), **LABELED}, "z_loss=-5.0 is negative"),
+    ({"criteria": (CrossEntropy(z_loss=-5.0),), **LABELED}, "z_loss=-5.0 is not a finite number"),
     ({"criteria": (CrossEntropy(coefficient=COEFFICIENT),), **LABELED}, "requires a gradient"),
     ({"label_smoothing": 1.5, **LABELED}, "=1.5 is not in [0, 1]"),
     ({"label_smoothing": 0.1}, "label_smoothing without a cross-entropy"),

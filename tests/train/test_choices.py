@@ -15,7 +15,7 @@ from tests.train.test_memory import B, tiny
 from tigon.layers import activation_offload as offloading
 from tigon.parallel import MeshSizes
 from tigon.train import build, checkpoint, choices, dry_run, main, memory, trainer
-from tigon.train.choices import StepChoice, Way, choose_step, lessen, spaced_blocks
+from tigon.train.choices import StepChoice, Way, choose_step, lessen, order_ways, spaced_blocks
 from tigon.train.config_file import load
 from tigon.train.distributed import InputError, World
 from tigon.train.less_memory import StepMemoryError, within_memory
@@ -125,6 +125,26 @@ def test_fastest_way_that_fits(budget: int, tokens: int, expected: tuple[str, in
     assert found.offload == (budget == 41)
     assert found.total == gigabytes(Way(*expected[:2]), expected[2], found.offload)
     assert found.total <= budget * GIB
+    # A run that goes on is computed in the same way
+    way = Way(*expected[:2])
+    ways = order_ways(FOUR, way)
+    again = choose_step(gigabytes, ways, tokens, 8, budget * GIB, previous=way, **OPTIONS)
+    assert again == found
+
+
+def test_what_does_not_fit_is_told_of_the_least() -> None:
+    """Also in a run that has had it, and so tries it first."""
+    for previous in (None, Way("full", 1)):
+        with pytest.raises(ValueError, match=r"micro_batch_size=1 takes 48\.00 GiB"):
+            choose_step(
+                gigabytes,
+                order_ways(FOUR, previous),
+                8192,
+                8,
+                30 * GIB,
+                previous=previous,
+                **OPTIONS,
+            )
 
 
 def test_set_checkpointing_stays() -> None:

@@ -116,7 +116,12 @@ def test_models(fails, workspace, tmp_path):
     tokenizer = f"tokenizer={workspace.model}"
     fails(r"init=.*config\.json is not a config\.json file", "model=", tokenizer, f"init={config}")
     config.write_text(json.dumps({**LLAMA, "model_type": "lama"}))
-    fails(r"config\.json: model_type 'lama' is not one of", "model=", tokenizer, f"init={config}")
+    fails(
+        r"config\.json: model_type 'lama' is not 'deepseek_v3' or",
+        "model=",
+        tokenizer,
+        f"init={config}",
+    )
     for dtype in ("save", "__class__", "float8_e4m3fn"):
         config.write_text(json.dumps({**LLAMA, "dtype": dtype}))
         message = rf"config\.json: unsupported dtype '{dtype}': use .*; export_dtype= says what"

@@ -1,5 +1,6 @@
 """A run directory has one run, and a run that is stopped, killed or moved goes on exactly."""
 
+import json
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small import write_chats
+from tests.support.small import LLAMA, write_chats
 from tests.train.adapters import assert_same_curve
 from tests.train.ranks import Ranks
 from tigon.train import load, logging, main
@@ -70,6 +71,19 @@ def test_finished_runs_stay_and_can_be_extended(workspace, capsys):
     assert workspace.metrics("longer", "step") == list(range(1, 2 * steps + 1))
     assert workspace.metrics("longer", "lr")[-1] == 1e-3
     assert (workspace.root / "longer/hf/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["muse_glimmer", "gemma3"])
+def test_text_models_of_multimodal_configs(workspace, tmp_path, kind):
+    """Random weights for a config.json around the text's, as Muse's checkpoints have it."""
+    text = {**LLAMA, "model_type": f"{kind}_text", "vocab_size": 320, "head_dim": 16}
+    config = {"model_type": kind, "tie_word_embeddings": True, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    start = {"model": "", "init": tmp_path / "config.json", "tokenizer": workspace.model}
+    settings = workspace.settings(kind, save_every=1, schedule="constant", **start)
+    main([*settings, "steps=1"])
+    main([*settings, "steps=2", "resume=auto"])
+    assert workspace.metrics(kind, "step") == [1, 2]
 
 
 def test_tokenizer_outlives_its_checkpoint(workspace, whole, tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tigon.cli.main import INTERRUPTED
 from tigon.cli.terminal import read_lines
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
@@ -196,9 +197,6 @@ def run_chat_command(chat: Chat, line: str) -> bool:
 def print_note(text: str) -> None:
     """Prints a text in parentheses, as one line on standard error."""
     print(f"({one_line(text)})", file=sys.stderr, flush=True)
-
-
-INTERRUPTED = 130  # exit code, as in main.py
 
 
 def talk_on_ranks(chat: Chat, name: str, world: World) -> None:

@@ -18,12 +18,11 @@ from tigon.cli.load import (
     parse_device,
     parse_dtype,
     parse_gguf_export,
-    raise_on_all_ranks,
     refuse_base,
 )
 from tigon.data import clean_cache
 from tigon.eval import Perplexity, find_windows, parity, report, score
-from tigon.generation.settings import file_prefix
+from tigon.generation.settings import SAMPLING, file_prefix, set_do_sample
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.pretrained.convert import convert_pretrained
 from tigon.models.pretrained.load import parse_gguf_path
@@ -43,18 +42,14 @@ from tigon.train.publish import push as push_folder
 from tigon.utils.terminal import one_line, raw_stream
 from tigon.weights import Repository
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-
 
 @on_ranks
-def generate(args: Namespace, world: World | None) -> int:
+def generate(args: Namespace, world: World) -> int:
     """Runs `tigon generate`: prints the continuation of a prompt."""
-    main = world is None or world.main
-    with raise_on_all_ranks(world):
-        text = _read_prompt(args) if main else ""
-    if world is not None:
-        text = next(filter(None, world.gather(text)), "")
-    with raise_on_all_ranks(world):
+    with world.raise_on_all_ranks():
+        text = _read_prompt(args) if world.main else ""
+    text = next(filter(None, world.gather(text)), "")
+    with world.raise_on_all_ranks():
         model, tokenizer = load_model_and_tokenizer(args, world)
         ids = _encode_prompt(args, text, tokenizer)
         if not ids:
@@ -71,9 +66,8 @@ def generate(args: Namespace, world: World | None) -> int:
     stream = tokenizer.decode_stream(skip_special_tokens=True)
 
     def show(new: torch.Tensor) -> None:
-        if world is not None:
-            world.progress.step += 1
-        if main:
+        world.progress.step += 1
+        if world.main:
             print_text(stream.step(int(new)) or "")
 
     model.generate(
@@ -87,15 +81,15 @@ def generate(args: Namespace, world: World | None) -> int:
         **_sampling_settings(args),
         **({"stop_strings": args.stop} if args.stop else {}),
     )
-    if main:
+    if world.main:
         print_text(f"{stream.finish()}\n")
     return 0
 
 
 @on_ranks
-def chat(args: Namespace, world: World | None) -> int:
+def chat(args: Namespace, world: World) -> int:
     """Runs `tigon chat` until the user leaves."""
-    with raise_on_all_ranks(world):
+    with world.raise_on_all_ranks():
         model, tokenizer = load_model_and_tokenizer(args, world)
         check_sequences(model)
         try:
@@ -104,7 +98,7 @@ def chat(args: Namespace, world: World | None) -> int:
             conversation = Chat(model, tokenizer, **sizes, settings=settings)
         except ValueError as error:
             raise ValueError(f"{args.model}: {error}") from None
-    if world is None:
+    if world.size == 1:
         talk(conversation, args.model)
     else:
         talk_on_ranks(conversation, args.model, world)
@@ -112,17 +106,12 @@ def chat(args: Namespace, world: World | None) -> int:
 
 
 def _sampling_settings(args: Namespace) -> dict[str, Any]:
-    """Returns the sampling options that are set, as arguments of model.generate: greedy with
-    temperature 0, sampling with any other. Without --seed, seeds torch anew."""
+    """Returns the sampling options that are set, as arguments of model.generate. Without --seed,
+    seeds torch anew."""
     names = (*SAMPLING, "repetition_penalty", "seed")
-    settings = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
-    if args.temperature == 0:
-        settings |= {"do_sample": False, "temperature": None}
-    elif any(name in settings for name in SAMPLING):
-        settings["do_sample"] = True
     if args.seed is None:
         torch.seed()  # otherwise every process draws the same tokens
-    return settings
+    return set_do_sample({n: getattr(args, n) for n in names if getattr(args, n) is not None})
 
 
 def plan(args: Namespace) -> int:
@@ -180,10 +169,10 @@ def end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
 
 
 @on_ranks
-def eval_perplexity(args: Namespace, world: World | None) -> int:
+def eval_perplexity(args: Namespace, world: World) -> int:
     """Runs `tigon eval perplexity`: prints perplexity, loss, accuracy, the number of tokens and
     bits per byte, of all files and then of each."""
-    with raise_on_all_ranks(world):
+    with world.raise_on_all_ranks():
         model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:
             raise ValueError(
@@ -193,10 +182,9 @@ def eval_perplexity(args: Namespace, world: World | None) -> int:
             )
         sizes = {"context": args.context, "stride": args.stride}
         windows = {file: find_windows(model, tokenizer, file, **sizes) for file in args.files}
-    if world is not None:
-        world.progress.step = 1
+    world.progress.step = 1
     result = Perplexity.join({file: score(model, found) for file, found in windows.items()})
-    if world is None or world.main:
+    if world.main:
         print(_format_perplexity(result))
         for file, part in result.domains.items() if len(windows) > 1 else ():
             print(one_line(f"  {file}: {_format_perplexity(part)}"))
@@ -212,9 +200,9 @@ def _format_perplexity(result: Perplexity) -> str:
 
 
 @on_ranks
-def eval_tasks(args: Namespace, world: World | None) -> int:
+def eval_tasks(args: Namespace, world: World) -> int:
     """Runs `tigon eval tasks`: prints lm-eval's tables, and with --out writes its results."""
-    with raise_on_all_ranks(world):
+    with world.raise_on_all_ranks():
         out = None if args.out is None else Path(args.out)
         if out is not None and (out.is_dir() or not out.absolute().parent.is_dir()):
             raise ValueError(f"--out {args.out}: give a file, in a folder that there is")
@@ -230,13 +218,12 @@ def eval_tasks(args: Namespace, world: World | None) -> int:
 
         options = {"num_fewshot": args.num_fewshot, "limit": args.limit}
         tasks.check_options(**options)
-        found = tasks.load_tasks([args.tasks], args.include_path)
+        loaded = tasks.load_tasks([args.tasks], args.include_path)
         lm = tasks.TigonLM(*load_model_and_tokenizer(args, world))
-    if world is not None:
-        world.progress.step = 1
+    world.progress.step = 1
     options["apply_chat_template"] = args.apply_chat_template
-    results = tasks.evaluate_tasks(lm, found, **options)
-    if world is None or world.main:
+    results = tasks.evaluate_tasks(lm, loaded, **options)
+    if world.main:
         print(tasks.format_tables(results))
         if out is not None:
             tasks.write_results(out, results, {"pretrained": args.model} | options)

@@ -8,12 +8,13 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from tigon.cli.main import CLOSED, INTERRUPTED
 from tigon.cli.terminal import save_terminal
 from tigon.models import MODELS, CausalLM, build
 from tigon.models.pretrained.gguf_export import check_gguf_target
@@ -36,19 +37,14 @@ from tigon.utils.terminal import one_line
 from tigon.weights import Repository
 from tigon.weights.files import check_free
 
-CLOSED, INTERRUPTED = 141, 130  # exit codes, as in main.py: of `| head`, and of Ctrl-C
-
-Command = Callable[[Namespace, World | None], int]
+Command = Callable[[Namespace, World], int]
 
 
-def load_model_and_tokenizer(
-    args: Namespace, world: World | None = None
-) -> tuple[CausalLM, Tokenizer]:
-    """Loads what --model names, with its adapter; over `world`, each rank has its shard."""
-    dtype = parse_dtype(args)
+def load_model_and_tokenizer(args: Namespace, world: World) -> tuple[CausalLM, Tokenizer]:
+    """Loads what MODEL names, with its adapter; over `world`, each rank has its shard."""
+    dtype, device = parse_dtype(args), world.device
     ranks: dict[str, Any] = {}
-    device: str | torch.device = parse_device(args.device) if world is None else world.device
-    if world is not None and world.meshes is not None:
+    if world.meshes is not None:
         ranks = {"mesh": world.meshes.tensor, "expert_parallel": args.expert_parallel}
     if checkpoint := find_checkpoint(args.model):
         checkpoint_dtype = None if dtype == "auto" else dtype
@@ -149,7 +145,7 @@ def on_ranks(command: Command) -> Callable[[Namespace], int]:
                 return 1  # every rank raises it: the first of a host prints it
             raise
         if args.tp == 1:
-            return command(args, None)
+            return command(args, one_process(args))
         if not launched():
             return _start_ranks(args)
         with start(args.device or "auto", parallel=Parallel(tensor=args.tp)) as world:
@@ -158,10 +154,9 @@ def on_ranks(command: Command) -> Callable[[Namespace], int]:
     return run
 
 
-def raise_on_all_ranks(world: World | None) -> AbstractContextManager[None]:
-    """Returns a context that raises an error of one rank on all of them; for None, one process, it
-    does nothing."""
-    return nullcontext() if world is None else world.raise_on_all_ranks()
+def one_process(args: Namespace) -> World:
+    """Returns the world of a command without ranks, on the device of --device."""
+    return World(0, 1, torch.device(parse_device(args.device)))
 
 
 def _check_ranks(args: Namespace) -> None:

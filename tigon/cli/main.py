@@ -20,6 +20,7 @@ from tigon.version import __version__
 CACHES = ("dynamic", "static", "quantized")
 OFFLINE = "set HF_HUB_OFFLINE=1, or name a local directory in place of the model"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+CLOSED, INTERRUPTED = 141, 130  # exit codes: of `| head`, and of Ctrl-C
 
 
 def run() -> NoReturn:
@@ -62,13 +63,13 @@ def _main(arguments: list[str]) -> int:
                     raise
                 status = 0  # of --help and --version
         sys.stdout.flush()  # a closed pipe raises here
-        if command != "tigon train":  # which goes on without its log
+        if command != "tigon train" or "--dry-run" in arguments:  # training goes on without a log
             check_output_written()
         return status
     except BrokenPipeError:  # as in `tigon generate ... | head`
-        return 141
+        return CLOSED
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except (ValueError, OSError, ImportError) as error:
         # An unreachable hub raises with advice for callers from Python
         reading = isinstance(error, ConnectionError) and command != "tigon push"
@@ -119,7 +120,7 @@ def _import_interruptibly(name: str) -> Any:
     # Whoever ignores SIGINT, as nohup's scripts do, goes on
     if name in sys.modules or not main_thread or before is not signal.default_int_handler:
         return _import_module(name)
-    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
     try:
         return _import_module(name)
     finally:

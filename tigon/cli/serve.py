@@ -5,7 +5,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from tigon.cli.commands import check_sequences, end_tokens
-from tigon.cli.load import load_model_and_tokenizer
+from tigon.cli.load import load_model_and_tokenizer, one_process
 from tigon.models import CausalLM
 from tigon.serve.app import Service
 from tigon.serve.engine import Engine
@@ -26,7 +26,7 @@ def serve(args: Namespace) -> int:
     check_range("--max-rows", args.max_rows, ge=1, le=MOST_ROWS)
     check_range("--max-queue", args.max_queue, ge=0)
     with listen(args.host, args.port) as listener:  # first: a port may be taken
-        model, tokenizer = load_model_and_tokenizer(args)
+        model, tokenizer = load_model_and_tokenizer(args, one_process(args))
         if model.config.labels:
             raise ValueError(f"{args.model} scores sequences and cannot write any")
         check_sequences(model)

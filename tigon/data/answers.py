@@ -52,12 +52,13 @@ def parse_pair(row: Row, format: Format, *, shared_prompt: bool = True) -> Answe
     repeated at the beginning of both answers.
     """
     names = format.column("chosen"), format.column("rejected")
-    answers = tuple(_text_or_messages(row, format, key) for key in PAIR_KEYS)
+    pairs = zip(PAIR_KEYS, names, strict=True)
+    answers = tuple(_text_or_messages(format.get(row, key), name) for key, name in pairs)
     chosen, rejected = answers
     _check_same_kind(names, answers)
-    prompt: TextOrMessages | None = None
-    if format.get(row, "prompt") is not None:
-        prompt = _text_or_messages(row, format, "prompt")
+    prompt: TextOrMessages | None = format.get(row, "prompt")
+    if prompt is not None:
+        prompt = _text_or_messages(prompt, format.column("prompt"))
     if isinstance(prompt, list) and isinstance(chosen, str):
         _check_same_kind((format.column("prompt"), "the answers"), (prompt, ""))
     if chosen == rejected:
@@ -70,7 +71,8 @@ def parse_pair(row: Row, format: Format, *, shared_prompt: bool = True) -> Answe
         shared, *rest = chosen[:end], chosen[end:], rejected[end:]
         is_answered = bool(shared) and all(rest) and not _list_non_answers(rest)
         if prompt is None and not shared_prompt and not is_answered:
-            _check_not_empty(names, answers)
+            for pair in zip(names, answers, strict=True):
+                _check_not_empty(*pair)
             sample = _build_sample(row, format, type(shared)(), answers, names)
             conversations = tuple(prepend_system(answer, row, format) for answer in answers)
             return replace(sample, prompt=type(shared)(), answers=conversations, learns_all=True)
@@ -93,8 +95,9 @@ def parse_labeled(row: Row, format: Format) -> tuple[AnswerSample, bool]:
     label, name = format.get(row, "label"), format.column("label")
     if type(label) not in (bool, int) or label not in (0, 1):
         raise ValueError(f"{name!r} must be true or false, or 1 or 0, not {label!r:.100}")
-    prompt, answer = (_text_or_messages(row, format, key) for key in ("prompt", "completion"))
+    prompt = _text_or_messages(format.get(row, "prompt"), format.column("prompt"))
     names = (format.column("completion"),)
+    answer = _text_or_messages(format.get(row, "completion"), *names)
     _check_answers(names, (answer,), prompt, format)
     return _build_sample(row, format, prompt, (answer,), names), bool(label)
 
@@ -147,13 +150,11 @@ def parse_rewarded(row: Row, format: Format) -> RewardedSample:
             check_token_ids(answer, key)
         sequences = [prompt + answer for answer in answers]
         return RewardedSample((len(prompt), sequences), values, are_advantages, logprobs)
-    answers = [read_messages(a) if isinstance(a, str) else a for a in answers]
-    for i, answer in enumerate(answers):
-        if not isinstance(answer, str | list):
-            raise ValueError(f"{key!r} has {type_name(answer)} in it: give texts or messages")
-        if isinstance(answer, list):
-            answers[i] = normalize_messages(answer, f"{key}[{i}]")
-    prompt = _text_or_messages(row, format, "prompt")
+    answers = [
+        _text_or_messages(read_messages(answer) if isinstance(answer, str) else answer, name)
+        for answer, name in zip(answers, index_names(key, count), strict=True)
+    ]
+    prompt = _text_or_messages(prompt, format.column("prompt"))
     sample = _build_sample(row, format, prompt, tuple(answers), index_names(key, count))
     _check_answers([key] * count, sample.answers, sample.prompt, format)
     return RewardedSample(sample, values, are_advantages, logprobs)
@@ -224,10 +225,8 @@ def _build_sample(
     return AnswerSample(full_prompt, answers, tools, variables, names=message_names)
 
 
-def _text_or_messages(row: Row, format: Format, key: str) -> TextOrMessages:
-    """The row's value of a key, a text or normalized messages; raises ValueError for anything
-    else."""
-    value, name = format.get(row, key), format.column(key)
+def _text_or_messages(value: Any, name: str) -> TextOrMessages:
+    """The value, a text or normalized messages; raises ValueError for anything else."""
     if isinstance(value, str | list):
         return value if isinstance(value, str) else normalize_messages(value, name)
     raise ValueError(f"{name!r} must be a text or a list of messages, not {type_name(value)}")
@@ -269,13 +268,12 @@ def _check_shared_prompt(
         )
 
 
-def _check_not_empty(names: Sequence[str], answers: Sequence[TextOrMessages]) -> None:
+def _check_not_empty(name: str, answer: TextOrMessages) -> None:
     """Raises ValueError for an answer that is an empty text (EmptyAnswer) or has no message."""
-    for name, answer in zip(names, answers, strict=True):
-        if answer == "":
-            raise EmptyAnswer(f"{name!r} has no answer: it is empty behind the prompt")
-        if not answer:
-            raise ValueError(f"{name!r} has no answer: no message follows the prompt")
+    if answer == "":
+        raise EmptyAnswer(f"{name!r} has no answer: it is empty behind the prompt")
+    if not answer:
+        raise ValueError(f"{name!r} has no answer: no message follows the prompt")
 
 
 def _check_answers(
@@ -290,7 +288,7 @@ def _check_answers(
     for name, answer in zip(names, answers, strict=True):
         if format is not None:
             _check_same_kind((format.column("prompt"), name), (prompt, answer))
-        _check_not_empty([name], [answer])
+        _check_not_empty(name, answer)
         if isinstance(answer, list) and (role := get_role(answer[0])) in ("user", "system"):
             hint = "an answer is the assistant's (leave the prompt out where both have it)"
             raise ValueError(f"{name!r} begins with a message of {role!r}: {hint}")

@@ -89,7 +89,6 @@ class Stream(WindowSource):
 
     def release_before(self, number: int) -> None:
         """Drops the windows before this one; `window` makes them again if training goes back."""
-        # `window` makes them again if training goes back
         for old in [n for n in self._windows if n < number]:
             del self._windows[old]
 
@@ -105,7 +104,6 @@ class Stream(WindowSource):
     def identity(self) -> str:
         """Returns a digest of the sources' settings and sizes, of a sample of their bytes, and of
         weights and encoder, since a stream is never read as a whole."""
-        # A stream is never read as a whole
         sources = [(source, source.size()) for source in self.sources]
         facts = sources, self.weights, self.encoder.digest(), BLOCK_BYTES, self.sample()
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
@@ -118,7 +116,6 @@ class Stream(WindowSource):
 
     def close(self) -> None:
         """Stops the tokenizing; a call of `window` that waits raises RuntimeError."""
-        # A call of `window` that waits gets an error
         self._closed.set()
 
     def _begin(self, number: int) -> Queue[Any]:

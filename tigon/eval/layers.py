@@ -26,7 +26,7 @@ class LayerError:
 
     @property
     def departs(self) -> bool:
-        """Whether it is more than rounding."""
+        """Returns whether it is more than rounding."""
         return not self.error <= self.allowed
 
 
@@ -47,15 +47,15 @@ def compare_layers(ours: CausalLM, reference: Any, ids: Tensor) -> list[LayerErr
         expected = reference(ids)
     inputs, outputs = [first for first, _ in read], [out for _, out in read]
     (normed, _), *_ = last
-    found: dict[str, Tensor] = {}
+    measured: dict[str, Tensor] = {}
 
     def give_input(i: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if i == 0:
-            found["embed_tokens"] = _stream(*args[:2])
+            measured["embed_tokens"] = _stream(*args[:2])
         return (inputs[i].view_as(args[0]), None, *args[2:])
 
     def take_output(i: int, out: tuple[Any, ...]) -> tuple[Any, ...]:
-        found[f"layers.{i}"] = _stream(*out[:2])
+        measured[f"layers.{i}"] = _stream(*out[:2])
         return (outputs[i].view_as(out[0]), None, *out[2:])
 
     handles = []
@@ -68,9 +68,9 @@ def compare_layers(ours: CausalLM, reference: Any, ids: Tensor) -> list[LayerErr
         for handle in handles:
             handle.remove()
     assert out.hidden is not None and out.logits is not None
-    found |= {"norm": out.hidden, "lm_head": out.logits}
+    measured |= {"norm": out.hidden, "lm_head": out.logits}
     theirs = [inputs[0], *outputs, normed, expected.logits]
-    pairs = zip(found.items(), theirs, strict=True)
+    pairs = zip(measured.items(), theirs, strict=True)
     return [LayerError(name, _error(x, y.view_as(x))) for (name, x), y in pairs]
 
 

@@ -5,6 +5,7 @@
 
 import reprlib
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import index
 
@@ -13,9 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tigon.generation.steps import is_sharded
+from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.models import CausalLM
 
-IGNORE = -100
 MAX_CONTEXTS = 128  # contexts whose next token's logits exist at a time
 Request = tuple[tuple[int, ...], tuple[int, ...]]  # context and continuation
 
@@ -61,8 +62,6 @@ def log_likelihoods(
             f"log_likelihoods of a {type(model).__name__}: give a model of Tigon, as "
             "tigon.from_pretrained reads it from the same checkpoint"
         )
-    if model.context_ranks is not None:
-        raise ValueError("a model after share_context returns parts of rows: load one without it")
     if not model.causal:
         raise ValueError(f"{type(model).__name__} attends to both sides: it predicts no next token")
     checked = [_check_request(model, i, request) for i, request in enumerate(requests)]
@@ -87,8 +86,7 @@ def log_likelihoods(
             packed += members
 
     results: dict[int, Likelihood] = {}
-    # FSDP reuses its buffers in training, which inference mode would not allow
-    with torch.no_grad() if gathers_weights(model) else torch.inference_mode():
+    with inference(model):
         totals = [sum(map(len, request)) - 1 for request in checked]
         packed.sort(key=lambda i: totals[i], reverse=True)
         sizes = [(totals[i], is_past_turn(totals[i])) for i in packed]
@@ -99,6 +97,15 @@ def log_likelihoods(
         for batch in _batches(sizes, tokens_per_batch, MAX_CONTEXTS):
             results |= _score_shared(model, checked, shared[batch], tokens_per_batch)
     return [results[i] for i in range(len(checked))]
+
+
+def inference(model: CausalLM) -> AbstractContextManager[object]:
+    """Returns a context for passes without gradients; raises ValueError for a model of which each
+    rank returns a part of rows."""
+    if model.context_ranks is not None:
+        raise ValueError("a model after share_context returns parts of rows: load one without it")
+    # FSDP reuses its buffers in training, which inference mode would not allow
+    return torch.no_grad() if gathers_weights(model) else torch.inference_mode()
 
 
 def gathers_weights(model: CausalLM) -> bool:
@@ -159,12 +166,12 @@ def _score_packed(
     rows, labels = [], []
     for context, continuation in (requests[i] for i in members):
         rows.append(torch.tensor(context + continuation[:-1]))
-        labels.append(torch.full((len(rows[-1]),), IGNORE))
+        labels.append(torch.full((len(rows[-1]),), IGNORE_INDEX))
         labels[-1][len(context) - 1 :] = torch.tensor(continuation)
     targets, bounds = torch.cat(labels), _bounds(rows)
     nll, right = _score_labels(model, torch.cat(rows)[None], targets[None], cu_seq_lens=bounds)
     counts = [len(requests[i][1]) for i in members]
-    scored = targets != IGNORE
+    scored = targets != IGNORE_INDEX
     parts = zip(nll[0][scored].split(counts), right[0][scored].split(counts), strict=True)
     return {
         i: Likelihood(-n.sum().item(), bool(r.all()), len(n))
@@ -206,7 +213,7 @@ def _score_shared(
         continuations = [torch.tensor(requests[members[m]][1]) for m in rows]
         ids = pad_sequence([s[:-1] for s in continuations], batch_first=True)
         targets = [s[1:] for s in continuations]
-        labels = pad_sequence(targets, batch_first=True, padding_value=IGNORE)
+        labels = pad_sequence(targets, batch_first=True, padding_value=IGNORE_INDEX)
         fork = cache.rows(0, len(groups))
         fork.select(row[rows])
         # Padding gets its row's last position: some RoPE types depend on the largest one
@@ -237,7 +244,7 @@ def _score_labels(
         **options,
     )
     predicted = out.metrics["predicted_tokens"].cpu()
-    return out.loss.cpu().double(), (predicted == labels) | (labels == IGNORE)
+    return out.loss.cpu().double(), (predicted == labels) | (labels == IGNORE_INDEX)
 
 
 def _bounds(rows: Sequence[Tensor]) -> Tensor:

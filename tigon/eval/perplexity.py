@@ -15,11 +15,11 @@ from tqdm import tqdm
 
 from tigon.data import ChatEncoder, Source, find_sources, read, read_texts
 from tigon.data.formats import CHAT_FORMATS
-from tigon.eval.likelihood import gathers_weights
+from tigon.eval.likelihood import inference
+from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 
-IGNORE = -100
 DEFAULT_CONTEXT = 1024
 Document = tuple[np.ndarray, np.ndarray]  # token ids, and which of them are scored
 Window = tuple[int, int, int, int]  # document, start, stop, first token that no window scored yet
@@ -46,7 +46,8 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float:
-        """The loss in bits per byte of text, which tokenizers do not change; NaN without text."""
+        """Returns the loss in bits per byte of text, which tokenizers do not change; NaN without
+        text."""
         return self.loss * self.tokens / (self.bytes * math.log(2)) if self.bytes else math.nan
 
     @classmethod
@@ -129,23 +130,17 @@ def score(model: CausalLM, windows: Windows, *, batch_tokens: int = 4096) -> Per
 
     Raises ValueError for a loss that is not finite, and for context parallelism.
     """
-    if model.context_ranks is not None:
-        raise ValueError("a model after share_context returns parts of rows: load one without it")
     ranks = model.tensor_ranks
     silent = None if ranks is None or ranks.rank == 0 else True  # None: without a terminal
     nll, right, count = 0.0, 0, 0
-    with (
-        # FSDP reuses its buffers in training, which inference mode would not allow
-        torch.no_grad() if gathers_weights(model) else torch.inference_mode(),
-        tqdm(total=len(windows.bounds), unit="window", disable=silent) as bar,
-    ):
+    with inference(model), tqdm(total=len(windows.bounds), unit="window", disable=silent) as bar:
         for ids, labels in _batches(windows, batch_tokens):
             labels = labels.to(model.device)
             options = {"loss_reduction": "sum", "metrics": ("predicted_tokens",)}
             out = model(ids.to(model.device), labels=labels, **options)
             assert out.loss is not None
             targets = labels[:, 1:]
-            scored = targets != IGNORE
+            scored = targets != IGNORE_INDEX
             predicted = out.metrics["predicted_tokens"][:, :-1]
             loss = out.loss.item()
             if not math.isfinite(loss):
@@ -193,7 +188,7 @@ def _runs(ids: np.ndarray, scored: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _is_chat(source: Source) -> bool:
-    """Whether the first row of a source has one of the formats of conversations."""
+    """Returns whether the first row of a source has one of the formats of conversations."""
     first = next((row for _, row in source.rows()), None)
     with suppress(ValueError):  # reading the rows reports the line
         if isinstance(first, dict):
@@ -226,7 +221,7 @@ def _batches(results: Windows, batch_tokens: int) -> Iterator[tuple[Tensor, Tens
         rows = [_tensors(results.documents, window) for window in results.bounds[begin:end]]
         ids = pad_sequence([ids for ids, _ in rows], batch_first=True)
         labels = [labels for _, labels in rows]
-        yield ids, pad_sequence(labels, batch_first=True, padding_value=IGNORE)
+        yield ids, pad_sequence(labels, batch_first=True, padding_value=IGNORE_INDEX)
         end = begin
 
 
@@ -235,6 +230,6 @@ def _tensors(documents: Sequence[Document], window: Window) -> tuple[Tensor, Ten
     d, start, stop, fresh = window
     tokens, supervised = documents[d]
     ids = torch.from_numpy(tokens[start:stop].astype(np.int64))
-    labels = torch.where(torch.from_numpy(supervised[start:stop].copy()), ids, IGNORE)
-    labels[: fresh - start] = IGNORE
+    labels = torch.where(torch.from_numpy(supervised[start:stop].copy()), ids, IGNORE_INDEX)
+    labels[: fresh - start] = IGNORE_INDEX
     return ids, labels

@@ -148,15 +148,16 @@ def generate(
     if stopping_criteria:
         share = functools.partial(_first_of_ranks, model)
         criteria = StoppingCriteria(check_criteria(stopping_criteria), rows.ids, share)
-    kept = settings.return_dict_in_generate
-    names = [name for name in ("scores", "logits") if kept and getattr(settings, f"output_{name}")]
+    as_dict = settings.return_dict_in_generate
+    outputs = ("scores", "logits") if as_dict else ()
+    names = [name for name in outputs if getattr(settings, f"output_{name}")]
     recording = Recording(names, len(rows.ids))
     if names:
         sampling = RecordedSampling(**vars(sampling), last=recording.last)
     pad, scores = settings.pad_token_id, recording.scores
     output = Continuations(rows.ids, max_tokens, eos, pad, stop, emit, criteria, scores)
     total = prompt.ids.shape[1] + max_tokens
-    kept_rows = len(rows.ids) if kept or past_key_values is not None else 0
+    kept_rows = len(rows.ids) if as_dict or past_key_values is not None else 0
     cache = choose_cache(model, assistant_model, settings, total, past_key_values, kept_rows)
     warn_unused(passed, settings, assistant_model is not None, cache)
     warn_length(max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings)
@@ -171,7 +172,7 @@ def generate(
         streamer.end()
     # Outside of inference mode, so that the caller may train on the result
     sequences = torch.cat((rows.ids, output.tensor().to(rows.ids.device)), 1)
-    return GenerationOutput(sequences, **fields) if kept else sequences
+    return GenerationOutput(sequences, **fields) if as_dict else sequences
 
 
 @dataclass(frozen=True)

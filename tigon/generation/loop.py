@@ -30,7 +30,7 @@ class StopStrings:
         self.window = max(len(s.encode()) for s in strings) + 1
 
     def completed(self, ids: list[int]) -> bool:
-        """Whether the last of these tokens, the last `window` of a row, completes a string."""
+        """Returns whether the last of these tokens, up to `window` of a row, completes a string."""
         before = self.tokenizer.decode(ids[:-1], skip_special_tokens=False)
         text = self.tokenizer.decode(ids, skip_special_tokens=False)
         # An unfinished character is U+FFFD until its last byte
@@ -88,17 +88,17 @@ class Continuations:
 
     @property
     def length(self) -> int:
-        """The number of tokens of the longest row."""
+        """Returns the number of tokens of the longest row."""
         return max(len(tokens) for tokens in self.tokens)
 
     @property
     def remaining(self) -> int:
-        """The number of tokens that the shortest unfinished row may still get."""
+        """Returns the number of tokens that the shortest unfinished row may still get."""
         shortest = min((len(self.tokens[row]) for row in self.unfinished), default=self.max_tokens)
         return self.max_tokens - shortest
 
     def append(self, rows: Sequence[int], tokens: list[list[int]]) -> None:
-        """Append the tokens [b, n] of one step to `rows` [b], and emit the columns now complete.
+        """Appends the tokens [b, n] of one step to `rows` [b], and emits the columns now complete.
 
         ABSENT tokens and those of finished rows are dropped.
         """
@@ -151,7 +151,7 @@ class Continuations:
         return tokens[column] if column < len(tokens) else self.pad
 
     def tensor(self) -> Tensor:
-        """[B, length] on the CPU: rows that ended early are filled with the pad token."""
+        """Returns the tokens [B, length] on the CPU, with pad tokens behind the ends of rows."""
         length = self.length
         filled = [tokens + [self.pad] * (length - len(tokens)) for tokens in self.tokens]
         return torch.tensor(filled, dtype=torch.long).view(len(filled), length)
@@ -173,7 +173,7 @@ class HostCopies:
         self._count = 0
 
     def send(self, tokens: Tensor) -> None:
-        """Start to copy tokens [b, n]; `receive` must have been exhausted since the last call."""
+        """Starts to copy tokens [b, n]; `receive` must have been exhausted since the last call."""
         if not tokens.is_cuda:
             self._sent.append((tokens, None))
             return
@@ -200,7 +200,7 @@ class HostCopies:
             yield tokens.tolist()
 
     def finished(self, event: torch.cuda.Event | None) -> bool:
-        """Whether the copy that recorded the event is complete; None: it was none."""
+        """Returns whether the copy that recorded the event is complete; None: it was none."""
         return event is None or event.query()
 
 

@@ -34,7 +34,7 @@ class GenerationOutput(Output):
 
     @property
     def cache(self) -> Cache | None:
-        """`past_key_values`, by the name that it has in transformers since 5.24."""
+        """Returns `past_key_values`, by the name that it has in transformers since 5.24."""
         return self.past_key_values
 
 
@@ -50,21 +50,21 @@ class Recording:
         """Takes what the last step has for the tokens of rows that it gave."""
         if not self._columns:
             return
-        places = defaultdict(list)  # row and column of the step, by the token's place in its row
-        for row, found in enumerate(tokens):
-            for i, place in enumerate(range(self._counts[row], len(found))):
-                places[place].append((row, i))
-            self._counts[row] = max(self._counts[row], len(found))
-        for name, columns in self._columns.items() if places else ():
+        sources = defaultdict(list)  # column -> row and token of the step
+        for row, ids in enumerate(tokens):
+            for i, column in enumerate(range(self._counts[row], len(ids))):
+                sources[column].append((row, i))
+            self._counts[row] = max(self._counts[row], len(ids))
+        for name, columns in self._columns.items() if sources else ():
             step = self.last[name].unflatten(0, (len(self._counts), -1))
-            for place, pairs in places.items():
+            for column, pairs in sources.items():
                 rows, at = torch.tensor(pairs, device=step.device).unbind(1)
-                if place == len(columns):
+                if column == len(columns):
                     columns.append(torch.zeros_like(step[:, 0]))
-                columns[place][rows] = step[rows, at]
+                columns[column][rows] = step[rows, at]
 
     def scores(self, tokens: Sequence[Sequence[int]], count: int) -> tuple[Tensor, ...] | None:
-        """The scores [B, V] of each row's first `count` tokens; None if they are not kept."""
+        """Returns the scores [B, V] of each row's first `count` tokens; None without scores."""
         if "scores" not in self._columns:
             return None
         self.update(tokens)
@@ -73,7 +73,7 @@ class Recording:
     def finish(self, tokens: Sequence[Sequence[int]]) -> dict[str, tuple[Tensor, ...]]:
         """Returns the logits and scores [B, V] of each token, after the last step."""
         self.update(tokens)
-        lengths = [len(found) for found in tokens]
+        lengths = [*map(len, tokens)]
         for columns in self._columns.values():
             for row, (length, count) in enumerate(zip(lengths, self._counts, strict=True)):
                 for column in columns[length:count]:
@@ -92,7 +92,7 @@ class Recorder:
         self._unfinished = set(output.unfinished)
 
     def __call__(self, remaining: int) -> Tensor:
-        """The next tokens [B, n], or ABSENT."""
+        """Returns the next tokens [B, n], or ABSENT."""
         self._recording.update(self._output.tokens)
         if self._output.unfinished != self._unfinished:
             self._unfinished = set(self._output.unfinished)
@@ -103,5 +103,5 @@ class Recorder:
     def finish(self) -> dict[str, Any]:
         """Returns the fields of a GenerationOutput without the sequences, after the last step."""
         tokens = self._output.tokens
-        cache = self._steps.finish([len(found) for found in tokens])
+        cache = self._steps.finish([*map(len, tokens)])
         return self._recording.finish(tokens) | {"past_key_values": cache}

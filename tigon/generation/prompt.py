@@ -24,17 +24,17 @@ class GenerationModel(Protocol):
 
     @property
     def turning_rope(self) -> RotaryEmbedding | None:
-        """The RoPE whose table changes first as a text grows; None if none does."""
+        """Returns the RoPE whose table changes first as a text grows; None if none does."""
         ...
 
     @property
     def communication_groups(self) -> tuple[Ranks, ...]:
-        """The groups whose ranks all make the same calls of the model."""
+        """Returns the groups whose ranks all make the same calls of the model."""
         ...
 
     @property
     def cache_restart(self) -> int | None:
-        """The length at which the text is read again into a new cache; None for never."""
+        """Returns the length at which the text is read again into a new cache; None for never."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
@@ -72,7 +72,7 @@ class Streamer(Protocol):
         ...
 
     def end(self) -> None:
-        """Is called once, after the last tokens."""
+        """Ends the stream, after the last tokens."""
         ...
 
 
@@ -80,7 +80,7 @@ class Steps(Protocol):
     """One generation step at a time on the device, without waiting for the values of tokens."""
 
     def __call__(self, remaining: int) -> Tensor:
-        """The next tokens [b, n], or ABSENT. At most `remaining` calls follow, with this one."""
+        """Returns the next tokens [b, n], or ABSENT; this is one of `remaining` calls at most."""
         ...
 
 
@@ -116,7 +116,7 @@ class PromptBatch(NamedTuple):
     mask: Tensor | None  # [B, T], True on real tokens; None: all are
 
     def lengths(self) -> list[int]:
-        """The number of real tokens of each row; the host waits for it."""
+        """Returns the number of real tokens of each row; the host waits for it."""
         b, t = self.ids.shape
         return [t] * b if self.mask is None else self.mask.sum(1).tolist()
 
@@ -128,7 +128,7 @@ class PromptBatch(NamedTuple):
         return self._replace(ids=self.ids.repeat_interleave(n, 0), mask=mask)
 
     def unpadded(self) -> list[Tensor]:
-        """The real tokens of each row."""
+        """Returns the real tokens of each row."""
         if self.mask is None:
             return list(self.ids)
         return [ids[real] for ids, real in zip(self.ids, self.mask, strict=True)]

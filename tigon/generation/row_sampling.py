@@ -96,8 +96,8 @@ class RowSampling:
         )
 
     def __call__(self, logits: Tensor, work: SamplingNeeds, start: int = 0) -> Tensor:
-        """The next tokens [b] of the rows from `start` on, from their logits [b, V]; NOT_FINITE
-        where a row's scores allow none.
+        """Returns the next tokens [b] of the rows from `start` on, from their logits [b, V];
+        NOT_FINITE where a row's scores allow none.
 
         `work` is at least what these rows need; more gives the same tokens.
         """
@@ -116,8 +116,8 @@ class RowSampling:
         return token
 
     def _least_score(self, ranked: Tensor, rows: slice) -> Tensor:
-        """The least score [b, 1] that top_k and then top_p leave, of the largest ones [b, N] in
-        descending order. Equal scores all stay, so it is the same for any N of at least top_k."""
+        """Returns the least score [b, 1] that top_k and then top_p leave of the largest ones, which
+        descend: [b, N]. Equal scores all stay, so it is the same for any N of at least top_k."""
         top_k, n = self._top_k[rows], ranked.shape[1]
         kth = ranked.gather(1, top_k.clamp(max=n) - 1)
         ranked = ranked.masked_fill(ranked < kth, float("-inf"))

@@ -50,11 +50,11 @@ class Draws:
         self._rows: Tensor | None = None  # remaining rows; None: all
 
     def exponential(self, columns: int) -> Tensor:
-        """Exp(1) random numbers, fp32 [b, columns]."""
+        """Returns Exp(1) random numbers, fp32 [b, columns]."""
         return self._select_rows(self._empty(columns).exponential_(generator=self.generator))
 
     def uniform(self, columns: int) -> Tensor:
-        """Uniform random numbers in [0, 1), fp32 [b, columns]."""
+        """Returns uniform random numbers in [0, 1), fp32 [b, columns]."""
         return self._select_rows(self._empty(columns).uniform_(generator=self.generator))
 
     def select(self, index: Tensor) -> None:
@@ -109,7 +109,7 @@ class Sampling:
     def scores(
         self, logits: Tensor, seen: Tensor | None, generated: Tensor | None = None
     ) -> Tensor:
-        """The fp32 scores [b, V] for choosing the next token, from its logits.
+        """Returns the fp32 scores [b, V] for choosing the next token, from its logits.
 
         `generated`, [b] or [1], is the number of tokens after the prompt; None: enough to end.
         """
@@ -132,7 +132,7 @@ class Sampling:
     def __call__(
         self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
     ) -> Tensor:
-        """The next token of every row: [b]; NOT_FINITE where its scores allow none."""
+        """Returns the next token of every row: [b]; NOT_FINITE where its scores allow none."""
         if not self.do_sample and seen is None and self.ends is None:
             return argmax(logits)  # which a copy in fp32 would not change
         return self.choose(self.scores(logits, seen, generated), draws)
@@ -142,7 +142,7 @@ class Sampling:
         return sample_columns(scores.softmax(-1), draws) if self.do_sample else argmax(scores)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:
-        """Bool [b, V], True for tokens of the prompt [b, T]; None without a repetition penalty."""
+        """Returns bool [b, V], True for the prompt's tokens; None without a repetition penalty."""
         if self.repetition_penalty == 1:
             return None
         seen = torch.zeros(prompt.shape[0], vocab, dtype=torch.bool, device=prompt.device)
@@ -163,7 +163,7 @@ class RecordedSampling(Sampling):
     def scores(
         self, logits: Tensor, seen: Tensor | None, generated: Tensor | None = None
     ) -> Tensor:
-        """As in the base."""
+        """Returns the scores of `Sampling`, and keeps them and the logits in `last`."""
         scores = super().scores(logits, seen, generated)
         self.last.update(logits=logits.float(), scores=scores)
         return scores
@@ -171,5 +171,5 @@ class RecordedSampling(Sampling):
     def __call__(
         self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
     ) -> Tensor:
-        """As in the base."""
+        """Returns the next token of every row, of which the scores are always made."""
         return self.choose(self.scores(logits, seen, generated), draws)

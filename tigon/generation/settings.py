@@ -61,7 +61,7 @@ class GenerationSettings:
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(GenerationSettings)}
 NONE_VALUES = DEFAULTS | {"top_k": 0}  # the meaning of None in a call
 DEFAULT_NEW_TOKENS = 20
-SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 TOKEN_SETTINGS = ("eos_token_id", "pad_token_id")
 OUTPUTS = ("output_scores", "output_logits")
 # Settings that are not read from the model's files
@@ -157,6 +157,14 @@ def resolve_settings(
     return GenerationSettings(**read), files
 
 
+def set_do_sample(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a request with do_sample: not with temperature 0, and with any other
+    of SAMPLING."""
+    if settings.get("temperature") == 0:
+        return {**settings, "do_sample": False, "temperature": None}
+    return {**settings} | ({"do_sample": True} if settings.keys() & {*SAMPLING} else {})
+
+
 def _check_values(values: Mapping[str, Any], files: Mapping[str, str]) -> None:
     """Raises ValueError for a number that this call cannot use; `files` prefixes messages."""
     factor = f"is not above 0, between {SMALLEST_FACTOR} and {LARGEST_FACTOR}"
@@ -176,12 +184,12 @@ def _check_values(values: Mapping[str, Any], files: Mapping[str, str]) -> None:
 
 
 def _is_factor(value: float) -> bool:
-    """Whether scores in fp32 can be divided by it: a positive number of a usual size."""
+    """Returns whether scores in fp32 can be divided by it: a positive number of a usual size."""
     return SMALLEST_FACTOR <= value <= LARGEST_FACTOR
 
 
 def file_prefix(model: GenerationModel) -> str:
-    """The path of the model's generation_config.json, as the prefix of a message."""
+    """Returns the path of the model's generation_config.json, as the prefix of a message."""
     source = getattr(model.config, "source", None)
     return f"{escape(Path(getattr(source, 'name', ''), 'generation_config.json'))}: "
 
@@ -199,10 +207,8 @@ def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _values(name: str, config: Any) -> dict[str, Any]:
-    """The values of a generation_config, a dict, transformers' object or None, that are not None.
-
-    `name` begins a message.
-    """
+    """Returns the values that are not None of a generation_config: a dict, transformers' object or
+    None. `name` begins a message."""
     config = config.to_dict() if hasattr(config, "to_dict") else config or {}
     if not isinstance(config, Mapping):
         raise TypeError(f"{name}={config!r} is neither a dict nor a GenerationConfig")
@@ -230,7 +236,7 @@ def _check_unsupported(
 
 
 def _tokens(value: Any, none: Any) -> Any:
-    """A list of token ids without None and -1, which old files use for no token.
+    """Returns a list of token ids without None and -1, which old files use for no token.
 
     A single id is returned as it is, or as `none` if it is no token.
     """
@@ -248,13 +254,12 @@ def warn_unused(
 ) -> None:
     """Warns of arguments of the call that have no effect."""
     for used, needed, names in (
-        (settings.do_sample, "do_sample=True", SAMPLING_SETTINGS),
+        (settings.do_sample, "do_sample=True", (*SAMPLING, "seed")),
         (assisted, "assistant_model", ("num_assistant_tokens",)),
         (cache != "dynamic", "a static cache", ("prefill_chunk_size",)),
         (settings.return_dict_in_generate, "return_dict_in_generate=True", OUTPUTS),
     ):
-        given = [arguments.get(name) for name in names]
-        unused = [n for n, v in zip(names, given, strict=True) if v is not None and v is not False]
+        unused = [n for n in names if arguments.get(n) is not None and arguments[n] is not False]
         if unused and not used:
             warnings.warn(f"{', '.join(unused)} has no effect without {needed}", stacklevel=3)
 
@@ -270,7 +275,7 @@ def warn_length(longest: int, context: int) -> None:
 
 
 def resolve_max_new_tokens(prompt: PromptBatch, settings: GenerationSettings, file: str) -> int:
-    """The limit of tokens after the prompt, 20 if the settings have none.
+    """Returns the limit of tokens after the prompt, 20 if the settings have none.
 
     Raises ValueError, with the prefix `file`, for a max_length that the prompt takes up.
     """

@@ -16,14 +16,14 @@ from torch.nn import functional
 from tigon.generation.loop import ABSENT
 from tigon.generation.prompt import GenerationModel, PromptBatch
 from tigon.generation.sampling import Draws, Sampling, sample_columns
-from tigon.generation.steps import INITIAL_CAPACITY, GraphedStep, enlarge, make_cache, prefill
+from tigon.generation.steps import INITIAL_CAPACITY, GraphedStep, make_cache, prefill
 from tigon.kernels.loss.argmax import argmax
 from tigon.layers import StaticCache
 from tigon.layers.kv_state import Quantize
 
 
 def accept_proposals(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-    """Rejection sampling: the number of accepted proposals [B] and the token after them [B].
+    """Samples by rejection: returns the numbers of accepted proposals [B], and the next tokens [B].
 
     `proposed` [B, k] are samples of the draft's probabilities q [B, k, V]; p [B, k + 1, V] are the
     model's. Accepts each with probability p / q up to the first rejection, which is replaced by a
@@ -38,12 +38,12 @@ def accept_proposals(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tu
 
 
 def count_leading(accept: Tensor) -> Tensor:
-    """The number of leading True columns in each row of `accept` [B, k]: [B]."""
+    """Returns the number of leading True columns in each row of `accept` [B, k]: [B]."""
     return accept.long().cumprod(1).sum(1)
 
 
 def _select_column(x: Tensor, column: Tensor) -> Tensor:
-    """The column `column` [B] of each row of x [B, n, ...]."""
+    """Returns the column `column` [B] of each row of x [B, n, ...]."""
     return x[torch.arange(len(column), device=x.device), column]
 
 
@@ -76,11 +76,7 @@ class SpeculativeSteps:
         self._capacity = capacity = min(self._final, INITIAL_CAPACITY)  # tokens after the prompts
         self._max_generated = 1  # an upper bound of `_generated` before the next step
         options: dict[str, Any] = {"chunk": chunk, "rollback": chunk}
-        self._cache = (
-            make_cache(model, prompt, capacity, quantize=quantize, **options)
-            if cache is None
-            else enlarge(cache, prompt, capacity)
-        )
+        self._cache = make_cache(model, prompt, capacity, cache, quantize=quantize, **options)
         self._draft_cache = make_cache(draft, prompt, capacity, **options)
         if self._cache.chunk < chunk:
             raise ValueError(
@@ -107,10 +103,10 @@ class SpeculativeSteps:
         self._prompt_lengths = self._cache.lengths.clone()  # [B]
         self._generated = torch.zeros_like(self._prompt_lengths)  # [B], tokens after the prompts
         self._limits = torch.full_like(self._generated, max_tokens)  # [B], of `_generated`
-        self._replay = self._new_replay()
+        self._replay = GraphedStep(self._model, self._draws.generator)
 
     def __call__(self, remaining: int) -> Tensor:
-        """The next tokens [b, k + 1] of each row, ABSENT behind those that are accepted."""
+        """Returns the next tokens [b, k + 1] of each row, ABSENT behind those that are accepted."""
         if self._logits is None:
             self._grow()
             return self._replay(self._step, remaining)
@@ -127,7 +123,7 @@ class SpeculativeSteps:
         self._tokens, self._prompt_lengths = self._tokens[index], self._prompt_lengths[index]
         self._generated, self._limits = self._generated[index], self._limits[index]
         self._seen = None if self._seen is None else self._seen[index]
-        self._replay = self._new_replay()
+        self._replay = GraphedStep(self._model, self._draws.generator)
 
     def hold(self, ended: Mapping[int, int]) -> None:
         """Lets these rows propose the same again and again."""
@@ -135,7 +131,7 @@ class SpeculativeSteps:
         self._generated.clamp_(max=self._limits)
 
     def finish(self, tokens: Sequence[int]) -> StaticCache:
-        """The model's cache, in which each row has its own length."""
+        """Returns the model's cache, in which each row has its own length."""
         self.hold(dict(enumerate(tokens)))
         self._cache.crop(self._prompt_lengths + self._generated - 1)
         self._cache.refresh()
@@ -154,7 +150,7 @@ class SpeculativeSteps:
                     cache.grow(cache.capacity + more)
                 zeros = self._tokens.new_zeros(len(self._tokens), more)
                 self._tokens = torch.cat((self._tokens, zeros), 1)
-                self._replay = self._new_replay()
+                self._replay = GraphedStep(self._model, self._draws.generator)
         self._max_generated += new
 
     def _step(self) -> Tensor:
@@ -205,12 +201,12 @@ class SpeculativeSteps:
         )
 
     def _pad_vocab(self, logits: Tensor) -> Tensor:
-        """Pad with -inf, or cut, the draft's logits to the model's vocabulary: [B, V]."""
+        """Pads with -inf, or cuts, the draft's logits to the model's vocabulary: [B, V]."""
         missing = self._vocab - self._draft_vocab
         return functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _last_tokens(self, n: int) -> Tensor:
-        """The last n tokens of every row: [B, n]."""
+        """Returns the last n tokens of every row: [B, n]."""
         at = self._t + self._generated[:, None] + torch.arange(-n, 0, device=self._generated.device)
         return self._tokens.gather(1, at)
 
@@ -227,7 +223,3 @@ class SpeculativeSteps:
             self._seen.scatter_(1, torch.where(real, tokens, tokens[:, :1]), True)
         self._generated.add_(accepted + 1).clamp_(max=self._limits)
         return new.masked_fill(~real, ABSENT)
-
-    def _new_replay(self) -> GraphedStep:
-        """Returns a GraphedStep without a graph, for tensors of other shapes or addresses."""
-        return GraphedStep(next(self._model.parameters()), self._draws.generator)

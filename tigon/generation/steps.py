@@ -101,7 +101,7 @@ FILL, FILLED = 64, 512
 
 
 def is_sharded(model: GenerationModel) -> bool:
-    """Whether FSDP gathers the parameters."""
+    """Returns whether FSDP gathers the parameters."""
     return any(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -113,25 +113,25 @@ def choose_cache(
     past: Cache | None,
     kept_rows: int,  # whose cache is returned
 ) -> CacheImplementation:
-    """The cache that is requested or given, or static on a GPU and for several rows that are kept
-    if it is exact for `total` tokens, or dynamic.
+    """Returns the cache that is requested or given, or static on a GPU and for several rows that
+    are kept if it is exact for `total` tokens, or dynamic.
 
     Raises ValueError if the one that is requested would not be exact.
     """
     requested, use_cache = settings.cache_implementation, settings.use_cache
-    asked = f"cache_implementation={requested!r}"
+    setting = f"cache_implementation={requested!r}"
     if past is not None:
         if requested is not None:
-            raise ValueError(f"past_key_values and {asked}: give one of them")
+            raise ValueError(f"past_key_values and {setting}: give one of them")
         requested = "static" if isinstance(past, StaticCache) else "dynamic"
-        asked = f"past_key_values={type(past).__name__}"
+        setting = f"past_key_values={type(past).__name__}"
     if assistant is not None:
         # Rows that have all their tokens keep proposing until the others have theirs
         total += settings.num_assistant_tokens
         _check_assistant(model, assistant, requested, total, use_cache)
         requested = requested or "static"
     if not use_cache and requested is not None:
-        raise ValueError(f"use_cache=False and {asked}: give one of them")
+        raise ValueError(f"use_cache=False and {setting}: give one of them")
     if not use_cache or requested == "dynamic":
         return "dynamic"
     obstacle = _obstacle(model, total)
@@ -139,7 +139,7 @@ def choose_cache(
         is_static = model.device.type == "cuda" or kept_rows > 1
         return requested or ("static" if is_static else "dynamic")
     if requested is not None:
-        raise ValueError(f"{asked}: {obstacle}; take 'dynamic'")
+        raise ValueError(f"{setting}: {obstacle}; take 'dynamic'")
     return "dynamic"
 
 
@@ -186,7 +186,7 @@ def _check_assistant(
 
 
 def _obstacle(model: GenerationModel, total: int) -> str | None:
-    """Why a static cache cannot be exact for `total` tokens; None if it is."""
+    """Returns why a static cache cannot be exact for `total` tokens; None if it is."""
     if is_sharded(model):
         return "FSDP gathers parameters step by step"
     rope = model.turning_rope
@@ -210,7 +210,8 @@ class GraphedStep:
     outside of them may share a memory `pool`.
     """
 
-    def __init__(self, weight: Tensor, generator: torch.Generator | None, pool: Any = None):
+    def __init__(self, model: GenerationModel, generator: torch.Generator | None, pool: Any = None):
+        weight = next(model.parameters())
         self._device, self._generator, self._pool = weight.device, generator, pool
         self._possible = self._device.type == "cuda" and runs_triton(weight)
         self._warm = 0
@@ -261,7 +262,7 @@ class GraphedStep:
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for all captures on a device, shared since each stream has workspaces."""
+    """Returns the stream for all captures on a device, shared since each stream has workspaces."""
     return torch.cuda.Stream(device=device)
 
 
@@ -298,7 +299,7 @@ class DynamicSteps:
         self._generated = ids.new_zeros(1)  # tokens after the prompt, of every row
 
     def __call__(self, remaining: int) -> Tensor:
-        """The next tokens [b, 1]; at `cache_restart` tokens, the whole text is read again."""
+        """Returns the next tokens [b, 1]; reads the whole text again at `cache_restart` tokens."""
         n, restart = self._length, self._model.cache_restart
         if n == self._tokens.shape[1]:
             self._extend(min(remaining, n))
@@ -341,7 +342,7 @@ class DynamicSteps:
         self._ended = self._ended.to(self._tokens.device)
 
     def finish(self, tokens: Sequence[int]) -> KVCache | None:
-        """The cache, with padding behind the ends of rows."""
+        """Returns the cache, with padding behind the ends of rows."""
         return self._cache
 
 
@@ -355,35 +356,27 @@ def make_cache(
     model: GenerationModel,
     prompt: PromptBatch,
     new: int,
+    cache: StaticCache | None = None,
     *,
     chunk: int = 1,
     quantize: Quantize = None,
     rollback: int = 0,
 ) -> StaticCache:
-    """A static cache for every prompt and `new` tokens after it; a step appends up to `chunk`, and
-    up to `rollback` can be dropped again.
+    """Returns a static cache, `cache` if given, with room for every prompt and `new` tokens after
+    it; a step appends up to `chunk`, and up to `rollback` can be dropped again.
 
     Raises ValueError if the model cannot have so many tokens.
     """
-    capacity, rows = _round_capacity(prompt, new), len(prompt.ids)
+    capacity, rows = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND, len(prompt.ids)
+    if cache is not None:
+        if cache.capacity < capacity:
+            cache.grow(capacity)
+        return cache
     try:
         options: dict[str, Any] = {"quantize": quantize, "rollback": rollback}
         return model.static_cache(rows, capacity, chunk=max(16, chunk), **options)
     except ValueError as error:
         raise ValueError(f"{error}: ask for fewer than {new} new tokens") from None
-
-
-def enlarge(cache: StaticCache, prompt: PromptBatch, new: int) -> StaticCache:
-    """Returns the cache, with room for every prompt and `new` tokens after it."""
-    capacity = _round_capacity(prompt, new)
-    if cache.capacity < capacity:
-        cache.grow(capacity)
-    return cache
-
-
-def _round_capacity(prompt: PromptBatch, new: int) -> int:
-    """The capacity for every prompt and `new` tokens after it."""
-    return -(-(max(prompt.lengths()) + new) // ROUND) * ROUND
 
 
 class StaticSteps:
@@ -409,11 +402,7 @@ class StaticSteps:
         self._model, self._sampling, self._draws = model, sampling, draws
         room = min(max_tokens, INITIAL_CAPACITY)
         options: dict[str, Any] = {"quantize": quantize, "rollback": int(rows_differ)}
-        self._cache = (
-            make_cache(model, prompt, room, **options)
-            if cache is None
-            else enlarge(cache, prompt, room)
-        )
+        self._cache = make_cache(model, prompt, room, cache, **options)
         self._logits: Tensor | None = prefill(
             model, self._cache, prompt, prefill_chunk_size, copies
         )
@@ -425,14 +414,14 @@ class StaticSteps:
         self._last = prompt.ids[:, -1:].clone()  # [b, 1]
         self._generated = self._last.new_zeros(1)  # tokens after the prompt, of every row
         self._length = max(self._prompt_lengths)  # tokens of the longest row in the cache
-        self._replay = self._new_replay()
+        self._replay = GraphedStep(self._model, self._draws.generator)
 
     def __call__(self, remaining: int) -> Tensor:
-        """The next tokens [b, 1]; the cache doubles when it is full."""
+        """Returns the next tokens [b, 1]; the cache doubles when it is full."""
         if self._logits is None:
             if self._length == self._cache.capacity:
                 self._cache.grow(self._length + min(remaining, self._length))
-                self._replay = self._new_replay()
+                self._replay = GraphedStep(self._model, self._draws.generator)
             self._length += 1
             return self._replay(self._step, remaining)
         logits, self._logits = self._logits, None
@@ -445,16 +434,16 @@ class StaticSteps:
         self._draws.select(index)
         self._last = self._last[index]
         self._seen = None if self._seen is None else self._seen[index]
-        self._replay = self._new_replay()
+        self._replay = GraphedStep(self._model, self._draws.generator)
 
     def hold(self, ended: Mapping[int, int]) -> None:
         """Drops what is read behind the ends of these rows."""
         if self._limits is not None:
-            kept = [self._prompt_lengths[row] + n - 1 for row, n in ended.items()]
-            self._limits[list(ended)] = self._limits.new_tensor(kept)
+            limits = [self._prompt_lengths[row] + n - 1 for row, n in ended.items()]
+            self._limits[list(ended)] = self._limits.new_tensor(limits)
 
     def finish(self, tokens: Sequence[int]) -> StaticCache:
-        """The cache, in which each row has its own length."""
+        """Returns the cache, in which each row has its own length."""
         self.hold(dict(enumerate(tokens)))
         if self._limits is not None:
             self._cache.crop(self._limits)
@@ -476,7 +465,3 @@ class StaticSteps:
         if self._seen is not None:
             self._seen.scatter_(1, self._last, True)
         return new
-
-    def _new_replay(self) -> GraphedStep:
-        """Returns a GraphedStep without a graph, for tensors of other shapes or addresses."""
-        return GraphedStep(next(self._model.parameters()), self._draws.generator)

@@ -35,6 +35,7 @@ except ImportError:  # not on Linux
 Mode = Literal["auto", "reference", "triton"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PDL_ELEMENTS = 1 << 20  # `pdl_options` applies to inputs of at most as many
+SHARED_OFF_GPUS = 227 << 10  # bytes: what `shared_memory` returns where there is no GPU
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -172,6 +173,33 @@ def _num_sms(device: int) -> int:
 def num_sms(x: Tensor) -> int:
     """Returns the number of multiprocessors of the GPU of `x`; 3 on other devices."""
     return _num_sms(x.device.index) if x.device.type == "cuda" else 3
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
+
+
+# What torch.compiler.assume_constant_result does, after a second spent importing Dynamo
+_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def shared_memory(x: Tensor) -> int:
+    """Returns how many bytes of shared memory a program on the GPU of `x` may have.
+
+    A launch that asks for more is an error. It is 163 KiB on sm_80, 227 KiB on sm_90 and sm_100, 99
+    KiB on sm_86, sm_89 and sm_120; on other devices as on sm_90.
+    """
+    return _shared_memory(x.device.index) if x.device.type == "cuda" else SHARED_OFF_GPUS
+
+
+def num_stages(step: int, most: int = 3, room: int = 96 << 10) -> int:
+    """Returns how many steps of `step` bytes to have in flight, up to `most`.
+
+    All but the one that is computed wait in `room` bytes of shared memory: by default what every
+    GPU from sm_80 on has.
+    """
+    return 1 + min(most - 1, room // step)
 
 
 def operator(

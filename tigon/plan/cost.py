@@ -103,12 +103,12 @@ class ParameterCounts:
 
     @property
     def shared(self) -> int:
-        """The number of parameters in the shard that belong to sharded experts."""
+        """Returns the number of parameters in the shard that belong to sharded experts."""
         return sum(count for (_, sharded), count in self.counts.items() if sharded)
 
     @property
     def total(self) -> int:
-        """The number of all parameters in the shard."""
+        """Returns the number of all parameters in the shard."""
         return sum(self.counts.values())
 
     def per_shard(self, shards: int) -> Iterator[tuple[bool, float]]:
@@ -142,9 +142,11 @@ class Shapes:
         """Returns the numbers of parameters in the first rank's shard."""
         return ParameterCounts.of(self.shard(tensor, expert), tensor, expert)
 
-    def _work(self, rows: int, tokens: int, tensor: int = 1, expert: int = 1, **how: Any) -> Work:
+    def _work(
+        self, rows: int, tokens: int, tensor: int = 1, expert: int = 1, **options: Any
+    ) -> Work:
         """Returns `micro_batch_work` of a shard."""
-        return micro_batch_work(self.shard(tensor, expert), rows, tokens, tensor=tensor, **how)
+        return micro_batch_work(self.shard(tensor, expert), rows, tokens, tensor=tensor, **options)
 
     @property
     def experts(self) -> int:
@@ -156,7 +158,7 @@ class Shapes:
     @cached_property
     def cost(self) -> Cost:
         """Returns the floating-point operations of the whole model, by its formulas."""
-        return Cost.of(self.shard(1))
+        return Cost.of(self.shard())
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,8 @@ def micro_batch_work(
                 work.attention[module.head_dim] += operations
             elif isinstance(module, GatedDeltaNet):
                 forward, backward = delta_operations(module.key_dim, module.value_dim)
-                each = (1 + recomputed) * forward + backward
-                work.recurrence += each * module.value_heads * local
+                per_token = (1 + recomputed) * forward + backward
+                work.recurrence += per_token * module.value_heads * local
     work.products[round(learned * local), *model.lm_head.weight.shape] += 3
     work.moved = kernel_bytes(model, local, tensor, recomputed, learned)
     return work

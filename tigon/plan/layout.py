@@ -26,7 +26,7 @@ class Layout(MeshSizes):
 
     @property
     def parallel(self) -> Parallel:
-        """The ranks of each dimension as the setting `parallel`."""
+        """Returns the ranks of each dimension as the setting `parallel`."""
         return Parallel(self.replicate, self.fsdp, self.context, self.tensor, self.expert)
 
     def config(self, config: Config) -> Config:

@@ -81,10 +81,10 @@ def read_job(
     config = load(None, [*settings, *fixed])
     check_modeled(config)
     dtype = getattr(torch, config.param_dtype)
-    found = meta_model(replace(config, memory_budget=None), dtype)
-    if seq_len > (context := found.config.max_position_embeddings):
+    on_meta = meta_model(replace(config, memory_budget=None), dtype)
+    if seq_len > (context := on_meta.config.max_position_embeddings):
         print(f"note: rows of {seq_len:,} tokens, and the model's context is {context:,}")
-    shapes, rows = Shapes(found.config, dtype), tokens // seq_len
+    shapes, rows = Shapes(on_meta.config, dtype), tokens // seq_len
     return Job(shapes, config, gpus, data_sheet, constants, seq_len, rows)
 
 
@@ -116,7 +116,7 @@ def check_modeled(config: Config) -> None:
 def format_plan(plan: LayoutPlan) -> str:
     """Returns the output of `tigon plan`."""
     job = plan.job
-    model = job.shapes.shard(1)
+    model = job.shapes.shard()
     rows = format_count(job.batch_rows, "row")
     lines = [
         f"{model.config.transformers_class}, {job.shapes.counts().total:,} parameters, on "

@@ -11,7 +11,7 @@ from tigon.data.examples import format_count
 from tigon.parallel import check_context
 from tigon.plan.cost import BF16, FP32, Job, Step, estimate_step
 from tigon.plan.layout import Layout, divisors, enumerate_meshes
-from tigon.train.choices import leanest_sharding, useful_rows
+from tigon.train.choices import MOST_TOKENS, leanest_sharding, useful_rows
 from tigon.train.distributed import World
 from tigon.train.graph_checks import check_run
 from tigon.train.memory import CONTEXT, SHARE, Estimate, estimate
@@ -21,7 +21,6 @@ from tigon.train.tasks import find_task
 
 EstimateMemory = Callable[[Job, Layout], Estimate]
 Mesh = tuple[object, ...]
-MAX_TOKENS = 2**16  # of a micro-batch with several rows on a GPU; more is no faster
 # Values of activation_checkpointing: no block, every second one, all
 CHECKPOINTING: tuple[bool | int, ...] = (False, 2, True)
 LACKS = "memory"
@@ -102,7 +101,7 @@ def all_layouts(job: Job, mesh: Layout) -> Iterator[Layout]:
     batch = job.batch_rows // mesh.data
     shardings = ("full", "gradients") if mesh.shards > 1 else ("full",)
     for rows in divisors(batch):
-        if rows > 1 and replace(mesh, rows=rows).tokens(job.seq_len) > MAX_TOKENS:
+        if rows > 1 and replace(mesh, rows=rows).tokens(job.seq_len) > MOST_TOKENS:
             break
         for sharding in shardings:
             layout = replace(mesh, rows=rows, micro_batches=batch // rows, sharding=sharding)

@@ -10,6 +10,7 @@ import numpy as np
 from tigon.report.read import Column, RunFiles
 
 POINTS, LINES = 240, 3  # points of a line, at most; with more lines each has fewer
+STEPS = 5  # that a note names
 LOG_SPREAD = 20  # a maximum of so many medians makes the scale logarithmic
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "tigon", "text.parse_math": False, "font.size": 9,
@@ -155,7 +156,7 @@ def buckets(values: Sequence[float], size: int) -> "np.ndarray[Any, Any]":
     return table.reshape(-1, size)
 
 
-def shorten(steps: Sequence[int], limit: int = 5) -> str:
-    """Returns the first `limit` steps in words, and how many more there are."""
-    rest = f" and {len(steps) - limit:,} more" if len(steps) > limit else ""
-    return "step " + ", ".join(f"{step:,}" for step in steps[:limit]) + rest
+def shorten(steps: Sequence[int]) -> str:
+    """Returns the first STEPS steps in words, and how many more there are."""
+    rest = f" and {len(steps) - STEPS:,} more" if len(steps) > STEPS else ""
+    return "step " + ", ".join(f"{step:,}" for step in steps[:STEPS]) + rest

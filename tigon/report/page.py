@@ -44,13 +44,13 @@ def facts(run: RunFiles) -> dict[str, str]:
     config, init = run.config, run.config.get("init")
     count = f"{run.parameters:,} parameters" if run.parameters else ""
     size = ", ".join(filter(None, (run.architecture, count)))
-    found = {
+    texts = {
         "Model": str(config.get("model") or (f"{init}, from random weights" if init else "")),
         "Size": size, "Task": str(config.get("task", "")), "Machine": run.machine,
         "Data": format_setting(config["data"]) if config.get("data") else "",
         "Held out": format_setting(config["eval_data"]) if config.get("eval_data") else "",
     }  # fmt: skip
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in texts.items() if text}
 
 
 def format_number(value: float) -> str:
@@ -94,10 +94,10 @@ FIGURES: dict[str, tuple[str, Callable[[Column], float], Callable[[float], str]]
 def figures(run: RunFiles) -> dict[str, str]:
     """Returns the texts of the key figures by name, without those that have no finite values."""
     columns = {name: run.column(key) for name, (key, *_) in FIGURES.items()}
-    found = {name: text(pick(columns[name])) for name, (_, pick, text) in FIGURES.items()
+    texts = {name: text(pick(columns[name])) for name, (_, pick, text) in FIGURES.items()
              if columns[name].finite()}  # fmt: skip
     counts = {"Skipped steps": len(run.skipped), "Rollbacks": len(run.rollbacks)}
-    return found | {name: f"{count:,}" for name, count in counts.items() if count}
+    return texts | {name: f"{count:,}" for name, count in counts.items() if count}
 
 
 def format_setting(value: Any) -> str:
@@ -106,8 +106,8 @@ def format_setting(value: Any) -> str:
     if isinstance(value, list | tuple):
         value = [{k: v for k, v in item.items() if v not in (None, {}, [])}
                  if isinstance(item, dict) else item for item in value]  # fmt: skip
-    how: dict[str, Any] = {"default_flow_style": True, "width": 10**9, "sort_keys": False}
-    text = yaml.safe_dump(value, allow_unicode=True, **how)
+    style: dict[str, Any] = {"default_flow_style": True, "width": 10**9, "sort_keys": False}
+    text = yaml.safe_dump(value, allow_unicode=True, **style)
     text = text.removesuffix("\n").removesuffix("\n...")
     return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}…"
 

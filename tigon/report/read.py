@@ -78,7 +78,7 @@ class RunFiles:
 
     @property
     def last_step(self) -> int | None:
-        """The highest step that has a loss; None without any."""
+        """Returns the highest step that has a loss; None without any."""
         return max(self.column("loss").steps, default=None)
 
     @property
@@ -130,7 +130,7 @@ def _read_config(run: RunFiles) -> None:
     """Reads settings and machine from config.yaml into the run; a missing or damaged one becomes a
     problem."""
     try:
-        text = _content(run.path / "config.yaml", BYTES).decode(errors="replace")
+        text = _content(run.path / "config.yaml").decode(errors="replace")
         config = parse_yaml(text, "config.yaml")
         if not isinstance(config, dict):
             raise ValueError("it holds no settings")

@@ -35,7 +35,7 @@ class Piece:
 
     @property
     def last(self) -> bool:
-        """Whether nothing follows."""
+        """Returns whether nothing follows."""
         return self.finish_reason is not None or bool(self.error)
 
 
@@ -44,7 +44,7 @@ class StopFilter:
 
     def __init__(self, strings: Sequence[str]):
         self.strings = strings
-        self.held = ""
+        self.pending = ""
         self.found = False
 
     def feed(self, text: str) -> str:
@@ -52,19 +52,19 @@ class StopFilter:
 
         Of two stop strings the one that ends first counts. Nothing follows one that was `found`.
         """
-        text = self.held + text
+        text = self.pending + text
         ends = [(at + len(s), at) for s in self.strings if (at := text.find(s)) >= 0]
         if ends:
-            self.held, self.found = "", True
+            self.pending, self.found = "", True
             return text[: min(ends)[1]]
         longest = max((_overlap(text, s) for s in self.strings), default=0)
-        self.held = text[len(text) - longest :]
+        self.pending = text[len(text) - longest :]
         return text[: len(text) - longest]
 
     def finish(self) -> str:
         """Returns the text that was held back: no stop string has come of it."""
-        held, self.held = self.held, ""
-        return held
+        pending, self.pending = self.pending, ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -126,7 +126,7 @@ class Answer:
 
     @property
     def logprobs(self) -> bool:
-        """Whether log-probabilities are asked for."""
+        """Returns whether log-probabilities are asked for."""
         return self._texts is not None
 
     def append(self, output: Sequence[float]) -> None:

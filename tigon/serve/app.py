@@ -109,16 +109,16 @@ class Completion:
 
         try:
             if self.reply.request.stream:
-                response = StreamingResponse(self._stream(), headers=STREAM_HEADERS)
+                stream = StreamingResponse(self._stream(), headers=STREAM_HEADERS)
                 with contextlib.suppress(TimeoutError, ClientDisconnect):
-                    await response(scope, receive, send_in_time)
-            elif (whole := await self._whole(receive)) is not None:
-                await whole(scope, receive, send)
+                    await stream(scope, receive, send_in_time)
+            elif (response := await self._complete(receive)) is not None:
+                await response(scope, receive, send)
         finally:
             for answer in self.answers:
                 answer.cancel()
 
-    async def _whole(self, receive: Receive) -> Response | None:
+    async def _complete(self, receive: Receive) -> Response | None:
         """Returns the reply once all answers are whole; None if the client goes away before."""
         leaving = asyncio.create_task(_wait_for_end(receive))
         leaving.add_done_callback(lambda _: self.wake.set())
@@ -134,7 +134,7 @@ class Completion:
         for piece in pieces:
             if piece.error:
                 return refusal(RequestError(piece.error, status=500))
-        return JSONResponse(self.reply.whole(pieces))
+        return JSONResponse(self.reply.completion(pieces))
 
     async def _stream(self) -> AsyncIterator[bytes]:
         """Yields what is written as it comes."""
@@ -179,9 +179,9 @@ class Service:
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.tokenizer)
-        own = self.engine.model.active_adapter  # of a model that is an adapter and its base
         self.names: dict[str, str | None] = {name: name for name in self.adapters}
-        self.names[self.name] = own
+        # Of a model that is an adapter and its base
+        self.names[self.name] = self.engine.model.active_adapter
 
     async def page(self, request: HTTPRequest) -> Response:
         """Answers with the chat page."""
@@ -239,35 +239,35 @@ class Service:
     async def complete(self, kind: type[Request], request: HTTPRequest) -> Completion:
         """Answers messages or prompts."""
         body = await read_body(request)
-        engine_request = await run_in_threadpool(
-            self._make_engine_request, kind, body
-        )  # tokenizing takes its time
+        # Tokenizing takes its time
+        engine_request = await run_in_threadpool(self._make_engine_request, kind, body)
+        fields, name = engine_request.request, engine_request.request.model or self.name
         loop, wake = asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(wake.set)
 
-        top = engine_request.request.top
-        options: dict[str, Any] = {"texts": None if top is None else self.texts, "top": top or 0}
-        name = engine_request.request.model or self.name
-        options |= {
-            "streams": engine_request.request.stream,
-            "notify": notify,
-            "adapter": self.names[name],
-        }
         answers = [
             Answer(
-                prompt, choice_settings(engine_request.settings, i), most, self.tokenizer, **options
+                prompt,
+                choice_settings(engine_request.settings, i),
+                most,
+                self.tokenizer,
+                adapter=self.names[name],
+                texts=None if fields.top is None else self.texts,
+                top=fields.top or 0,
+                streams=fields.stream,
+                notify=notify,
             )
             for prompt, most in zip(engine_request.prompts, engine_request.max_tokens, strict=True)
-            for i in range(engine_request.request.n)
+            for i in range(fields.n)
         ]
         try:
             self.engine.submit(answers)
         except QueueFullError as error:
             raise RequestError(str(error), status=429, code="rate_limit_exceeded") from None
-        return Completion(Reply(engine_request.request, name, answers), wake)
+        return Completion(Reply(fields, name, answers), wake)
 
     def _make_engine_request(self, kind: type[Request], body: bytes) -> EngineRequest:
         """Returns what the body of a request asks for; raises RequestError for a bad one."""

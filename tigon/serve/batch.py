@@ -22,10 +22,7 @@ from tigon.utils.memory import format_gib
 
 PREFILL = 4096  # prompt tokens between two steps: more would keep the texts being written waiting
 TOP = 20  # most alternatives to a token that a request can ask for
-GPU_SHARE, HOST_SHARE = (
-    0.85,
-    0.5,
-)  # of the free memory of a GPU, or of all of a host's, for the cache
+GPU_SHARE, HOST_SHARE = 0.85, 0.5  # of a GPU's free memory, or of all of a host's, for the cache
 
 
 def fit_capacity(model: CausalLM, rows: int) -> int:
@@ -118,10 +115,10 @@ class DecodeBatch:
         tokens = min(PREFILL, self.capacity - 1)
         Reading(self._cache, 0, [[0] * tokens]).read(self.model)
         self._cache.reset(0, 1)
-        for each in {SamplingNeeds(), work}:
+        for needs in {SamplingNeeds(), work}:
             for _ in range(3):
                 for end in {1 << i for i in range(rows.bit_length())} | {rows}:
-                    self._run(end, each, False)
+                    self._run(end, needs, False)
 
     def use_adapter(self, name: str | None) -> None:
         """Writes by another of the model's adapters, or by none; no row may hold a text."""
@@ -159,8 +156,8 @@ class DecodeBatch:
         with `logprobs` its log-probability, the likeliest tokens and theirs.
         """
         work = SamplingNeeds()
-        for each in self._work[:end]:
-            work |= each
+        for needs in self._work[:end]:
+            work |= needs
         return self._run(min(1 << (end - 1).bit_length(), len(self._work)), work, logprobs)
 
     def free(self, row: int) -> None:
@@ -174,8 +171,7 @@ class DecodeBatch:
         step = rows, work, logprobs
         key = self.adapter, *step  # a graph is that of the adapter it was captured with
         if key not in self._replays:
-            weight = next(self.model.parameters())
-            self._replays[key] = GraphedStep(weight, None, self._pool)
+            self._replays[key] = GraphedStep(self.model, None, self._pool)
         return self._replays[key](lambda: self._step(*step), FEW_STEPS + 1)
 
     def _step(self, rows: int, work: SamplingNeeds, logprobs: bool) -> Tensor:

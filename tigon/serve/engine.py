@@ -102,17 +102,17 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """The number of answers that have a row."""
+        """Returns the number of answers that have a row."""
         return self.max_rows - self._rows.count(None)
 
     @property
     def waiting(self) -> int:
-        """The number of answers that wait for a row."""
+        """Returns the number of answers that wait for a row."""
         return sum(not answer.cancelled for answer in self._waiting.copy())
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """Returns whether the thread runs."""
         return self._thread.is_alive()
 
     # On the engine's thread
@@ -140,7 +140,8 @@ class Engine:
     def _write(self) -> None:
         """Warms up, and writes answers until `close`; a failure ends those that have a row."""
         try:
-            self._warm_up()
+            if self.model.device.type == "cuda":  # kernels and graphs, before the first request
+                self._batch.warm_up(self._default)
         except Exception as error:
             self._error = error
             return
@@ -158,14 +159,9 @@ class Engine:
                 traceback.print_exc()
                 self._fail(_describe(error))
 
-    def _warm_up(self) -> None:
-        """On a GPU compiles kernels and captures graphs, before the first request."""
-        if self.model.device.type == "cuda":
-            self._batch.warm_up(self._default)
-
     @property
     def _busy(self) -> bool:
-        """Whether there is a row to write in, or a token on its way to the host."""
+        """Returns whether there is a row to write in, or a token on its way to the host."""
         return bool(self._sent) or any(self._rows)
 
     def _turn(self) -> None:

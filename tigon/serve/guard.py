@@ -70,9 +70,9 @@ class Guard:
         if origin is not None and _split(origin, "netloc") != host.lower():
             raise RequestError(f"Origin {quote(origin)} is another site", status=403)
         if self.key is not None and scope["path"] not in OPEN_PATHS:
-            kind, _, given = headers.get("authorization", "").partition(" ")
-            known = hmac.compare_digest(given.strip().encode("latin-1"), self.key)
-            if kind.lower() != "bearer" or not known:
+            scheme, _, key = headers.get("authorization", "").partition(" ")
+            known = hmac.compare_digest(key.strip().encode("latin-1"), self.key)
+            if scheme.lower() != "bearer" or not known:
                 raise RequestError(
                     "the key is missing or wrong: send it as Authorization: Bearer KEY",
                     status=401,

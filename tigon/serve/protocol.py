@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tigon.generation.settings import GenerationSettings, resolve_settings
+from tigon.generation.settings import SAMPLING, GenerationSettings, resolve_settings, set_do_sample
 from tigon.models import CausalLM
 from tigon.serve.batch import TOP
 from tigon.tokenizer import Tokenizer
@@ -16,9 +16,7 @@ from tigon.utils.json import quote
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields that choose how to sample, under the names that `generate` has for them
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-SETTINGS = (*SAMPLING, "repetition_penalty", "seed")
+SETTINGS = (*SAMPLING, "repetition_penalty", "seed")  # fields that `generate` has, too
 # Fields of OpenAI's that are not supported, by the values besides null that change nothing
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("frequency_penalty", "presence_penalty"), (0,)),
@@ -75,7 +73,7 @@ class Request:
 
     @property
     def top(self) -> int | None:
-        """How many likely tokens come with each; None: no log-probabilities at all."""
+        """Returns how many likely tokens come with each; None: no log-probabilities at all."""
         raise NotImplementedError
 
 
@@ -91,7 +89,7 @@ class ChatRequest(Request):
 
     @property
     def top(self) -> int | None:
-        """As in the base."""
+        """Returns `top_logprobs`, which count where log-probabilities are asked for."""
         return self.top_logprobs if self.logprobs else None
 
 
@@ -106,7 +104,7 @@ class TextRequest(Request):
 
     @property
     def top(self) -> int | None:
-        """As in the base."""
+        """Returns `logprobs`."""
         return self.logprobs
 
 
@@ -200,10 +198,7 @@ def resolve(request: Request | None, model: CausalLM, ends: Sequence[int]) -> Ge
     passed = {name: value for name, value in passed.items() if value is not None}
     if passed.get("top_k") == -1:  # as other servers have it
         passed["top_k"] = 0
-    if passed.get("temperature") == 0:
-        passed |= {"do_sample": False, "temperature": None}
-    elif any(name in passed for name in SAMPLING):
-        passed["do_sample"] = True
+    passed = set_do_sample(passed)
     if (model.generation_config or {}).get("top_k") is None:
         passed.setdefault("top_k", 0)
     if request is not None and request.stop is not None:
@@ -266,8 +261,8 @@ def _check_message(message: Any, name: str) -> dict[str, Any]:
     or parts of text. Of other keys, such as tool_calls, it may have empty ones."""
     if not isinstance(message, dict):
         raise RequestError(f"{name}={quote(message)} is not an object", "messages")
-    given = {key for key, value in message.items() if value not in (None, [])}
-    if unknown := given - {"role", "content", "name"}:
+    keys = {key for key, value in message.items() if value not in (None, [])}
+    if unknown := keys - {"role", "content", "name"}:
         raise RequestError(f"{name} has {quote(min(unknown))}: only text is supported", "messages")
     role, content, author = (message.get(key) for key in ("role", "content", "name"))
     if role not in ROLES:
@@ -301,17 +296,17 @@ def encode_prompts(prompt: Any, tokenizer: Tokenizer, vocab: int) -> list[list[i
     if len(prompts) > 128:
         raise RequestError(f"{len(prompts)} prompts: at most 128 come in a request", "prompt")
     encoded = []
-    for each in prompts:
-        if isinstance(each, str):
+    for item in prompts:
+        if isinstance(item, str):
             try:
-                encoded.append(tokenizer.encode(each))
+                encoded.append(tokenizer.encode(item))
             except (TypeError, ValueError) as error:
                 raise RequestError(f"prompt: {error}", "prompt") from None
             continue
         try:
-            ids = check_type("prompt", each, list[int])
+            ids = check_type("prompt", item, list[int])
         except ConfigError:
-            message = f"prompt={quote(each)} is neither text nor a list of token ids"
+            message = f"prompt={quote(item)} is neither text nor a list of token ids"
             raise RequestError(message, "prompt") from None
         outside = next((i for i in ids if not 0 <= i < vocab), None)
         if outside is not None:

@@ -43,10 +43,10 @@ class Reply:
 
     @property
     def chat(self) -> bool:
-        """Whether it is a reply to messages."""
+        """Returns whether it is a reply to messages."""
         return isinstance(self.request, ChatRequest)
 
-    def whole(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def completion(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Returns the body of a reply that comes at once, from each answer's only piece."""
         choices = []
         for i, piece in enumerate(pieces):

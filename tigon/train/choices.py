@@ -143,13 +143,24 @@ def possible_shardings(config: Config, sizes: MeshSizes, compute: torch.dtype) -
     return ["gradients"] if config.cuda_graphs is True else ["gradients", "full"]
 
 
+def order_ways(ways: Sequence[Way], previous: Way | None) -> list[Way]:
+    """Sorts ways to compute a step: what a run has had, if there is one, then those with its
+    sharding, then the fastest."""
+
+    def order(way: Way) -> tuple[bool, bool, float]:
+        differs = previous is not None and way.sharding != previous.sharding
+        return way != previous, differs, MOVED[way.sharding] / way.rows
+
+    return sorted(ways, key=order)
+
+
 def choose_step(
     total: Callable[[Way, int, bool], int], ways: Sequence[Way], tokens: int, layers: int,
     budget: int, *, auto: frozenset[str], offload: bool, all_rows: int, previous: Way | None = None,
 ) -> StepChoice:  # fmt: skip
     """Returns the first way that fits without recomputed blocks, of those with FEW_TOKENS or more
-    and the `previous` one of the run; else that of the leanest sharding with the fewest recomputed
-    blocks.
+    and the `previous` one of the run; else that of the leanest sharding, wherever it stands in
+    `ways`, with the fewest recomputed blocks.
 
     `total(way, n, offload)` is the memory of a GPU that recomputes n blocks, `tokens` those of a
     row on a rank, `all_rows` those of a step on it. Raises ValueError if even all blocks with
@@ -171,9 +182,10 @@ def choose_step(
     if fixed:  # is tried all the same
         way = min(sizes, key=lambda way: sizes[way])
         return choice(way, 0, sizes[way])
+    lean = "full" if any(way.sharding == "full" for way in ways) else ways[0].sharding
     # Few rows have few activations, all rows at once no gradients to add up: both are tried
-    for group in (large_ways, small_ways, [Way(ways[-1].sharding, all_rows)]):
-        lean_ways = [way for way in group if way.sharding == ways[-1].sharding]
+    for group in (large_ways, small_ways, [Way(lean, all_rows)]):
+        lean_ways = [way for way in group if way.sharding == lean]
         found = [
             choice(way, *result)
             for way in dict.fromkeys((*lean_ways[:1], *lean_ways[-1:]))
@@ -181,7 +193,7 @@ def choose_step(
         ]
         if found:
             return min(found, key=lambda choice: (choice.offload, choice.blocks))
-    raise ValueError(_explain(total, ways[-1], layers, budget))
+    raise ValueError(_explain(total, Way(lean, min(way.rows for way in ways)), layers, budget))
 
 
 def _fewest_blocks(
@@ -282,12 +294,7 @@ def _choose(
     rows = useful_rows(config, sizes, block, previous.rows)
     ways = [Way(how, n) for how in possible_shardings(config, sizes, compute) for n in rows]
 
-    def order(way: Way) -> tuple[bool, bool, float]:
-        """What the run has had, then its sharding, then the fastest."""
-        differs = source is not None and way.sharding != previous.sharding
-        return way != previous, differs, MOVED[way.sharding] / way.rows
-
-    ways.sort(key=order)
+    ways = order_ways(ways, previous if source is not None else None)
     tokens = -(-config.seq_len // sizes.context)
     all_rows = rows[0]
     if config.micro_batch_size == "auto" and config.batch_size * tokens <= MAX_TOKENS:

@@ -18,7 +18,13 @@ from tigon.models.adapters.lora import savable_modules
 from tigon.models.config import torch_dtype
 from tigon.models.init import init_sharded_weights
 from tigon.models.moe import MoEConfig
-from tigon.models.pretrained.load import as_sequence_classifier, open_model, read_config
+from tigon.models.pretrained.load import (
+    as_sequence_classifier,
+    find_class,
+    open_model,
+    prefix_errors,
+    read_config,
+)
 from tigon.models.pretrained.quantization import quantize_model, quantized_bytes
 from tigon.parallel import (
     Meshes,
@@ -350,16 +356,8 @@ def _init_path(config: Config) -> Path:
 
 def _read_config_file(path: Path) -> Any:
     """Returns the model config of a config.json; ValueError names the file and the wrong key."""
-    values = read_json(path, nan=True)
-    kind = values.get("model_type")
-    if not isinstance(kind, str) or kind not in MODELS:
-        raise ValueError(
-            f"{escape(path)}: model_type {quote(kind)} is not one of {', '.join(MODELS)}"
-        )
-    try:
-        return MODELS[kind].config_class.from_dict(values)
-    except ConfigError as error:
-        raise ConfigError(f"{escape(path)}: {error}") from error
+    with prefix_errors(escape(path)):
+        return find_class(read_json(path, nan=True), MODELS)[1]
 
 
 def _apply_settings(values: Any, config: Config) -> Any:

@@ -93,9 +93,10 @@ def escaping_output() -> Iterator[None]:
 
 def check_output_written() -> None:
     """Raises the OSError of standard output under `escaping_output` that could not be written, also
-    one that argparse or a log has dropped."""
-    if isinstance(sys.stdout, _Escaping) and sys.stdout.error is not None:
-        raise sys.stdout.error
+    one that argparse or a log has dropped; but for a pipe that nobody reads any more."""
+    error = sys.stdout.error if isinstance(sys.stdout, _Escaping) else None
+    if error is not None and not isinstance(error, BrokenPipeError):
+        raise error
 
 
 def raw_stream(stream: TextIO) -> TextIO:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -283,7 +282,6 @@ class _File:
             for block in entry.blocks
             for first, count in row_chunks(block.rows, entry.row_bytes)
         ]
-        self._lock, self._unfinished, self._descriptor = threading.Lock(), len(self.jobs), -1
 
     def create(self, root: Path, created: list[Path]) -> None:
         """Creates the file with its header and its size, and appends its path to `created`."""
@@ -295,46 +293,28 @@ class _File:
         if not self.jobs:
             fsync(path)
 
-    def open(self, root: Path) -> int:
-        """Opens the file for writing, once; returns a descriptor that all threads of this process
-        share."""
-        with self._lock:
-            if self._descriptor < 0:
-                self._descriptor = os.open(root / self.name, os.O_WRONLY)
-            return self._descriptor
-
-    def done(self) -> None:
-        """Note the end of a job; after the last one, sync and close the file."""
-        with self._lock:
-            self._unfinished -= 1
-            last = not self._unfinished
-        if last:
-            os.fsync(self._descriptor)
-            self.close()
-
-    def close(self) -> None:
-        """Closes the descriptor, if it is open."""
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
-
 
 def _write(root: Path, files: list[_File]) -> None:
-    """Runs this process's jobs, on as many files at a time as there are threads."""
+    """Runs this process's jobs, on as many files at a time as there are threads, then flushes the
+    files."""
     jobs: list[_Job] = []
     for i in range(0, len(files), WORKERS):
         turns = zip_longest(*(file.jobs for file in files[i : i + WORKERS]))
         jobs += [job for turn in turns for job in turn if job is not None]
+    descriptors: dict[str, int] = {}
 
     def write(job: _Job, stage: StagingBuffer) -> None:
-        job.write(job.file.open(root), stage(_rows(job), job.entry.dtype))
-        job.file.done()
+        job.write(descriptors[job.file.name], stage(_rows(job), job.entry.dtype))
 
     try:
-        parallel_for(jobs, write, lambda: nullcontext(StagingBuffer()), WORKERS)
-    finally:
         for file in files:
-            file.close()
+            if file.jobs:
+                descriptors[file.name] = os.open(root / file.name, os.O_WRONLY)
+        parallel_for(jobs, write, lambda: nullcontext(StagingBuffer()), WORKERS)
+        parallel_for(descriptors.values(), lambda fd, _: os.fsync(fd), nullcontext, WORKERS)
+    finally:
+        for descriptor in descriptors.values():
+            os.close(descriptor)
 
 
 def copy_to_host(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:

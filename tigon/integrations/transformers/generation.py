@@ -13,7 +13,7 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from tigon.generation import GenerationOutput
-from tigon.generation.settings import UNSUPPORTED
+from tigon.generation.settings import SAMPLING, UNSUPPORTED
 from tigon.integrations.transformers.cache import TigonCache, take_over
 from tigon.layers import StaticCache
 from tigon.models.causal_lm import CausalLM
@@ -25,7 +25,6 @@ SAME = (
     *("cache_implementation", "return_dict_in_generate", "output_scores", "output_logits"),
 )
 TOKENS = ("eos_token_id", "pad_token_id")
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # without effect, unless do_sample
 LENGTHS = ("max_length", "max_new_tokens", "min_length", "min_new_tokens")
 # Settings that change no token: of files, of compilation, of drafts and of beams
 WITHOUT_EFFECT = (

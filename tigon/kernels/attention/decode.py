@@ -16,11 +16,14 @@ from tigon.kernels.runtime import (
     INTERPRETED,
     check_devices,
     has_values,
+    next_power_of_2,
     num_sms,
+    num_stages,
     operator,
     pdl_options,
     pdl_wait,
     runs_triton,
+    shared_memory,
     tl,
     triton,
 )
@@ -425,6 +428,28 @@ def _select_launch(dtype: torch.dtype, stored: torch.dtype, width: int) -> Decod
     return DecodeLaunch(32, stages=4, resident=2 if width == 128 else 1)
 
 
+def _launch_within(
+    room: int, dtype: torch.dtype, stored: torch.dtype, width: int, queries: int
+) -> DecodeLaunch:
+    """Returns `_select_launch` with smaller tiles and fewer in flight, as `room` bytes hold."""
+    launch = _select_launch(dtype, stored, width)
+    block, token = launch.block, _token_bytes(stored, width)
+    room -= queries * (width + block) * dtype.itemsize + 512  # queries, weights, sums
+    while block > 16 and block * token > room:
+        block //= 2
+    return launch._replace(block=block, stages=num_stages(block * token, launch.stages, room))
+
+
+def _width(D: int) -> int:
+    """Returns how many numbers of a head a tile has."""
+    return max(32, next_power_of_2(D))
+
+
+def _token_bytes(stored: torch.dtype, width: int) -> int:
+    """Returns how many bytes a cached token of a head has in a tile of keys and one of values."""
+    return 2 * width * stored.itemsize
+
+
 def _num_splits(groups: int, blocks: int, resident_programs: int) -> int:
     """Returns the number of programs that share the tokens of each of `groups`.
 
@@ -466,13 +491,13 @@ def _forward(
     kv_heads, slots = keys.shape[1:3]
     half = 0 if cos is None else cos.shape[-1]
     y = q.new_empty(q.shape)
-    width = max(32, triton.next_power_of_2(d))
-    launch = _select_launch(q.dtype, keys.dtype, width)
-    if key_scales is not None:
-        keys, values = keys.view(torch.int16), values.view(torch.int16)
+    width = _width(d)
     most_queries = 64 if width <= 128 else 32 if width <= 512 else 16  # by registers
     most_queries = 16 if q.dtype == torch.float32 else most_queries
     queries = min(triton.next_power_of_2(max(16, t * h // kv_heads)), most_queries)
+    launch = _launch_within(shared_memory(q), q.dtype, keys.dtype, width, queries)
+    if key_scales is not None:
+        keys, values = keys.view(torch.int16), values.view(torch.int16)
     query_blocks = triton.cdiv(t * h // kv_heads, queries)
     max_tokens = slots if window is None else min(slots, window)
     groups = b * kv_heads * query_blocks
@@ -563,9 +588,16 @@ def fuses_rope(tokens: int, buffers: KVBuffers) -> bool:
 
 
 def _triton_supports(q: Tensor, buffers: KVBuffers) -> bool:
-    """Whether the kernel can run: not for int8 of an odd D, nor for bf16 in the interpreter."""
+    """Whether the kernel can run: not for int8 of an odd D, too wide heads, nor for bf16 in the
+    interpreter."""
     pairs = buffers.key_scales is None or q.shape[-1] % 2 == 0
-    return runs_triton(q) and pairs and (q.dtype != torch.bfloat16 or q.device.type == "cuda")
+    possible = runs_triton(q) and pairs and (q.dtype != torch.bfloat16 or q.device.type == "cuda")
+    return possible and holds_tile(q, buffers.keys)
+
+
+def holds_tile(q: Tensor, keys: Tensor) -> bool:
+    """Whether shared memory holds the smallest tile of cached tokens, which are 16."""
+    return 16 * _token_bytes(keys.dtype, _width(q.shape[-1])) <= shared_memory(q)
 
 
 def _check_inputs(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels.delta.gated_delta_backward import gated_delta_backward
+from tigon.kernels.delta.gated_delta_backward import gated_delta_backward, gradients_compile
 from tigon.kernels.delta.gated_delta_forward import CHUNK, MAX_DIM, fits, gated_delta_forward
 from tigon.kernels.delta.gated_delta_step import gated_delta_tokens
 from tigon.kernels.runtime import (
@@ -191,10 +191,11 @@ def gated_delta_rule(
         _check_state(state, rows, q, v)
     if cu_seqlens is not None and on_host(cu_seqlens):
         _check_bounds(cu_seqlens, q.shape[1])
-    if not _served(q, k, v, g, beta):
-        return gated_delta_rule_ref(q, k, v, g, beta, cu_seqlens=cu_seqlens, state=state)
     inputs = q, k, v, g, beta, cu_seqlens, state
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:5]):
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:5])
+    if not _served(q, k, v, g, beta) or (learns and not gradients_compile(q)):
+        return gated_delta_rule_ref(q, k, v, g, beta, cu_seqlens=cu_seqlens, state=state)
+    if learns:
         return _GatedDeltaRule.apply(*inputs)
     o, final = gated_delta_forward(*inputs)
     return o, final

@@ -14,6 +14,7 @@ The matrix of which `solve` is the inverse then has the gradient -dv errors^T, a
 chunk by chunk. What the forward pass computed is computed again: only its inputs are saved.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -177,6 +178,24 @@ def _chunk_gradients_kernel(
     store_tile(dk, dkc, token, left, key_head, K, Dk, first, C, BK)
 
 
+@functools.cache
+def _compiles(device: int) -> bool:
+    old = [int(part) for part in triton.__version__.split(".")[:2]] < [3, 9]
+    return not (old and torch.cuda.get_device_capability(device)[0] == 10)
+
+
+# As torch.compiler.assume_constant_result does, which takes a second to import Dynamo
+_compiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def gradients_compile(x: Tensor) -> bool:
+    """Whether Triton compiles the gradients for the GPU of x.
+
+    For sm_100, 3.6 fails at a layout of `_chunk_gradients_kernel`, and 3.9 does not.
+    """
+    return x.device.type != "cuda" or _compiles(x.device.index)
+
+
 def _reverse_scan(
     q: Tensor,
     k: Tensor,
@@ -189,7 +208,7 @@ def _reverse_scan(
 ) -> None:
     """Runs `_reverse_scan_kernel`."""
     (K, Dk), (H, Dv) = k.shape[2:], do.shape[2:]
-    launch, grid, block = launch_scan(BACKWARD, BACKWARD_FEW, do, chunks)
+    launch, grid, block = launch_scan(BACKWARD, BACKWARD_FEW, k, do, chunks)
     _reverse_scan_kernel[grid](
         *(q, k, *prepared, chunks.bounds, chunks.offsets, do, dfinal, dv, dstates),
         *(H, K, Dk, Dv, CHUNK, block_of(Dk), block, launch.stages, precision_of(k)),

@@ -18,13 +18,20 @@ be rounded. Bytes per token in bf16 (K=16, H=32, D=128): 8 KB for q and k, 8 KB 
 outputs, and `solve` and `mix` of 4 KB each, once written and once read.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.kernels.runtime import next_power_of_2, num_sms, operator, tl, triton
+from tigon.kernels.runtime import (
+    next_power_of_2,
+    num_sms,
+    num_stages,
+    operator,
+    shared_memory,
+    tl,
+    triton,
+)
 
 CHUNK = 64
 MAX_DIM = 128  # of heads: a state of [Dk, a part of Dv] stays in registers
@@ -52,17 +59,16 @@ def precision_of(x: Tensor) -> str:
     return "tf32" if x.dtype == torch.bfloat16 else "tf32x3"
 
 
-@functools.cache
-def _small(device: int) -> bool:
-    """Whether a program of this GPU may have 99 KiB of shared memory only, not 163 or more."""
-    return torch.cuda.get_device_capability(device) in ((8, 6), (8, 9), (12, 0), (12, 1))
+def _stages(x: Tensor, most: int) -> int:
+    """Returns how many chunks of a scan to have in flight, up to `most`, for keys x [..., Dk]."""
+    columns = 2 * block_of(x.shape[-1]) + FORWARD.block + 2 * CHUNK  # q, k; v; solve, mix
+    step = CHUNK * columns * x.element_size()
+    return num_stages(step, most, shared_memory(x) - (12 << 10))  # the rest is for products
 
 
 def fits(x: Tensor) -> bool:
     """Whether two chunks of x [..., Dk] fit into shared memory: wide fp32 does not everywhere."""
-    if x.element_size() == 2 or x.shape[-1] <= 64 or x.device.type != "cuda":
-        return True
-    return not _small(x.device.index)
+    return _stages(x, 2) == 2
 
 
 class Chunks(NamedTuple):
@@ -315,7 +321,7 @@ def _scan_kernel(
 
 
 def launch_scan(
-    many: ScanLaunch, few: ScanLaunch, v: Tensor, chunks: Chunks
+    many: ScanLaunch, few: ScanLaunch, k: Tensor, v: Tensor, chunks: Chunks
 ) -> tuple[ScanLaunch, tuple[int, ...], int]:
     """Chooses the launch of a scan; returns it, its grid and how many columns a program takes."""
     H, Dv = v.shape[2:]
@@ -324,6 +330,7 @@ def launch_scan(
         return -(-Dv // launch.block) * H * (len(chunks.bounds) - 1)
 
     launch = few if programs(few) <= num_sms(v) and v.element_size() == 2 else many
+    launch = launch._replace(stages=_stages(k, launch.stages))
     return launch, (programs(launch),), min(launch.block, block_of(Dv))
 
 
@@ -342,7 +349,7 @@ def scan(
 ) -> None:
     """Runs `_scan_kernel`, which fills the outputs that are given."""
     (K, Dk), (H, Dv) = k.shape[2:], v.shape[2:]
-    launch, grid, block = launch_scan(FORWARD, FORWARD_FEW, v, chunks)
+    launch, grid, block = launch_scan(FORWARD, FORWARD_FEW, k, v, chunks)
     _scan_kernel[grid](
         *(q, k, v, *prepared, chunks.bounds, chunks.offsets, state, o, errors, states, final),
         *(H, K, Dk, Dv, CHUNK, block_of(Dk), block, launch.stages, precision_of(k)),

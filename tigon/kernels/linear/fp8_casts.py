@@ -22,9 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.linear.maxima import NO_MAXIMA, Maxima, atomic_max_columns, magnitude
-from tigon.kernels.norm.rms_norm import apply_scale, load_scale, num_stages, recompute_norm
+from tigon.kernels.norm.rms_norm import apply_scale, load_scale, recompute_norm
 from tigon.kernels.recompute import RecomputeFn, run_recompute
-from tigon.kernels.runtime import as_rows, next_power_of_2, num_sms, operator, tl, triton
+from tigon.kernels.runtime import (
+    as_rows,
+    next_power_of_2,
+    num_sms,
+    num_stages,
+    operator,
+    tl,
+    triton,
+)
 
 E4M3 = torch.float8_e4m3fn
 ALIGN = 16  # of all sizes in torch._scaled_mm but the rows of its first factor

@@ -45,8 +45,8 @@ class Options:
             raise ValueError(f"softcap={self.softcap} is not positive; None means no softcap")
         if not 0 <= self.label_smoothing <= 1:
             raise ValueError(f"label_smoothing={self.label_smoothing} is not in [0, 1]")
-        if not self.z_loss >= 0:
-            raise ValueError(f"z_loss={self.z_loss} is negative")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss} is not a finite number of at least 0")
 
     def without_regularizers(self) -> "Options":
         """Returns softcap and scale alone."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.linear.linear import matmul_into
-from tigon.kernels.runtime import INTERPRETED, is_hopper, num_sms, tl, triton
+from tigon.kernels.runtime import INTERPRETED, is_hopper, num_sms, shared_memory, tl, triton
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -142,12 +142,14 @@ def grouped_product(
     if _triton_supports(x, weight):
         y = x.new_empty(len(x), width)
         rows, outputs, step, warps, stages = TILE
+        # All of them are in shared memory on Hopper, and 2 KiB of other things
+        in_flight = (shared_memory(x) - 2048) // ((rows + outputs) * step * x.element_size())
         box = [1, step, outputs] if transposed else [1, outputs, step]
         _grouped_product_kernel[(num_sms(x),)](
             TensorDescriptor.from_tensor(x, [rows, step]),
             TensorDescriptor.from_tensor(weight, box), ends, y, bias, width, x.shape[1],
             E=experts, EXPERTS=triton.next_power_of_2(experts), TRANSPOSED=transposed, ROWS=rows,
-            OUTPUTS=outputs, STEP=step, num_warps=warps, num_stages=stages,
+            OUTPUTS=outputs, STEP=step, num_warps=warps, num_stages=min(stages, in_flight),
         )  # fmt: skip
         return y
     matrices = weight if transposed else weight.transpose(1, 2)

@@ -29,6 +29,7 @@ from tigon.kernels.runtime import (
     check_devices,
     next_power_of_2,
     num_sms,
+    num_stages,
     operator,
     pdl_options,
     pdl_wait,
@@ -146,12 +147,6 @@ def _launch_backward(C: int, width: int, sandwich: bool) -> NormLaunch:
         rows, warps, per_sm = 1, max(block // 512, 8), 1
     flight = num_stages(rows * block * width)
     return NormLaunch(block, rows, warps, per_sm, flight, late=block < 1024)
-
-
-def num_stages(step: int, most: int = 3) -> int:
-    """Returns how many steps of `step` bytes to have in flight: as many as the shared memory of
-    every GPU from sm_80 on has room for, up to `most`."""
-    return 1 + min(most - 1, (96 << 10) // step)
 
 
 @triton.jit

@@ -303,8 +303,9 @@ def _write(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> str:
     with open(path, "xb") as file:
         file.write(header)
         for item in items:
-            block = TensorEntry.of("", planner.resolve_data(item)).blocks[0]  # type: ignore[arg-type]
-            for first, count in row_chunks(block.rows, _row_bytes(item)):
+            entry = TensorEntry.of("", planner.resolve_data(item))  # type: ignore[arg-type]
+            (block,) = entry.blocks
+            for first, count in row_chunks(block.rows, entry.row_bytes):
                 content = stage(block.read(first, count), _data(item).properties.dtype)
                 digest.update(content)
                 file.write(content)
@@ -320,9 +321,3 @@ def _data(item: WriteItem) -> Any:
 def _nbytes(item: WriteItem) -> int:
     """Returns the bytes of the rows that an item writes."""
     return math.prod(_data(item).chunk.sizes) * _data(item).properties.dtype.itemsize
-
-
-def _row_bytes(item: WriteItem) -> int:
-    """Returns the bytes of a row, which spans the last dimension; of a vector, of an element."""
-    sizes = _data(item).chunk.sizes
-    return (sizes[-1] if len(sizes) > 1 else 1) * _data(item).properties.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Compiles for sm_90 what a launch would run on a GPU, and lists accesses that have to be wide."""
+"""Compiles what a launch would run on a GPU, and lists accesses that have to be wide."""
 
 import collections
 import re
@@ -16,9 +16,10 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tests.hopper.branches import watch
+from tests.compiled.branches import watch
 from tigon.kernels import runtime, use
 from tigon.kernels.mlp import grouped_mlp, grouped_product
+from tigon.kernels.mlp.grouped_product import _aligned
 from tigon.kernels.mlp.slot_order import sort_slots_ref
 
 # Accesses of 16 bytes in the launches of each kernel; a number that falls means that Triton no
@@ -51,22 +52,42 @@ WIDE = {
     "rescale and join: logits._rescale_kernel": [3, 3],
 }
 COUNTED = {name.rpartition(": ")[0] for name in WIDE}
+# Of each kernel that takes tens of KiB of shared memory, the launches that take most
+LARGE = {
+    "append_attention fp16, wide, window",
+    "append_attention latents of 320 numbers",
+    "append_attention latents of 576 numbers",
+    "append_attention latents, fp32",
+    "append_attention heads of 512 numbers, fp32, window",
+    "append_attention packed, latents",
+    "gated_delta_rule fp32",
+    "gated_delta_rule few heads, fp16",
+    "low rank fp32",
+    "fp8 rows and maxima, 14336",
+    "fp8 gated silu",
+    "rms_norm wide",
+    "grouped_mlp gpt-oss",
+}
 UNSPILLED = ("wide_attention bf16", "wide_attention fp16, packed")  # registers hold all, or nearly
 MOST_STACK = 64  # bytes of a thread; Triton 3.9 spills a few registers where 3.6 spills none
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT32, INT64 = torch.int32, torch.int64
 Forms = Iterable[tuple[str, Callable[[], object]]]  # by their names: what launches kernels
 ACCESS = re.compile(r"\b(?:ld|st)\.global\b[\w.:]*?(?:\.v(\d))?\.b(\d+)\s")
-SHARED = 227 << 10  # bytes of shared memory that a program may have
+# Bytes of shared memory that a program may have, by compute capability times ten
+SHARED = {
+    sm: kib << 10 for sm, kib in {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}.items()
+}
 
-# Of a launch: how many accesses have so many bytes, and writes before which no barrier stands
-# behind the reads
+# Of a launch: how many accesses have so many bytes; writes before which no barrier stands behind
+# the reads; and bytes of shared memory
 Counts = dict[int | str, int]
 compiled: dict[str, list[Counts]] = collections.defaultdict(list)  # the launches of each kernel
 failed: dict[str, str] = {}  # why, by form and kernel
 form = ""  # of the launches to come
+sm = 90  # compute capability times ten
 early = True  # launches are small, and may start before the previous kernel's end
-to_the_end = True  # to machine code, or else through Triton's front end alone
+last_stage: str | None = None  # after which Triton's compiler is left, before machine code
 _add_stages = CUDABackend.add_stages
 
 
@@ -84,15 +105,18 @@ def in_place(name: str) -> bool:
     return "in place" in name and "rope" in name
 
 
-class FrontEndDone(Exception):
+class Done(Exception):
     """The rest of the compiler is left out."""
 
+    def __init__(self, metadata: dict[str, Any]) -> None:
+        self.metadata = metadata
 
-class Hopper:
+
+class Driver:
     """What a launch asks of Triton's driver."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", sm, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -101,11 +125,14 @@ class Hopper:
         return 0
 
 
-def pretend() -> None:
-    """From now on launchers take tensors on the CPU for tensors on an H100."""
-    driver.set_active(Hopper())
+def pretend(capability: int = 90) -> None:
+    """From now on launchers take tensors on the CPU for tensors on a GPU of this capability."""
+    global sm
+    sm = capability
+    driver.set_active(Driver())
     runtime.INTERPRETED = True  # launch on the CPU
-    grouped_product._triton_supports = lambda x, weight: grouped_product._aligned(x, weight)
+    runtime.SHARED_OFF_GPUS = SHARED[sm]
+    grouped_product._triton_supports = lambda *tensors: sm >= 90 and _aligned(*tensors)
     # What a launch would have written is indexed with
     grouped_mlp.sort_slots = lambda experts, number, *_, **__: sort_slots_ref(experts, number)
     torch.set_num_threads(1)
@@ -116,22 +143,25 @@ def pretend() -> None:
 
 def _with_an_exit(self: CUDABackend, stages: dict[str, Any], *rest: Any) -> None:
     _add_stages(self, stages, *rest)
-    first = stages["ttir"]
+    if last_stage is None:
+        return
+    run = stages[last_stage]
 
-    def stage(*given: Any) -> Any:
-        result = first(*given)
-        if not to_the_end:
-            raise FrontEndDone
-        return result
+    def stage(source: Any, metadata: dict[str, Any]) -> None:
+        run(source, metadata)
+        raise Done(metadata)
 
-    stages["ttir"] = stage
+    stages[last_stage] = stage
 
 
 def compile_form(name: str, launch: Callable[[], object], *, small: bool, quick: bool) -> None:
-    """Compiles the kernels of a form; with `quick` to the end only where their code is counted."""
-    global form, early, to_the_end
-    form, early = name, small
-    to_the_end = not quick or name in COUNTED or in_place(name)
+    """Compiles the kernels of a form; with `quick` as far as something is looked at."""
+    global form, early, last_stage
+    form, early, last_stage = name, small, None
+    if quick and sm != 90:
+        last_stage = "llir"  # shared memory is known from there on
+    elif quick and not (name in COUNTED or in_place(name)):
+        last_stage = "ttir"
     try:
         with use("triton"):
             launch()
@@ -142,26 +172,32 @@ def compile_form(name: str, launch: Callable[[], object], *, small: bool, quick:
 def _compiling(kernel: JITFunction, grid: Any) -> Any:
     def launch(*args: Any, **options: Any) -> None:
         name = f"{form}: {kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
-        if "PDL" in options and early:
+        if "PDL" in options and early and sm >= 90:
             options |= {"PDL": True, "launch_pdl": True}
         try:
             result = kernel.warmup(*args, grid=grid, **options)
-        except FrontEndDone:
-            compiled[name]  # it is in this form
-            return
+        except Done as done:
+            launches = compiled[name]  # it is in this form
+            if "shared" in done.metadata:
+                launches.append({"shared": done.metadata["shared"]})
         except Exception as error:  # the other kernels of the form are compiled nevertheless
             failed[name] = f"{type(error).__name__}: {error}"
-            return
-        if result.metadata.shared > SHARED:
-            failed[name] = f"{result.metadata.shared} bytes of shared memory: there are {SHARED}"
-        if form in UNSPILLED and (size := stack_of(result.asm["cubin"])) > MOST_STACK:
-            failed[name] = f"{size} bytes of stack: registers are spilled"
-        ptx = result.asm["ptx"]
-        sizes = (int(v or 1) * int(bits) // 8 for v, bits in ACCESS.findall(ptx))
-        counts: Counts = collections.Counter(sizes)
-        compiled[name].append(counts | {"exposed": exposed(ptx)})
+        else:
+            compiled[name].append(_look_at(result, name))
+        if any(counts["shared"] > SHARED[sm] for counts in compiled[name]):
+            failed[name] = f"{compiled[name]}: there are {SHARED[sm]} bytes of shared memory"
 
     return launch
+
+
+def _look_at(result: Any, name: str) -> Counts:
+    """Counts accesses to memory; whether registers suffice is looked at on Hopper alone."""
+    if sm == 90 and form in UNSPILLED and (size := stack_of(result.asm["cubin"])) > MOST_STACK:
+        failed[name] = f"{size} bytes of stack: registers are spilled"
+    ptx = result.asm["ptx"]
+    sizes = (int(v or 1) * int(bits) // 8 for v, bits in ACCESS.findall(ptx))
+    counts: Counts = collections.Counter(sizes)
+    return counts | {"exposed": exposed(ptx), "shared": result.metadata.shared}
 
 
 def stack_of(cubin: bytes) -> int:

@@ -1,10 +1,14 @@
-"""python -m tests.hopper [--quick] [TEXT...]: compiles kernels of forms whose names have each TEXT.
+"""python -m tests.compiled [--capability N] [--quick] [TEXT...]: compiles kernels of forms whose
+names have each TEXT, for GPUs of this compute capability times ten, by default 90.
 
 With the Triton that is installed, or one in a folder that PYTHONPATH names. Says on stderr what did
-not compile, and prints how each kernel reads and writes, as JSON. With --quick, kernels are
-compiled to the end where tests look at their code; the others go through the front end alone.
+not compile or asks for more shared memory than there is, and prints how each kernel reads and
+writes, as JSON. With --quick, kernels are compiled as far as tests look at them: for 90 to the end
+or through the front end alone, otherwise to where shared memory is known, and only forms that may
+take much.
 """
 
+import argparse
 import json
 import multiprocessing
 import os
@@ -14,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from tests.hopper import (
+from tests.compiled import (
     append,
     attention,
     branches,
@@ -45,13 +49,21 @@ def compile_some(module: int, names: list[str], quick: bool) -> Found:
 
 
 def main() -> int:
-    quick = "--quick" in sys.argv
-    texts = [argument for argument in sys.argv[1:] if argument != "--quick"]
-    names = [[name for name in forms if all(text in name for text in texts)] for forms in FORMS]
+    parser = argparse.ArgumentParser("python -m tests.compiled")
+    parser.add_argument("--capability", type=int, choices=compiling.SHARED, default=90)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("texts", nargs="*", metavar="TEXT")
+    options = parser.parse_args()
+    hopper, quick, texts = options.capability == 90, options.quick, options.texts
+    wanted = set().union(*FORMS) if hopper or not quick else compiling.LARGE
+    names = [
+        [name for name in forms if name in wanted and all(text in name for text in texts)]
+        for forms in FORMS
+    ]
     compiled: dict[str, Any] = {}
     failed: dict[str, str] = {}
     taken: set[branches.Way] = set()
-    compiling.pretend()
+    compiling.pretend(options.capability)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TRITON_CACHE_DIR"] = cache  # of a kernel from a cache, no branches are seen
         processes, jobs = multiprocessing.get_context("fork"), len(os.sched_getaffinity(0))
@@ -67,7 +79,7 @@ def main() -> int:
                 compiled |= done
                 failed |= errors
                 taken |= ways
-    if not texts and not failed:
+    if hopper and not texts and not failed:
         launched = {name.rpartition(": ")[2] for name in compiled}
         failed |= branches.missing(taken, launched)
     for name, problem in failed.items():

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.compiling import BF16, FP16, Forms, backward, zeros
+from tests.compiled.compiling import BF16, FP16, Forms, backward, zeros
 from tigon.kernels.attention.wide import wide_attention
 
 

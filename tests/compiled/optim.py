@@ -4,7 +4,7 @@ from functools import partial
 
 import torch
 
-from tests.hopper.compiling import BF16, FP32, Forms, zeros
+from tests.compiled.compiling import BF16, FP32, Forms, zeros
 from tigon.kernels import runtime
 from tigon.kernels.norm.grad_norm import SquaredNorm
 from tigon.kernels.optim import adamw

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.compiling import BF16, FP16, FP32, INT64, Forms, zeros
+from tests.compiled.compiling import BF16, FP16, FP32, INT64, Forms, zeros
 from tigon.kernels.loss.argmax import argmax
 from tigon.kernels.loss.cross_entropy_rows import loss_rows
 from tigon.kernels.loss.divergence_rows import divergence_rows, logit_masses

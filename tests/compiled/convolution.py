@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.compiling import BF16, FP16, FP32, Forms, backward, zeros
+from tests.compiled.compiling import BF16, FP16, FP32, Forms, backward, zeros
 from tigon.kernels import causal_conv, causal_conv_qkv
 
 

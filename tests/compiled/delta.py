@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.hopper.compiling import BF16, FP16, FP32, INT32, Forms, backward, zeros
+from tests.compiled.compiling import BF16, FP16, FP32, INT32, Forms, backward, zeros
 from tigon.kernels import gated_delta_rule, gated_delta_step
 
 
@@ -25,6 +25,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp32, narrow": {"dtype": FP32, "D": 24},
     "fp32": {"dtype": FP32},
     "few heads": {"K": 1, "H": 1, "D": 64},
+    "few heads, fp16": {"K": 1, "H": 1, "D": 96, "dtype": FP16},
 }
 STEPS: dict[str, dict[str, Any]] = {
     "bf16": {},

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.hopper.compiling import BF16, FP16, FP32, INT32, Forms, backward, zeros
+from tests.compiled.compiling import BF16, FP16, FP32, INT32, Forms, backward, zeros
 from tigon.kernels import gated_act, gemv, grouped_mlp, softmax_topk
 from tigon.kernels.comm import one_shot_all_reduce
 from tigon.kernels.linear.dropout import Dropout, apply_dropout

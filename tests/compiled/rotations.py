@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.hopper.compiling import BF16, FP32, Forms, backward, zeros
+from tests.compiled.compiling import BF16, FP32, Forms, backward, zeros
 from tigon.kernels import qk_norm_rope, rope
 from tigon.kernels.rope.rope import _packed_rope
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tests.hopper.compiling import BF16, FP16, FP32, Forms, zeros
-from tigon.kernels.attention.decode import _forward
+from tests.compiled.compiling import BF16, FP16, FP32, Forms, zeros
+from tigon.kernels.attention.decode import _forward, holds_tile
 
 
 def forms() -> Forms:
@@ -66,6 +66,8 @@ def _append(
     # What is not looked at need not be allocated for every row
     keys, values = (zeros(1, K, 1024, D, dtype=kept or dtype).expand(B, -1, -1, -1) for _ in "kv")
     scales = [None if kept is None else zeros(B, K, 1024, dtype=FP32) for _ in "kv"]
+    if not holds_tile(q, keys):
+        return
     lengths = zeros(B, dtype=torch.int32)
     angles = [None if turned is None else zeros(1, T, turned // 2, dtype=FP32) for _ in range(2)]
     options = window, chunked, softcap, D**-0.5, *angles, zeros(H, dtype=dtype) if sinks else None

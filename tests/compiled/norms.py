@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.hopper.compiling import BF16, FP16, FP32, Forms, backward, zeros
+from tests.compiled.compiling import BF16, FP16, FP32, Forms, backward, zeros
 from tigon.kernels import rms_norm, sandwich_norm
 from tigon.kernels.linear.maxima import request_maxima
 from tigon.kernels.norm.rms_norm import recompute_norm

@@ -106,8 +106,6 @@ def measure_peer(training: Training, point: Point, device: str, tiny: bool) -> R
     """With the fastest of the attentions that are tried."""
     best: Record = {}
     for options in options_of(point.case, device):
-        if options.compiled:  # compiling takes a minute for each point
-            break
         if "ms" in best and point.rows * point.tokens > SHORT:
             break
         found = guarded(training, point, device, tiny, options.attention)

@@ -330,14 +330,12 @@ class Options:
 
 
 def options_of(case: Case, device: str) -> list[Options]:
-    """Compiled too, where Tigon has CUDA graphs."""
     dense = ["flex_attention", "eager"] if MODELS[case.model][1] in NO_SDPA else ["sdpa"]
     if device == "cpu":
         return [Options(dense[-1])]
     ways = ["flash_attention_4", *([VARLEN] if case.ragged else dense)]
     experts = ["grouped_mm", LIGER] if case.experts else [""]
-    compiled = [False, True] if GRAPHS[0] in case.settings else [False]
-    return [Options(way, kind, fast) for fast in compiled for kind in experts for way in ways]
+    return [Options(way, kind) for kind in experts for way in ways]
 
 
 def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -25,8 +25,9 @@ from bench.harness import Record, progress
 from bench.kinds_of_work import STEP, by_kind, intervals, windows
 from bench.peers import imported
 from bench.processes import say
-from bench.timing import GIB, allocated, peaks, reset_peaks
+from bench.timing import GIB, allocated, deadline, peaks, reset_peaks
 from bench.train_cases import (
+    GRAPHS,
     PEER,
     Batch,
     Case,
@@ -43,6 +44,7 @@ from tigon.train.optim import InBackward
 
 FIRST = 3  # steps that are not timed, whose losses are compared
 PROFILED = 2
+PATIENCE = 180.0  # seconds in which the peer must have compiled and tuned
 SLOW = 2000.0  # milliseconds of a step with so many launches that to tell them apart takes minutes
 
 
@@ -180,29 +182,38 @@ class Sides:
         began = time.perf_counter()
         training = self.build(side, options)
         free()
-        found = {"left_mib": left, **measure(training), "seconds": time.perf_counter() - began}
-        if options is not None and options.compiled:
-            torch._dynamo.reset()  # its graphs keep their memory
-        return found
+        try:
+            found = {"left_mib": left, **measure(training)}
+        finally:
+            if options is not None and options.compiled:
+                torch.compiler.reset()  # its graphs keep their memory
+        return found | {"seconds": time.perf_counter() - began}
 
 
 def fastest(sides: Sides) -> Options | None:
-    """The peer's best settings, if any work; what each of them takes is said."""
+    """The peer's best settings, if any work, compiled too where ours has CUDA graphs; what each of
+    them takes is said."""
     found: dict[Options, float] = {}
-    every = options_of(sides.case, sides.device)
-    if len(every) == 1:
-        return every[0]
 
     def measure(training: Training) -> Record:
-        laps(training.step, 4)  # compiles, tunes and captures
+        with deadline(PATIENCE):
+            laps(training.step, 4)  # compiles, tunes and captures
         return {"ms": median(laps(training.step, 3))}
 
-    for options in every:
+    def attempt(options: Options) -> None:
         progress(f"{sides.request.case}: {PEER}, {options.name}")
-        row = guarded(lambda o=options: sides.turn(PEER, o, measure))
+        row = guarded(lambda: sides.turn(PEER, options, measure))
         say("tried", name=options.name, **row)
         if "ms" in row:
             found[options] = row["ms"]
+
+    every = options_of(sides.case, sides.device)
+    if len(every) == 1:
+        return every[0]
+    for options in every:
+        attempt(options)
+    if found and GRAPHS[0] in sides.case.settings:
+        attempt(replace(min(found, key=found.__getitem__), compiled=True))
     return min(found, key=found.__getitem__) if found else None
 
 

@@ -16,7 +16,7 @@ from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
 from tigon.models import MODELS
 from tigon.models.pretrained.convert import convert_pretrained
-from tigon.weights import Repository, write
+from tigon.weights import Repository, entries
 
 EXPERTS = ("mixtral", "qwen2_moe")
 SIZE = "60KB"
@@ -38,7 +38,7 @@ def assert_same(source: Path, root: Path, *, load: Any = "auto", **options: Any)
 def test_as_loaded_and_saved(
     model_type: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "CHUNK", 10_000)
+    monkeypatch.setattr(entries, "CHUNK", 10_000)
     reference(model_type, CASES[model_type][case], tmp_path / "a", max_shard_size=SIZE)
     assert_same(tmp_path / "a", tmp_path, load=torch.bfloat16, max_shard_size="90KB")
 
@@ -67,7 +67,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path)
 
 
 def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "CHUNK", 3_000)  # parts of blocks too
+    monkeypatch.setattr(entries, "CHUNK", 3_000)  # parts of blocks too
     sizes = EVEN | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
     reference("qwen3_moe", sizes, tmp_path / "a", dtype=torch.bfloat16)
     to_fp8(tmp_path / "a", (32, 16), DYNAMIC)
@@ -76,7 +76,7 @@ def test_fp8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "mixtral", "gemma"])
 def test_gguf(model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(write, "CHUNK", 3_000)  # parts of heads too, whose rows are turned
+    monkeypatch.setattr(entries, "CHUNK", 3_000)  # parts of heads too, whose rows are turned
     reference(model_type, EVEN, tmp_path / "a")
     write_gguf(tmp_path / "a", tmp_path / "a.gguf", Kind.Q8_0)
     from_pretrained(tmp_path / "a.gguf").save_pretrained(tmp_path / "loaded")

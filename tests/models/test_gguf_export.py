@@ -20,7 +20,7 @@ from tests.tokenizer.conftest import byte_fallback, byte_level
 from tigon.models import MODELS as ZOO
 from tigon.models.pretrained.convert import convert_pretrained
 from tigon.tokenizer import Tokenizer
-from tigon.weights import Repository, gguf_write, write
+from tigon.weights import Repository, entries, gguf_write
 from tigon.weights.entries import row_chunks
 
 __all__ = ["byte_fallback", "byte_level"]
@@ -60,7 +60,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_as_the_converter_writes_it(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(write, "CHUNK", 5_000)  # pieces of few rows
+    monkeypatch.setattr(entries, "CHUNK", 5_000)  # pieces of few rows
     model_type, sizes = CASES[case]
     reference(model_type, sizes, tmp_path)
     model = tigon.from_pretrained(tmp_path)
@@ -213,7 +213,7 @@ def test_pieces_are_small(small: Path, tmp_path: Path, monkeypatch: pytest.Monke
         sizes.extend(rows * unit_bytes for _, rows in pieces)
         return pieces
 
-    monkeypatch.setattr(write, "CHUNK", 10_000)
+    monkeypatch.setattr(entries, "CHUNK", 10_000)
     monkeypatch.setattr(gguf_write, "row_chunks", chunks)
     tigon.from_pretrained(small).save_gguf(tmp_path / "m.gguf")
     assert max(sizes) <= 10_000 < 211 * 96 * 4

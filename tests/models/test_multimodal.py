@@ -9,10 +9,17 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 
 import tigon
 from tests.models.tiny import CASES, SIZES, UNSCALED, WRAPPED
+from tigon.models import MODELS
+from tigon.models.pretrained.load import as_sequence_classifier
 
 SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -217,3 +224,21 @@ def test_adapters_in_the_model_that_transformers_makes(
         set(load_file(tmp_path / d / "adapter_model.safetensors")) for d in ("theirs", "ours")
     )
     assert after == before
+
+
+@pytest.mark.filterwarnings("error:Found missing adapter keys")
+@pytest.mark.parametrize(("kind", "text_type"), [PAIRS[0], ("qwen3_5", "qwen3_5_text")])
+def test_adapters_that_score(kind: str, text_type: str, tmp_path: Path) -> None:
+    """transformers' classifiers have the whole of a multimodal model."""
+    multimodal(kind, text_type, True, tmp_path / "base")
+    config = tigon.from_pretrained(tmp_path / "base").config
+    ours = MODELS[text_type].from_config(as_sequence_classifier(config, 1))
+    targets = {"targets": ("q_proj",), "modules_to_save": ("score",)}
+    ours.add_adapter(tigon.LoraConfig(rank=4, **targets))
+    ours.save_adapter(tmp_path / "adapter")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    adapted = {
+        n for n, m in theirs.named_modules() if n.endswith("q_proj") and hasattr(m, "lora_A")
+    }
+    assert adapted and all(".language_model." in name for name in adapted)

@@ -239,18 +239,12 @@ def _check_shared(directory: str | os.PathLike[str] | None, ranks: WriterGroup) 
 class _Job:
     """Consecutive rows, of at most CHUNK bytes unless it is one row."""
 
-    file: "_File"
+    file: str
+    offset: int  # of the first byte in the file
     entry: TensorEntry
     block: RowBlock
     first: int  # in the block
     count: int
-
-    @property
-    def offset(self) -> int:
-        """The offset of the job's first byte in the file."""
-        row = self.block.row + self.first
-        column = self.block.column * self.entry.dtype.itemsize
-        return self.file.offsets[self.entry.name] + row * self.entry.row_bytes + column
 
     def write(self, descriptor: int, content: memoryview) -> None:
         """Writes the bytes of the rows, one by one if they have only some of the columns."""
@@ -264,24 +258,19 @@ class _Job:
 
 
 class _File:
-    """A file of the checkpoint: the offsets of its tensors, and the jobs of this process."""
+    """A file of the checkpoint: its header and size, and the jobs of this process."""
 
     def __init__(self, name: str, entries: list[TensorEntry]) -> None:
         self.name = name
         self.header = write_header([entry[:3] for entry in entries], PT)
-        self.offsets: dict[str, int] = {}
-        end = len(self.header)
+        self.size, self.jobs = len(self.header), list[_Job]()
         for entry in entries:
-            self.offsets[entry.name] = end
-            end += entry.nbytes
-        self.size = end
-        self.jobs = [
-            _Job(self, entry, block, first, count)
-            for entry in entries
-            if entry.nbytes
-            for block in entry.blocks
-            for first, count in row_chunks(block.rows, entry.row_bytes)
-        ]
+            for block in entry.blocks if entry.nbytes else ():
+                column = self.size + block.column * entry.dtype.itemsize
+                for first, count in row_chunks(block.rows, entry.row_bytes):
+                    offset = column + (block.row + first) * entry.row_bytes
+                    self.jobs.append(_Job(name, offset, entry, block, first, count))
+            self.size += entry.nbytes
 
     def create(self, root: Path, created: list[Path]) -> None:
         """Creates the file with its header and its size, and appends its path to `created`."""
@@ -304,7 +293,7 @@ def _write(root: Path, files: list[_File]) -> None:
     descriptors: dict[str, int] = {}
 
     def write(job: _Job, stage: StagingBuffer) -> None:
-        job.write(descriptors[job.file.name], stage(_rows(job), job.entry.dtype))
+        job.write(descriptors[job.file], stage(_rows(job), job.entry.dtype))
 
     try:
         for file in files:

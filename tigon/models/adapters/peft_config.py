@@ -173,9 +173,9 @@ def shorten_names(model: LanguageModel, names: Collection[str]) -> list[str]:
 
 def decoder_prefix(model: LanguageModel) -> str:
     """Finds how names in the decoder begin in the model that transformers makes of the base: the
-    multimodal one, if AutoModelForCausalLM makes no other."""
+    multimodal one, if AutoModelForCausalLM makes no other; for scores always."""
     kind = model.config.source.wrapper.get("model_type")
-    whole = kind in MULTIMODAL and kind not in TEXT_ALONE
+    whole = kind in MULTIMODAL and (kind not in TEXT_ALONE or model.config.labels > 0)
     return "model.language_model." if whole else model.checkpoint_names.decoder
 
 

@@ -20,8 +20,8 @@ from tigon.models.init import init_sharded_weights
 from tigon.models.moe import MoEConfig
 from tigon.models.pretrained.load import (
     as_sequence_classifier,
-    find_class,
     open_model,
+    parse_any_config,
     prefix_errors,
     read_config,
 )
@@ -357,7 +357,7 @@ def _init_path(config: Config) -> Path:
 def _read_config_file(path: Path) -> Any:
     """Returns the model config of a config.json; ValueError names the file and the wrong key."""
     with prefix_errors(escape(path)):
-        return find_class(read_json(path, nan=True), MODELS)[1]
+        return parse_any_config(read_json(path, nan=True), MODELS)
 
 
 def _apply_settings(values: Any, config: Config) -> Any:

@@ -87,18 +87,17 @@ def open_model(
     # Configs of other families have infinities; ours are checked key by key
     content = read_json(config_file(repository), nan=True)
     with prefix_errors(file):
-        cls, config = find_class(content, models)
+        cls = _find_class(_text_config(content), models)
         scales = read_quantization(content)
+        config = parse_config(cls, content, ignored=(QUANTIZATION,))
         return file, cls, config, lambda: Checkpoint.open(repository, scales)
 
 
-def find_class(
-    content: Mapping[str, Any], models: Mapping[str, type[M]]
-) -> tuple[type[M], ModelConfig]:
-    """Finds the class of the model that config.json's content describes, the text model of a
-    multimodal one, and reads its config, but not how weights are quantized; raises ConfigError."""
+def parse_any_config(content: Mapping[str, Any], models: Mapping[str, type[M]]) -> ModelConfig:
+    """Reads the config that config.json's content has for one of these models, the text model of a
+    multimodal one, but not how weights are quantized; raises ConfigError."""
     cls = _find_class(_text_config(content), models)
-    return cls, parse_config(cls, content, ignored=(QUANTIZATION,))
+    return parse_config(cls, content, ignored=(QUANTIZATION,))
 
 
 def parse_config(

@@ -103,7 +103,7 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
             ({"rewards": None}, "needs either 'rewards' or 'advantages', and has neither"),
             ({"completions": []}, "'completions' must be a list of answers"),
             ({"completions": [" reads", ""]}, "'completions' has no answer: it is empty"),
-            ({"completions": [" reads", 3]}, "'completions' has int in it"),
+            ({"completions": [" reads", 3]}, r"'completions\[1\]' must be a text"),
             ({"old_logprobs": [[-1.0]]}, "'old_logprobs' must have a list for each of the 2"),
             ({"old_logprobs": [[-1.0], [-1.0]]}, "'old_logprobs' has 1 numbers for the"),
             ({"prompt": [3, 4]}, "'prompt' is a list of tokens, and so must each answer be"),

@@ -71,15 +71,17 @@ def command(arguments: list[str], log: Path, seconds: float, kill_after: Path | 
             [sys.executable, "-m", "tigon", *arguments],
             env=environment(), stdout=out, stderr=out, start_new_session=True,
         )  # fmt: skip
-        while process.poll() is None and time.monotonic() < end:
-            if kill_after is not None and last_step(kill_after) >= KILLED:
-                children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-                os.kill(int(children.split()[-1]), signal.SIGKILL)
-                progress("a rank was killed")
-                kill_after = None
-            time.sleep(0.1)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            while process.poll() is None and time.monotonic() < end:
+                if kill_after is not None and last_step(kill_after) >= KILLED:
+                    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+                    os.kill(int(children.split()[-1]), signal.SIGKILL)
+                    progress("a rank was killed")
+                    kill_after = None
+                time.sleep(0.1)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         return process.wait()
 
 
@@ -93,8 +95,11 @@ def train(root: Path, job: Job, gpus: int, ranks: int, kill: bool) -> Record:
     found = {"ranks": ranks, "status": status, "seconds": time.monotonic() - began}
     found["losses"] = {row["step"]: row["loss"] for row in rows if "loss" in row}
     found["eval_loss"] = next((row["eval_loss"] for row in rows if "eval_loss" in row), None)
+    text = log.read_text(errors="replace")
+    begun = re.search(r"^steps: (\d+) to", text, re.MULTILINE)
+    found["start"] = int(begun[1]) if begun else STEPS
     if status != (KILLED_STATUS if kill else 0):
-        found["error"] = log.read_text(errors="replace").strip().rpartition("\n")[2]
+        found["error"] = text.strip().rpartition("\n")[2]
     return found
 
 
@@ -132,11 +137,12 @@ def run(job: Job) -> None:
 
 
 def compared(record: Record) -> list[tuple[float, float]]:
-    """Returns losses of the steps that both runs made."""
+    """Returns losses of the steps that both runs made: those after what the second began with."""
     before, after = (
         {int(s): x for s, x in record[n]["losses"].items()} for n in ("killed", "resumed")
     )
-    return [(before[step], after[step]) for step in sorted(before) if SAVED < step in after]
+    start = record["resumed"]["start"]
+    return [(before[step], after[step]) for step in sorted(before) if start < step in after]
 
 
 def show(record: Record) -> str:

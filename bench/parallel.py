@@ -24,10 +24,9 @@ from statistics import median
 
 from bench import harness
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, report, verdict
-from bench.processes import run_ranks
 from bench.train_cases import LLAMA_8B, MODELS, PEER
-from bench.train_multi import SIDE, settings, write_inputs
 from bench.train_multi import Side as Ranks
+from bench.train_multi import run_first, settings, write_inputs
 from bench.train_multi_side import CONTEXT_PEER, EXPERT_PEER, FIRST, TENSOR_PEER, TIGON
 from bench.train_step import LIBRARIES
 from tests.support.small import EXPERTS as SMALL_EXPERTS
@@ -120,12 +119,8 @@ def measure(job: Job) -> None:
                 progress(f"round {number + 1} of {job.options.rounds}: {name}")
                 began = time.monotonic()
                 prepare(root, side, tiny)
-                for way in attentions(side, tiny):
-                    given = [side.kind, way, *arguments(root, side, tiny)]
-                    found = run_ranks(SIDE, side.gpus, root, given, job.options.limit)
-                    if "error" not in found:
-                        break
-                    progress(f"{name}, {way}: {found['error'][:300]}")
+                ways, given = attentions(side, tiny), arguments(root, side, tiny)
+                found = run_first(root, name, side, given, ways, job.options.limit)
                 when = {"run": job.record["date"], "commit": job.record["commit"]}
                 rows.append(found | when | {"seconds": time.monotonic() - began})
                 job.add()

@@ -97,7 +97,7 @@ class Measured:
 
     @property
     def gpus(self) -> int:
-        return self.layout.data * self.layout.context * self.layout.tensor
+        return self.layout.ranks
 
 
 def results(name: str, gpu: str = GPU) -> Record:

@@ -24,10 +24,9 @@ from typing import Any
 from bench import harness
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
 from bench.kernels_report import STYLE
-from bench.processes import run_ranks
 from bench.train_cases import MODELS, PEER
-from bench.train_multi import SIDE, settings, write_inputs
 from bench.train_multi import Side as Ranks
+from bench.train_multi import run_first, settings, write_inputs
 from bench.train_multi_side import EXPERT_PEER, FIRST, TIGON
 from bench.train_step import LIBRARIES
 from tests.support.small import EXPERTS as SMALL_EXPERTS
@@ -52,7 +51,7 @@ class Side:
 
     @property
     def gpus(self) -> int:
-        return self.layout.data * self.layout.context * self.layout.tensor
+        return self.layout.ranks
 
     @property
     def rate(self) -> float:
@@ -108,14 +107,8 @@ def run_side(root: Path, name: str, job: Job) -> Record:
     """Returns a side's figures; a peer takes SDPA where flash-attn-4 does not work."""
     side, tiny = SIDES[name], job.options.tiny
     write_shape(root, side.model, tiny)
-    found: Record = {}
-    for attention in ["sdpa"] if tiny or side.kind == TIGON else ["flash_attention_4", "sdpa"]:
-        given = [side.kind, attention, *side.arguments(root, tiny)]
-        found = run_ranks(SIDE, side.gpus, root, given, job.options.limit)
-        if "error" not in found:
-            break
-        progress(f"{name}, {attention}: {found['error'][:300]}")
-    return found
+    ways = ["sdpa"] if tiny or side.kind == TIGON else ["flash_attention_4", "sdpa"]
+    return run_first(root, name, side, side.arguments(root, tiny), ways, job.options.limit)
 
 
 def run(job: Job) -> None:

@@ -14,6 +14,7 @@ over the rounds. What the record has at this commit is not measured again.
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -98,15 +99,23 @@ def run_side(root: Path, name: str, job: Job) -> Record:
     ways = ["flash_attention_4", "sdpa"]
     if tiny or "attention" in job.record or not side.kind.startswith("peer"):
         ways = [job.record.get("attention", "sdpa")]
+    found = run_first(root, name, side, settings(root, side, tiny), ways, job.options.limit)
+    if "error" not in found and side.kind.startswith("peer"):
+        (job.record["attention"],) = found["attention"]
+    return found
+
+
+def run_first(
+    root: Path, name: str, side: Any, arguments: list[str], attentions: Sequence[str], limit: float
+) -> Record:
+    """A side, which has a kind and GPUs, with the first of these attentions that works."""
     found: Record = {}
-    for way in ways:
-        arguments = [side.kind, way, *settings(root, side, tiny)]
-        found = run_ranks(SIDE, side.gpus, root, arguments, job.options.limit)
+    for attention in attentions:
+        given = [side.kind, attention, *arguments]
+        found = run_ranks(SIDE, side.gpus, root, given, limit)
         if "error" not in found:
-            if side.kind.startswith("peer"):
-                job.record["attention"] = way
             break
-        progress(f"{name}, {way}: {found['error'][:300]}")
+        progress(f"{name}, {attention}: {found['error'][:300]}")
     return found
 
 

@@ -64,6 +64,7 @@ from bench import (
     recipes,
     scaling,
     serve,
+    several_gpus,
     timing,
     train_cases,
     train_curves,
@@ -906,12 +907,29 @@ def test_scaling_judges_sides_of_one_record() -> None:
     assert wrong.keys() == {"fsdp 4", "sharding=gradients", *scaling.PEERS}
 
 
+@pytest.mark.parametrize("gpus", [2, 4])
+def test_steps_for_several_gpus_are_commands(gpus: int) -> None:
+    steps = dict(several_gpus.steps(gpus, "abc1234", {"sides": {}}, tiny=True))
+    assert ("scaling" in steps) == (gpus == 4) and ("generate_multi" in steps) == (gpus == 2)
+    modules = {Path(bench.__file__).stem: bench for bench in BENCHES}
+    for command in steps.values():
+        if command[1] == "pytest":
+            continue
+        flag, package, name, *given = command
+        assert (flag, package) == ("-m", "bench")
+        options = harness.parser_of(modules[name].BENCH).parse_args(given)
+        assert options.tiny and options.commit == "abc1234"
+
+
 def test_a_killed_run_is_judged_by_steps_made_again() -> None:
     losses = {str(step): 10.0 - step / 10 for step in range(1, killed_run.KILLED + 1)}
     ended = {"ranks": 4, "status": 137, "seconds": 50.0, "losses": losses}
     after = losses | {"13": losses["13"] * 1.01, "30": 7.0}
     resumed = {"ranks": 2, "status": 0, "seconds": 60.0, "losses": after, "eval_loss": 7.0}
+    resumed["start"] = killed_run.SAVED
     record = {"machine": "4 x H200", **harness.stamp("0"), "killed": ended, "resumed": resumed}
     shown = killed_run.show(record | {"reloaded": {"loss": 7.01}})
     assert "MISSED: losses of 6 steps made again with half the ranks: apart by at most, %" in shown
     assert "met: loss of the exported model" in shown
+    whole = killed_run.show(record | {"resumed": resumed | {"start": killed_run.KILLED}})
+    assert "not measured: losses of 0 steps" in whole  # rows of the killed run prove nothing

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bench.compare_side import laps
 from bench.harness import Record, installed
-from bench.train_cases import Case, Options, adamw, draw, peer_model
+from bench.train_cases import Case, Options, adamw, draw, is_drawn, peer_model
 from tigon.kernels.attention import backends
 from tigon.train import load, start
 from tigon.train.build import build_run, read_inputs
@@ -42,14 +42,15 @@ CASE = Case("Llama-3.1-8B", 1, 8192, 1.09)
 
 @torch.no_grad()
 def fill(model: Any) -> None:
-    """Each parameter's own rows of what its names draw; norms change nothing."""
+    """Each parameter's own rows of what its names draw, as `fill_ours`; other norms change
+    nothing."""
     layout = model.layout(stacked_experts=True)  # as transformers draws them
     for name, parameter in model.named_parameters():
         own = local(parameter)
-        if parameter.dim() == 1:
+        parts = dict.fromkeys((part.name, part.shape) for part in layout[name])
+        if not any(is_drawn(*part) for part in parts):
             own.fill_(1.0)
             continue
-        parts = dict.fromkeys((part.name, part.shape) for part in layout[name])
         whole = torch.cat([draw(*part, own.device) for part in parts])
         if name in model.shard_specs:
             whole = model.shard_specs[name].take(whole.view(model.shard_specs[name].shape))

@@ -69,6 +69,7 @@ from bench import (
     train_cases,
     train_curves,
     train_multi,
+    train_multi_side,
     train_report,
     train_side,
     train_step,
@@ -82,7 +83,7 @@ from bench.compare_side import LLAMA_1B, QWEN3_MOE
 from bench.generate_cases import LLAMA_8B, OURS, Decode, Prefill, Size
 from bench.harness import RESULTS, ROOT, Record
 from bench.train_cases import PEER
-from tests.support.small import write_chats, write_model
+from tests.support.small import EXPERTS, write_chats, write_model
 from tests.train import preferences
 from tigon.kernels import AttentionMask, attention_ref
 
@@ -887,6 +888,16 @@ def test_gain_of_flash_attn_4_is_the_newest_record() -> None:
     assert json.loads(attention.GAINS.read_text()) == found
     least, most = found["packed"]
     assert 1 < least <= most
+
+
+def test_ranks_have_the_weights_of_one_gpu() -> None:
+    models = [tigon.Qwen3Moe.from_config(EXPERTS, dtype=torch.bfloat16) for _ in range(2)]
+    train_multi_side.fill(models[0])
+    train_cases.fill_ours(models[1])
+    for (name, found), expected in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        assert torch.equal(found, expected), name
 
 
 def test_scaling_judges_sides_of_one_record() -> None:

@@ -386,6 +386,8 @@ def test_a_capture_that_fails_says_the_way_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", Broken)
     monkeypatch.setattr(graphs, "side_stream", lambda _: None)
+    left: list[Any] = []
+    monkeypatch.setattr(graphs, "_leave_failed_capture", lambda *given: left.append(given))
 
     def fail(error: Exception) -> None:
         def run() -> None:
@@ -397,3 +399,4 @@ def test_a_capture_that_fails_says_the_way_out(monkeypatch):
         fail(ValueError("no"))
     with pytest.raises(torch.OutOfMemoryError, match="room"):
         fail(torch.OutOfMemoryError("room"))
+    assert left == 2 * [(torch.device("cuda"), None)]

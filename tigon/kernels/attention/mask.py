@@ -369,7 +369,7 @@ class AttentionMask:
             runs = sequence[(begins & real).flatten()]
             if len(runs) != len(runs.unique()):
                 return "there is padding inside a sequence"
-        cu = torch.cat([begins.flatten().nonzero()[:, 0], torch.tensor([begins.numel()])]).int()
+        cu = F.pad(begins.flatten().nonzero()[:, 0], (0, 1), value=begins.numel()).int()
         self._padding_runs = cu, real.flatten()[cu[:-1].long()]
         longest = int(cu.diff().max())
         return Sequences(cu.to(device, non_blocking=True), longest)

@@ -45,7 +45,6 @@ from tigon.kernels.loss.terms import (
     LossTerm,
     ValidRows,
     WeightedTerm,
-    host_can_count,
 )
 from tigon.kernels.loss.vocab_parallel import VocabularyShard
 from tigon.kernels.runtime import (
@@ -53,6 +52,7 @@ from tigon.kernels.runtime import (
     check_devices,
     check_values,
     has_values,
+    host_can_read,
     integer_labels,
     is_transformed,
     refuse_second_derivative,
@@ -649,7 +649,7 @@ def select_rows(
     rows: Tensor, prepared: Sequence[PreparedTerm], active: ValidRows | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Returns the rows to compute and, if not all of these have a gradient, which do; None: all."""
-    if not host_can_count(rows):
+    if not host_can_read(rows):
         return None, _any_row([a.counted() for a in prepared])
     metrics = any(a.plan.metrics for a in prepared)
     if active is None or (metrics and active.weights is not None):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.loss.logits import DEFAULT_OPTIONS, IGNORE_INDEX, Options, Reduction
-from tigon.kernels.runtime import has_values
+from tigon.kernels.runtime import host_can_read
 
 
 class ValidRows:
@@ -54,7 +54,7 @@ def find_valid_rows(targets: Tensor, token_weights: Tensor | None = None) -> Val
     Weights that require a gradient leave no row out. Returns None if the host cannot read values of
     the device: in graphs, traced or captured, and for tensors without values.
     """
-    if not host_can_count(targets):
+    if not host_can_read(targets):
         return None
     keep = targets != IGNORE_INDEX
     if token_weights is not None and token_weights.requires_grad:
@@ -62,11 +62,6 @@ def find_valid_rows(targets: Tensor, token_weights: Tensor | None = None) -> Val
     if token_weights is not None:
         keep = keep & (token_weights != 0)
     return ValidRows(keep, targets, token_weights)
-
-
-def host_can_count(x: Tensor) -> bool:
-    """Whether the host can read values of `x` by waiting."""
-    return has_values(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

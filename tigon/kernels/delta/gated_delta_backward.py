@@ -47,9 +47,9 @@ from tigon.kernels.delta.gated_delta_tiles import (
 )
 from tigon.kernels.runtime import operator, tl, triton
 
-SCANS, SCANS_FEW = Launch(64, 4, 2), Launch(64, 4, 3)
+SCANS = Launch(64, 4, 3)
 MIXED = Launch(0, 4, 2)
-STATES = Launch(64, 4, 2)  # columns of keys, and heads in flight
+STATES = Launch(64, 4, 2)  # columns of keys, and heads in flight: Triton 3.6 miscompiles one
 
 
 @triton.jit
@@ -285,7 +285,7 @@ def run_scans(
     (K, Dk), (H, Dv), M = k.shape[2:], v.shape[2:], chunks.slots
     errors = q.new_empty(M, H, Dv, CHUNK)
     states, dstates = (q.new_empty(M, H, Dv, Dk) for _ in range(2))
-    scan = plan_scan(SCANS, SCANS_FEW, k, v, chunks, boxes)
+    scan = plan_scan(SCANS, SCANS, k, v, chunks, boxes)
     made: list[Any] = [errors, states, dv, None, dstates]
     if boxes:
         kept = (matrix_boxes(x, scan.block, block_of(Dk)) for x in (states, dstates))

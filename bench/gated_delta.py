@@ -31,6 +31,7 @@ from tigon.kernels import (
 )
 from tigon.kernels.delta import gated_delta_backward as backward
 from tigon.kernels.delta import gated_delta_forward as forward
+from tigon.kernels.delta.gated_delta_tiles import make_chunks
 
 K, H, D = 16, 32, 128
 SHAPES = {"1 x 8192": [8192], "8 x 1024": [1024] * 8, "1 x 32768": [32768]}
@@ -134,25 +135,24 @@ def stages(lengths: list[int]) -> dict[str, Callable[[], Any]]:
     """Each kernel on its own."""
     q, k, v, g, beta = draw(sum(lengths), (K, H), D, torch.bfloat16)
     do = torch.randn(v.shape).to(v.dtype)
-    chunks = forward.make_chunks(q, bounds_of(lengths))
+    chunks = make_chunks(q, bounds_of(lengths))
     prepared = forward.prepare(q, k, g, beta, chunks)
-    o, errors, dv, dq, dk = (torch.empty_like(x) for x in (v, v, v, q, k))
-    states, dstates = (q.new_empty(chunks.slots, H, D, D) for _ in range(2))
+    o, dv, dq, dk = (torch.empty_like(x) for x in (v, v, q, k))
     final = q.new_empty(len(lengths), H, D, D, dtype=torch.float32)
-    scan = partial(forward.scan, k=k, v=v, prepared=prepared, chunks=chunks, state=None)
-    again = partial(scan, None, errors=errors, states=states)
-    reverse = partial(backward._reverse_scan, q, k, prepared, chunks, do, None, dv, dstates)
-    again()
-    reverse()
+    boxes, gates = forward.takes_boxes(q), prepared.gates
+    scans = partial(backward.run_scans, q, k, v, do, prepared, chunks, None, None, dv, boxes)
+    scanned = scans()
+    dgates = q.new_empty(1 + D // backward.key_block(q), 2, *g.shape, dtype=torch.float32)
+    mixed = partial(backward.run_mixed, q, k, do, gates, chunks, scanned[0], dv, dgates[0], boxes)
     return {
-        "chunks": partial(forward.make_chunks, q, bounds_of(lengths)),
+        "chunks": partial(make_chunks, q, bounds_of(lengths)),
         "prepare": partial(forward.prepare, q, k, g, beta, chunks),
-        "scan": partial(scan, q, o=o, final=final),
-        "states": again,
-        "reverse": reverse,
-        "gradients": partial(
-            backward._chunk_gradients,
-            *(q, k, prepared, chunks, errors, do, dv, states, dstates, dq, dk),
+        "scan": partial(forward.run_scan, q, k, v, prepared, chunks, None, o, final),
+        "scans": scans,
+        "mixed": mixed,
+        "states": partial(
+            backward.run_states,
+            *(q, k, do, gates, chunks, scanned, mixed(), dv, dq, dk, dgates[1:], boxes),
         ),
     }
 

@@ -15,7 +15,7 @@ from tests.compiled.compiling import SHARED, WIDE, in_place
 from tigon.kernels import runtime
 from tigon.kernels.attention.decode import holds_tile
 from tigon.kernels.delta import gated_delta, gated_delta_backward
-from tigon.kernels.delta.gated_delta_forward import fits
+from tigon.kernels.delta.gated_delta_tiles import fits
 
 slow = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from tigon.kernels import gated_delta_rule, gated_delta_rule_ref, gated_delta_st
 from tigon.kernels.delta import gated_delta_backward as backward
 from tigon.kernels.delta import gated_delta_forward as forward
 from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS
-from tigon.kernels.delta.gated_delta_forward import MAX_DIM, ScanLaunch
 from tigon.kernels.delta.gated_delta_step import gated_delta_tokens
+from tigon.kernels.delta.gated_delta_tiles import MAX_DIM, Launch
 
 Inputs = dict[str, Tensor]
 
@@ -108,6 +108,22 @@ def test_packed_sequences_are_rows_apart() -> None:
             found = packed[name][n : n + 1] if name == "state" else packed[name][:, part]
             torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-6)
         assert (packed["o"][:, part].shape[1]) == length
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
+@pytest.mark.parametrize("dim", [16, 6])  # rows that the copy engine takes, and others
+def test_neighbors_do_not_matter(dim: int) -> None:
+    """Boxes of tokens go on into the next sequence, where numbers may be huge or none."""
+    inputs = narrowed(draw(142, D=dim), torch.float16)
+    bounds = torch.tensor([0, 3, 70, 135, 142]).int()
+    ups = [torch.randn(1, 142, 2, dim), torch.randn(4, 2, dim, dim)]
+    expected = results(gated_delta_rule, inputs, ups, cu_seqlens=bounds)
+    for x in (*inputs.values(), ups[0]):
+        x[:, 3:70], x[:, 135:] = float("nan"), 1e30
+    found = results(gated_delta_rule, inputs, ups, cu_seqlens=bounds)
+    for name, x in found.items():
+        at = [0, 2] if name == "state" else (0, [*range(3), *range(70, 135)])
+        torch.testing.assert_close(x[at], expected[name][at], rtol=1e-6, atol=1e-6)
 
 
 def test_rows_are_independent() -> None:
@@ -218,14 +234,11 @@ def test_step_in_a_graph(kernels_only: None) -> None:
 
 # What Triton makes of each tile on a GPU
 
-SCANS = [ScanLaunch(*s) for s in ((32, 4, 2), (32, 4, 3), (64, 4, 2), (16, 4, 2))]
+SCANS = [Launch(*s) for s in ((64, 4, 2), (64, 4, 3), (128, 8, 2))]
 TILES: list[dict[str, Any]] = [
-    *({"FORWARD": s, "FORWARD_FEW": s} for s in SCANS),
-    *({"BACKWARD": s, "BACKWARD_FEW": s} for s in SCANS),
-    *(
-        {"GRADIENTS": ScanLaunch(*s)}
-        for s in ((32, 4, 1), (64, 4, 1), (128, 8, 1), (32, 4, 2), (64, 4, 2))
-    ),
+    *({"SCAN": s, "SCAN_FEW": s, "SCANS": s} for s in SCANS),
+    *({"MIXED": Launch(0, 4, n)} for n in (1, 2)),
+    *({"STATES": Launch(*s)} for s in ((64, 4, 2), (32, 4, 2))),
 ]
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from tigon.distributed.context_attention import heads_sent_per_token
-from tigon.kernels.delta.gated_delta_forward import CHUNK
+from tigon.kernels.delta.gated_delta_tiles import CHUNK
 from tigon.layers import (
     Attention,
     Experts,

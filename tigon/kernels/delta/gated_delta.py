@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.delta.gated_delta_backward import gated_delta_backward, gradients_compile
-from tigon.kernels.delta.gated_delta_forward import CHUNK, MAX_DIM, fits, gated_delta_forward
+from tigon.kernels.delta.gated_delta_forward import gated_delta_forward
 from tigon.kernels.delta.gated_delta_step import gated_delta_tokens
+from tigon.kernels.delta.gated_delta_tiles import CHUNK, MAX_DIM, fits
 from tigon.kernels.runtime import (
     DTYPES,
     check_devices,

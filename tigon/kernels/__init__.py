@@ -1,7 +1,8 @@
 """Operators, one file each: the plain-torch definition (`*_ref`), then the public function."""
 
 from tigon.kernels.attention.api import AttentionMask, attention, attention_ref
-from tigon.kernels.attention.decode import KVBuffers, append_attention, append_attention_ref
+from tigon.kernels.attention.decode import append_attention, append_attention_ref
+from tigon.kernels.attention.kv_buffers import KVBuffers
 from tigon.kernels.delta.causal_conv import (
     causal_conv,
     causal_conv_qkv,

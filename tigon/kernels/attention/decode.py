@@ -365,11 +365,9 @@ def _forward(
     sinks: Tensor | None,
 ) -> Tensor:
     """Appends k and v to the buffers and returns attention of q to all cached tokens."""
-    b, t, h, d = q.shape
-    kv_heads, slots = keys.shape[1:3]
-    half = 0 if cos is None else cos.shape[-1]
+    (b, t, h, d), (kv_heads, slots) = q.shape, keys.shape[1:3]
+    half, width = 0 if cos is None else cos.shape[-1], _width(d)
     y = q.new_empty(q.shape)
-    width = _width(d)
     wide = width > 512 or q.dtype == torch.float32
     most_queries = 16 if wide else 32 if width > 128 else 64  # by registers
     queries = min(triton.next_power_of_2(max(16, t * h // kv_heads)), most_queries)
@@ -451,8 +449,8 @@ def append_attention(
         return append_attention_ref(q, k, v, buffers, lengths, scale=scale, sinks=sinks, **kind)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     cos, sin = (None, None) if angles is None else angles
-    if cos is not None and sin is not None:
-        check_angles(cos, sin, q.shape[0], q.shape[1], q.shape[3])
+    if angles is not None:
+        check_angles(*angles, q.shape[0], q.shape[1], q.shape[3])
     options = window, chunked, softcap, scale, cos, sin, sinks
     if q.shape[1] <= MAX_QUERY_TOKENS:
         return _forward(q, k, v, *buffers, lengths, *options)

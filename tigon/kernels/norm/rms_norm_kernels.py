@@ -11,6 +11,8 @@ from torch import Tensor
 from tigon.kernels.linear.maxima import atomic_max_columns, magnitude
 from tigon.kernels.runtime import next_power_of_2, num_sms, num_stages, pdl_wait, tl, triton
 
+SUM_ROWS = 512  # partial sums that are added at once
+
 
 class NormLaunch(NamedTuple):
     """Launch parameters; tuned on an H200."""
@@ -267,11 +269,14 @@ def norm_backward_kernel(
             tl.store(at, tl.sum(dpost, 0, keep_dims=True), mask=columns < C)
 
 
-@triton.jit(do_not_specialize=["P"])
-def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sums [P, C] over P in a fixed order to `out`; the [P, C] that follows it to `out2`."""
+@triton.jit(do_not_specialize=["P", "P2"])
+def _sum_kernel(
+    partials, out, out2, P, P2, C: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Sums [P, C] over P in a fixed order to `out`; the [P2, C] that follows it to `out2`."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     partials += tl.program_id(1).to(tl.int64) * P * C
+    P = tl.where(tl.program_id(1) == 0, P, P2)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, P, ROWS):
         rows = (first + tl.arange(0, ROWS)[:, None]).to(tl.int64)
@@ -284,8 +289,12 @@ def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COL
         tl.store(out2 + columns, total.to(out2.dtype.element_ty), mask=inside)
 
 
-def sum_partials(partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None) -> None:
-    """Sums [P, C] or [2, P, C] to [C] each, in one step: the wait for memory is all."""
+def sum_partials(
+    partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None, P2: int | None = None
+) -> None:
+    """Sums [P, C] to out [C] and, if there is `out2`, the [P2, C] behind it, by default as many
+    rows, to that; in few steps: the wait for memory is all."""
     grid = (-(-C // 16), 1 if out2 is None else 2)
-    rows = min(next_power_of_2(P), 512)
-    _sum_kernel[grid](partials, out, out2, P, C, rows, 16, num_warps=8)
+    P2 = P if P2 is None else P2
+    rows = min(next_power_of_2(max(P, P2)), SUM_ROWS)
+    _sum_kernel[grid](partials, out, out2, P, P2, C, rows, 16, num_warps=8)

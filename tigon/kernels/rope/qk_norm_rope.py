@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.kernels.norm.rms_norm import Cast, check_norm, rms_norm_ref
+from tigon.kernels.norm.rms_norm_kernels import sum_partials
 from tigon.kernels.recompute import has_function_mode
 from tigon.kernels.rope.rope import (
     Heads,
@@ -47,8 +48,6 @@ BACKWARD = (1024, 2)
 # Programs on each multiprocessor, and stages of their loop over tokens
 RESIDENT = 4
 STAGES = tl.constexpr(4)
-# Rows and columns of one step of the sum over programs
-SUM = (256, 16)
 
 
 def qk_norm_rope_ref(
@@ -181,29 +180,6 @@ def _qk_norm_rope_backward_kernel(
             store_rest(out, out_rows, heads < K, values, 0, D, WHOLE)
 
 
-@triton.jit
-def _sum_rows(x, y, N, D, ROWS, COLS):
-    """Sums x [N, D] over its rows to y [D], for the program's COLS columns."""
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    total = tl.zeros((ROWS, COLS), tl.float32)
-    for start in range(0, N, ROWS):
-        rows = start + tl.arange(0, ROWS)
-        mask = (rows < N)[:, None] & (cols < D)[None, :]
-        total += tl.load(x + rows[:, None] * D + cols[None, :], mask=mask, other=0.0)
-    tl.store(y + cols, tl.sum(total, 0), mask=cols < D)
-
-
-@triton.jit
-def _weight_gradient_kernel(
-    partials, dwq, dwk, q_rows, k_rows, D, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """Adds up the partial weight gradients of q in the first row of programs, of k in the next."""
-    if tl.program_id(0) == 0:
-        _sum_rows(partials, dwq, q_rows, D, ROWS, COLS)
-    else:
-        _sum_rows(partials + q_rows * D, dwk, k_rows, D, ROWS, COLS)
-
-
 def _parts(x: Tensor, heads: int, kv_heads: int, d: int) -> tuple[Heads, Heads, Heads]:
     """Returns q, k and v in x [B, T, (H + 2K) * D]."""
     return packed_heads(x), packed_heads(x, heads * d), packed_heads(x, (heads + kv_heads) * d)
@@ -330,9 +306,7 @@ def _backward(
         WEIGHT_GRAD=weight_grad, num_warps=warps,
     )  # fmt: skip
     if weight_grad:
-        step, cols = SUM
-        grid = (2, triton.cdiv(d, cols))
-        _weight_gradient_kernel[grid](partials, dwq, dwk, *rows, d, ROWS=step, COLS=cols)
+        sum_partials(partials, rows[0], d, dwq, dwk, rows[1])
     return gradients
 
 

@@ -36,7 +36,8 @@ from tigon.kernels.loss.terms import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows, embedding_rows_ref
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
-from tigon.kernels.mlp.grouped_mlp import ExpertBiases, grouped_mlp, grouped_mlp_ref
+from tigon.kernels.mlp.grouped_mlp import grouped_mlp, grouped_mlp_ref
+from tigon.kernels.mlp.grouped_mlp_passes import ExpertBiases
 from tigon.kernels.mlp.softmax_topk import softmax_topk, softmax_topk_ref
 from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref, sandwich_norm, sandwich_norm_ref
 from tigon.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref

@@ -221,7 +221,8 @@ def tiny_compare(patch: Patch, root: Path) -> list[str]:
 def tiny_train_step(patch: Patch, root: Path) -> list[str]:
     patch.setattr(train_side.Training, "profiled", lambda self: {"attention": 1.0})
     patch.setattr(train_step, "spawn", in_process(patch, train_side))
-    only = "1B 1 x 512,ragged,Qwen3-30B,gpt-oss,Gemma4,35B,512 LoRA"
+    ragged = ", Llama-3.1-8B, gpt-oss-20b"  # with the spaces of "ragged chats, NAME"
+    only = f"1B 1 x 512{ragged},Qwen3-30B,E4B 1 x,35B,512 LoRA"
     return ["--tiny", "--rounds", "1", "--only", only]
 
 

@@ -45,7 +45,7 @@ WIDE = {
     "expert_rows: permute._combine_kernel": [4, 0],
     # without what it waits for
     "one_shot_sum torch.bfloat16: one_shot_all_reduce._one_shot_kernel": [4],
-    "rms_norm again: rms_norm._forward_kernel": [6],
+    "rms_norm again: rms_norm_kernels.norm_forward_kernel": [6],
     "qk_norm_rope in place, bf16: rope._rope_kernel": [12],
     "qk_norm_rope in place, narrow: rope._rope_kernel": [0],  # fewer numbers than threads
     "qk_norm_rope bf16: rope._rope_kernel": [12, 16],  # forward and back

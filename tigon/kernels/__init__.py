@@ -1,7 +1,8 @@
 """Operators, one file each: the plain-torch definition (`*_ref`), then the public function."""
 
 from tigon.kernels.attention.api import AttentionMask, attention, attention_ref
-from tigon.kernels.attention.decode import KVBuffers, append_attention, append_attention_ref
+from tigon.kernels.attention.decode import append_attention, append_attention_ref
+from tigon.kernels.attention.kv_buffers import KVBuffers
 from tigon.kernels.delta.causal_conv import (
     causal_conv,
     causal_conv_qkv,
@@ -38,7 +39,8 @@ from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
 from tigon.kernels.mlp.grouped_mlp import ExpertBiases, grouped_mlp, grouped_mlp_ref
 from tigon.kernels.mlp.softmax_topk import softmax_topk, softmax_topk_ref
 from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref, sandwich_norm, sandwich_norm_ref
-from tigon.kernels.rope.rope import qk_norm_rope, qk_norm_rope_ref, rope, rope_ref
+from tigon.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
+from tigon.kernels.rope.rope import rope, rope_ref
 from tigon.kernels.runtime import checks, use
 
 __all__ = [

@@ -31,7 +31,8 @@ from tigon.kernels.attention.backends import (
     select_backend,
     survey,
 )
-from tigon.kernels.attention.mask import AttentionMask, Sequences
+from tigon.kernels.attention.mask import AttentionMask
+from tigon.kernels.attention.sequences import Sequences
 from tigon.kernels.attention.sinks import FusedPasses, attention_with_sinks, scale_by_sinks
 from tigon.kernels.attention.wide import wide_attention
 

@@ -244,17 +244,12 @@ def _check(
         fits = experts.shape[0] == n and gate_up.shape == shape and width == c
     if not fits:
         shapes = {"x": x, "gate_up": gate_up, "down": down, "experts": experts, "weights": weights}
-        raise ValueError(
-            ", ".join(f"{name} {tuple(t.shape)}" for name, t in shapes.items())
-            + (
-                " are not [N, C], [E, C, 2I], [E, I, C], [N, k] and [N, k]"
-                if transposed
-                else " are not [N, C], [E, 2I, C], [E, C, I], [N, k] and [N, k]"
-            )
-        )
-    found = None if biases is None else [tuple(b.shape) for b in biases]
-    if found not in (None, [(e, 2 * inner), (e, c)]):
-        raise ValueError(f"biases {found} are not [{(e, 2 * inner)}, {(e, c)}]")
+        found = ", ".join(f"{name} {tuple(t.shape)}" for name, t in shapes.items())
+        matrices = "[E, C, 2I], [E, I, C]" if transposed else "[E, 2I, C], [E, C, I]"
+        raise ValueError(f"{found} are not [N, C], {matrices}, [N, k] and [N, k]")
+    given = None if biases is None else [tuple(b.shape) for b in biases]
+    if given not in (None, [(e, 2 * inner), (e, c)]):
+        raise ValueError(f"biases {given} are not [{(e, 2 * inner)}, {(e, c)}]")
     check_devices(x=x, gate_up=gate_up, down=down, experts=experts, weights=weights)
     if experts.dtype != torch.int64 or not weights.is_floating_point():
         raise ValueError(

@@ -53,7 +53,7 @@ from tigon.kernels import (
 )
 from tigon.kernels.linear.fp8_mlp import fp8_mlp
 from tigon.kernels.linear.lora import LoRATerm
-from tigon.kernels.loss.api import Options, scale_and_cap
+from tigon.kernels.loss.logits import Options, scale_and_cap
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.grouped_mlp import unchecked_grouped_mlp
 from tigon.kernels.mlp.grouped_mlp_passes import ExpertBiases, LoRAFactors

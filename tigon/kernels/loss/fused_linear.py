@@ -345,9 +345,7 @@ def run_loss_terms(
         p = p._replace(shard=vocabulary.encode())
     if not torch.is_grad_enabled():
         shared = tuple(None if x is None else x.detach() for x in shared)
-    flat: list[Tensor | None] = []
-    for a in prepared:
-        flat += [*a.tensors, a.weights, a.scale]
+    flat = [x for a in prepared for x in (*a.tensors, a.weights, a.scale)]
     differentiable = any(p.needs) or any(p.learned) or is_transformed(rows)
     # Without a gradient to trace, Dynamo would take p for the context of `apply`
     run = FusedLinearLoss.apply if differentiable else FusedLinearLoss.forward

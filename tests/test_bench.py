@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -773,6 +774,24 @@ def test_sides_that_end_badly_are_recorded(tmp_path: Path) -> None:
     began = time.monotonic()
     assert processes.run_ranks(side, 2, tmp_path, [], 50)["error"] == "AssertionError: no memory"
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")
+def test_sides_end_with_their_benchmark(tmp_path: Path) -> None:
+    """However it ends: a side that goes on would share the GPU with the next benchmark."""
+    side = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    code = f"from bench.processes import lines; list(lines(['-c', {side!r}], 60, Path('log')))"
+    command = [sys.executable, "-c", f"from pathlib import Path\n{code}"]
+    parent = subprocess.Popen(command, cwd=tmp_path, env=processes.environment())
+    log, until = tmp_path / "log", time.monotonic() + 30
+    while not (log.exists() and log.read_text().strip()) and time.monotonic() < until:
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    status = Path("/proc", log.read_text().strip(), "status")
+    while status.exists() and "Z (zombie)" not in status.read_text():
+        assert time.monotonic() < until, "it runs on"
+        time.sleep(0.05)
 
 
 def test_ranks_import_this_checkout(monkeypatch: Patch, tmp_path: Path) -> None:

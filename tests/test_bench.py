@@ -864,6 +864,33 @@ def test_bad_arguments_are_named(bench, arguments, message, capsys, monkeypatch)
     assert message in capsys.readouterr().err
 
 
+def test_cases_come_in_the_order_asked() -> None:
+    cases = ["8B 1 x 8192", "8B 1 x 8192, fp8", "oss, 8 layers, 1 x 4096", "1B"]
+    for only, expected in (
+        ("1B,8B", (3, 0, 1)),
+        ("8B 1 x 8192, fp8,8B 1 x 8192", (1, 0)),
+        ("oss, 8 layers, 1 x 4096,fp8,oss", (2, 1)),
+    ):
+        found = harness.chosen(harness.split(only, cases), cases)
+        assert found == [cases[i] for i in expected], only
+
+
+def test_a_part_leaves_a_whole_record_alone(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    options = SimpleNamespace(out=tmp_path / "k.json", only=[], quick=False, commit="abc")
+
+    for whole, kept in ((False, False), (True, True), (False, True)):
+        job = harness.Job("k", "CPU", options, whole)
+        job.add(machine="CPU")
+        job.finish("")
+        assert json.loads(options.out.read_text())["complete"] is kept
+    assert json.loads((tmp_path / "bench/out/k.json").read_text())["complete"] is False
+    job = harness.Job("k", "CPU", options, True)
+    job.record["machine"] = "CPU"
+    assert job.place != job.out
+    assert job.resume()["complete"] and job.place == job.out  # goes on with what it has read
+
+
 def test_newest_whole_record_is_shown() -> None:
     bench = harness.Bench(lambda _: "", lambda r: f"{r['machine']} {r['date']}", ())
     rows = [("A", "1", True), ("B", "9", False), ("A", "2", True), ("A", "3", False)]

@@ -22,7 +22,17 @@ from torch import Tensor
 import tigon
 from bench import harness, measure
 from bench.compare_side import QWEN3_MOE
-from bench.harness import Bench, Job, Record, failure, markdown, named, provider_table, report
+from bench.harness import (
+    Bench,
+    Job,
+    Record,
+    failure,
+    figure,
+    markdown,
+    named,
+    provider_table,
+    report,
+)
 from bench.measure import ONCE, Effort, Problem, Provider
 from bench.moe_parts import measure_parts, parts_table
 from bench.peers import PACKAGES, call, imported, random_model
@@ -207,7 +217,19 @@ def stack_table(stack: Record) -> str:
 
     table = provider_table(("provider", "ms", "tokens/s", "extra GiB"), rows, cells)
     title = f"A training step of 4 layers of Qwen3-30B-A3B, {b} x {t} tokens, AdamW in bf16:"
-    return f"{title}\n\n{table}"
+    return "\n\n".join([title, table, *("\n".join(idle_lines(row)) for row in rows)]).strip()
+
+
+def idle_lines(row: Record) -> Iterator[str]:
+    """What leaves the device idle in a step, where the record has it."""
+    if "idle_ms" in row:
+        waits = ", ".join(f"{count} x {name}" for name, count in row["waits"].items()) or "none"
+        yield (
+            f"{row['name']}: host {figure(row['host_ms'])} ms, device idle "
+            f"{figure(row['idle_ms'])} ms in all; waits of the host: {waits}."
+        )
+    for gap in row.get("gaps", ()):
+        yield f"- {figure(gap['ms'])} ms between {gap['after']} and {gap['before']}"
 
 
 def show(record: Record) -> str:

@@ -50,6 +50,7 @@ from bench import (
     harness,
     kernels,
     killed_run,
+    kinds_of_work,
     long_sums,
     measure,
     moe,
@@ -358,6 +359,30 @@ def check_moe(record: Record) -> None:
     for name in ("tigon", "transformers"):
         row = record["stack"]["providers"][name]
         assert row["tokens_per_second"] == 12e3 / row["ms"][1] and 3.0 < row["loss"] < 6.0
+        assert row["host_ms"] > 0 and row["waits"] == {} and row["idle_ms"] == 0
+
+
+def test_what_leaves_a_device_idle(monkeypatch: Patch) -> None:
+    def event(name: str, start: float, end: float, gpu: bool = True) -> SimpleNamespace:
+        kind = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=span, device_type=kind)
+
+    events = [event("b", 3000, 7000), event("a", 1000, 6000), event("c", 9000, 9500)]
+    events += [event("d", 9600, 9700), event(kinds_of_work.STEP, 0, 9900)]
+    calls = ["cudaStreamSynchronize", "cudaLaunchKernel", "cudaDeviceSynchronize"]
+    events += [event(name, i, i + 1, gpu=False) for i, name in enumerate(calls)]
+    late = event("cudaStreamSynchronize", 12000, 12001, gpu=False)
+    events += [late, event(kinds_of_work.STEP, 0, 10000, gpu=False)]
+    monkeypatch.setattr(kinds_of_work, "profiled", lambda _: events)
+    monkeypatch.setattr(kinds_of_work, "GAPS", 1)
+    found = kinds_of_work.idle(timing.nothing)
+    assert found["waits"] == {"cudaStreamSynchronize": 1}
+    assert found["idle_ms"] == pytest.approx(2.1)
+    assert found["gaps"] == [{"ms": 2.0, "after": "b", "before": "c"}]
+    found |= {"name": "tigon", "host_ms": 3.0}
+    said = "tigon: host 3.00 ms, device idle 2.10 ms in all; waits of the host: 1 x cudaStream"
+    assert next(moe.idle_lines(found)).startswith(said)
 
 
 def check_padding(record: Record) -> None:
@@ -380,7 +405,7 @@ def check_compare(record: Record) -> None:
 
 
 def check_train_step(record: Record) -> None:
-    assert record["complete"] is False and len(record["cases"]) == 8
+    assert record["complete"] is False and len(record["cases"]) == 7
     for case in record["cases"]:
         (theirs,), (ours,) = (case["rounds"][side] for side in (PEER, train_cases.OURS))
         assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-3)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,7 @@ from bench.attention_cases import CASES as ATTENTION_CASES
 from bench.attention_cases import Case as AttentionCase
 from bench.attention_cases import problem
 from bench.compare_side import LLAMA_1B, QWEN3_MOE
-from bench.generate_cases import LLAMA_8B, OURS, Decode, Prefill, Size
+from bench.generate_cases import LLAMA_8B, OURS, THEIRS, Decode, Prefill, Size
 from bench.harness import RESULTS, ROOT, Record
 from bench.train_cases import PEER
 from tests.support.small import EXPERTS, write_chats, write_model
@@ -509,8 +510,9 @@ def check_evaluation(record: Record) -> None:
 
 
 def check_families(record: Record) -> None:
-    assert [model["layers"] for model in record["models"]] == [4, 4]
-    for case in (case for model in record["models"] for case in model["cases"]):
+    models = record["models"].values()
+    assert [model["layers"] for model in models] == [4, 4]
+    for case in (case for model in models for case in model["cases"]):
         assert all(row["mean_choice"] < 0.1 for row in case["providers"]), case["providers"]
 
 
@@ -773,6 +775,74 @@ def test_peers_have_what_tigon_has(monkeypatch: Patch) -> None:
     case = {"name": "c", "sides": {neighbours.PEER: [5.0, 6.0], neighbours.FLASH: [7.0, 7.0]}}
     assert neighbours.fastest_peer(case) == neighbours.FLASH
     assert neighbours.differing(case | {"losses": {"a": 11.8, "b": 11.9}})
+
+
+def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
+    """For another commit with the same libraries; and of trials cut off, those that are done."""
+    name = "Qwen3-30B-A3B, 8 layers, 1 x 8192"
+    known = {"name": name, "commit": "a", "libraries": {"Liger": "1"}, "options": {}}
+    known |= {"tried": {"sdpa": {"ms": 1.0}}, "optimizer": "adamw_bf16"}
+    options = SimpleNamespace(tiny=False, optimizer="adamw_bf16", again=False)
+    record: Record = {"commit": "b", "date": "", "cases": [known]}
+    for libraries, again, kept in (
+        ({"Liger": "1", "torch": "2"}, False, True),
+        ({"Liger": "1"}, True, False),
+        ({"Liger": "2"}, False, False),
+    ):
+        options.again, record["libraries"] = again, libraries
+        job: Any = SimpleNamespace(options=options, record=record)
+        found = train_step.begun(name, train_cases.CASES[name], job)
+        assert ("options" in found, len(found["tried"])) == (kept, kept)
+    tried: list[str] = []
+
+    def turn(self: Any, side: str, options: train_cases.Options, _: Any) -> Record:
+        tried.append(options.name)
+        return {"ms": 3.0}
+
+    monkeypatch.setattr(train_side.Sides, "turn", turn)
+    done = {"flash_attention_4, grouped_mm experts": {"ms": 2.0}}
+    request = train_side.Request(name, 1, True, tried=done)
+    best = train_side.fastest(train_side.Sides(request, train_cases.CASES[name], "cuda"))
+    assert best == train_cases.Options("flash_attention_4", "grouped_mm")
+    assert tried == ["sdpa, grouped_mm experts", "flash_attention_4, Liger experts"]
+
+
+def test_families_go_on_where_they_were_cut_off(tmp_path: Path, monkeypatch: Patch) -> None:
+    found = tmp_path / "out.json"
+
+    def measured(commit: str, cut: str) -> list[str]:
+        made: list[str] = []
+
+        def in_turn(case: str, *_: Any) -> list[Record]:
+            made.append(case)
+            if case == cut:
+                raise KeyboardInterrupt
+            return []
+
+        monkeypatch.setattr(generate_families, "in_turn", in_turn)
+        with suppress(KeyboardInterrupt):
+            arguments = ["--tiny", "--only", "E4B,oss", "--out", str(found), "--commit", commit]
+            harness.main(generate_families.BENCH, arguments)
+        return made
+
+    config = SimpleNamespace(num_hidden_layers=2, vocab_size=9)
+    model = SimpleNamespace(config=config, device="cpu")
+    monkeypatch.setattr(generate_families, "build", lambda *_: dict.fromkeys((OURS, THEIRS), model))
+    monkeypatch.setattr(generate_families, "distance", lambda *_: 0.0)
+    for name in ("moved", "Decoding"):
+        monkeypatch.setattr(generate_families, name, lambda *_: None)
+    for name in ("rows", "missing"):
+        monkeypatch.setattr(generate_families, name, lambda _: [])
+    one, many = "1 x 5", "3 x 5"
+    for commit, cut, made, kept in (
+        ("a", f"Gemma4-E4B, {many}", [f"Gemma4-E4B, {one}", f"Gemma4-E4B, {many}"], "a"),
+        ("a", "", [f"Gemma4-E4B, {many}", f"gpt-oss-20b, {one}", f"gpt-oss-20b, {many}"], "aa"),
+        ("b", f"Gemma4-E4B, {one}", [f"Gemma4-E4B, {one}"], "aa"),
+        ("b", f"gpt-oss-20b, {one}", [f"Gemma4-E4B, {x}" for x in (one, many)], "ba"),
+    ):
+        assert measured(commit, cut)[: len(made)] == made
+        models = json.loads(found.read_text())["models"].values()
+        assert "".join(model["commit"] for model in models) == kept
 
 
 def test_wrong_token_is_noticed() -> None:

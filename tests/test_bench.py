@@ -748,6 +748,11 @@ def test_ends_beside_the_best_peer() -> None:
     said = end_to_end.verdicts("8B LoRA", sides)
     assert [line.partition(":")[0] for line in said] == ["met"] * 3
     assert "2.000" in said[0] and "0.500" in said[1] and "6.000" in said[2]
+    last = {"phases": {"start": 6.0, "data": 3.0}, "phase": "data", "steps": 0}
+    late = {"error": "not done after 10 s"} | end_to_end.far(last, 10.0)
+    assert (
+        end_to_end.row("c", "s", late)[2] == "not done after 10 s; start 6.00; data 4.00, 0 steps"
+    )
     sides[end_to_end.TRL]["eval_loss"] = 9.5
     assert end_to_end.verdicts("8B LoRA", sides)[3].startswith("WRONG")
 

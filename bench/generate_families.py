@@ -108,6 +108,7 @@ def measure(job: Job, model: Record, batches: list[int]) -> Record:
     for batch in batches:
         case = decoding(batch, tiny)
         vocab = models[OURS].config.vocab_size
+        torch.manual_seed(batch)
         ids = torch.randint(vocab, (batch, case.context), device=models[OURS].device)
         bytes_read = moved(models[OURS], case)
         attempts = [

@@ -22,17 +22,7 @@ from torch import Tensor
 import tigon
 from bench import harness, measure
 from bench.compare_side import QWEN3_MOE
-from bench.harness import (
-    Bench,
-    Job,
-    Record,
-    failure,
-    figure,
-    markdown,
-    named,
-    provider_table,
-    report,
-)
+from bench.harness import Bench, Job, Record, failure, markdown, named, provider_table, report
 from bench.measure import ONCE, Effort, Problem, Provider
 from bench.moe_parts import measure_parts, parts_table
 from bench.peers import PACKAGES, call, imported, random_model
@@ -223,13 +213,11 @@ def stack_table(stack: Record) -> str:
 def idle_lines(row: Record) -> Iterator[str]:
     """What leaves the device idle in a step, where the record has it."""
     if "idle_ms" in row:
+        host, free = (harness.figure(row[key]) for key in ("host_ms", "idle_ms"))
         waits = ", ".join(f"{count} x {name}" for name, count in row["waits"].items()) or "none"
-        yield (
-            f"{row['name']}: host {figure(row['host_ms'])} ms, device idle "
-            f"{figure(row['idle_ms'])} ms in all; waits of the host: {waits}."
-        )
+        yield f"{row['name']}: host {host} ms, device idle {free} ms; waits of the host: {waits}."
     for gap in row.get("gaps", ()):
-        yield f"- {figure(gap['ms'])} ms between {gap['after']} and {gap['before']}"
+        yield f"- {gap['ms']:.3g} ms between {gap['after']} and {gap['before']}"
 
 
 def show(record: Record) -> str:

@@ -382,7 +382,7 @@ def test_what_leaves_a_device_idle(monkeypatch: Patch) -> None:
     assert found["idle_ms"] == pytest.approx(2.1)
     assert found["gaps"] == [{"ms": 2.0, "after": "b", "before": "c"}]
     found |= {"name": "tigon", "host_ms": 3.0}
-    said = "tigon: host 3.00 ms, device idle 2.10 ms in all; waits of the host: 1 x cudaStream"
+    said = "tigon: host 3.00 ms, device idle 2.10 ms; waits of the host: 1 x cudaStreamS"
     assert next(moe.idle_lines(found)).startswith(said)
 
 

@@ -310,15 +310,11 @@ class LowPrecisionOptimizer(Optimizer):
         count = max(1, SIZE // columns // ROWS) * ROWS
         for row in range(0, len(weight), count):
             rows = slice(row, row + count)
-            yield UpdateSlice(
-                weight[rows],
-                gradient[rows],
+            own, size = (
                 {name: tensor[rows] for name, tensor in states.items()},
-                runs,
-                row * columns,
-                step,
                 weight[rows].numel(),
             )
+            yield UpdateSlice(weight[rows], gradient[rows], own, runs, row * columns, step, size)
 
     def _update(
         self, group: dict[str, Any], bucket: Sequence[UpdateSlice], states: Iterator[Tensor]

@@ -147,8 +147,9 @@ class GroupRouter(Router):
         self.per_token, self.sigmoid, self.normalize = per_token, sigmoid, normalize
         self.groups, self.top_groups, self.scale = groups, top_groups, scale
         if sigmoid:
-            bias = torch.zeros(experts, dtype=torch.float32)
-            self.register_buffer("e_score_correction_bias", bias)
+            self.register_buffer(
+                "e_score_correction_bias", torch.zeros(experts, dtype=torch.float32)
+            )
 
     def logits(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         """Returns logits [N, E] of x [N, C], in fp32 with `sigmoid`."""

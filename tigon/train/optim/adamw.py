@@ -110,7 +110,7 @@ def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """
     values = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
+        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, device="cpu")
         positive = (10 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
         values += positive + [-value for value in positive if signed]
     table = torch.tensor(sorted(values), device=device)
@@ -426,7 +426,7 @@ class LowPrecisionOptimizer(Optimizer):
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
         """Returns the states of a parameter before its first step."""
         shape, dtype = local(parameter).shape, self.dtype_of(parameter)
-        states = {"step": torch.zeros(())}
+        states = {"step": torch.zeros((), device="cpu")}
         for kind in self.state_names:
             if dtype == torch.uint8:
                 blocks = *shape[:-1], shape[-1] // block_size(shape[-1])
@@ -534,7 +534,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _write(self, part: UpdateSlice, weight: Tensor, values: States) -> None:
         """Writes an updated slice back, rounded to the dtypes of weight and states."""
-        drawn = torch.empty(0)
+        drawn = torch.empty(0, device="cpu")
         rounds = self.stochastic and part.weight.dtype == torch.bfloat16
         if rounds or any(state.dtype == torch.bfloat16 for state in part.states.values()):
             end = part.first + weight.numel()

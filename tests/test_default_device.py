@@ -371,7 +371,8 @@ def calls_without_device(path: Path) -> Iterator[str]:
     tree = ast.parse(path.read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     calls = [call for call in calls if isinstance(call.func, ast.Attribute)]
-    of_modules = {x for call in calls if call.func.attr in OF_MODULES for x in call.args}
+    makers = [call for call in calls if call.func.attr in OF_MODULES]
+    of_modules = {x for call in makers for argument in call.args for x in ast.walk(argument)}
     for call in calls:
         keywords = {keyword.arg for keyword in call.keywords}  # None: of a dict
         if call in of_modules or keywords & {"device", None} or call.func.attr not in MAKERS:

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.compiled.branches import watch
 from tigon.kernels import runtime, use
-from tigon.kernels.mlp import grouped_mlp, grouped_product
+from tigon.kernels.mlp import grouped_mlp_passes, grouped_product
 from tigon.kernels.mlp.grouped_product import _aligned
 from tigon.kernels.mlp.slot_order import sort_slots_ref
 
@@ -134,7 +134,9 @@ def pretend(capability: int = 90) -> None:
     runtime.SHARED_OFF_GPUS = SHARED[sm]
     grouped_product._triton_supports = lambda *tensors: sm >= 90 and _aligned(*tensors)
     # What a launch would have written is indexed with
-    grouped_mlp.sort_slots = lambda experts, number, *_, **__: sort_slots_ref(experts, number)
+    grouped_mlp_passes.sort_slots = lambda experts, number, *_, **__: sort_slots_ref(
+        experts, number
+    )
     torch.set_num_threads(1)
     JITFunction.__getitem__ = _compiling
     CUDABackend.add_stages = _with_an_exit

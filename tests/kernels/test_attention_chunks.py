@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention.api import AttentionMask
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.attention.sequences import Sequences
 
 SIZE, CPU = 4, torch.device("cpu")

@@ -20,10 +20,11 @@ from tigon.kernels.linear import fp8_casts
 from tigon.kernels.linear.dropout import Dropout, apply_dropout, apply_dropout_ref, keep_mask_ref
 from tigon.kernels.linear.lora import PLAIN_BASE, LoRATerm, make_fp8_base
 from tigon.kernels.linear.low_rank import (
+    WIDEST_GRADIENTS,
+    WIDEST_PRODUCT,
     low_rank_gradients,
     low_rank_product,
-    supports_gradients,
-    supports_product,
+    supports_rank,
 )
 from tigon.kernels.recompute import find_recompute, recompute_above
 
@@ -339,9 +340,9 @@ def test_for_what_the_kernels_are(monkeypatch: pytest.MonkeyPatch, kernels_only:
     monkeypatch.setattr("tigon.kernels.linear.low_rank.runs_triton", lambda x: True)
     x = torch.empty(1, dtype=torch.bfloat16, device="meta")
     on_cpu = torch.empty(1, dtype=torch.bfloat16, device="cpu")
-    assert [r for r in (1, 16, 17, 32, 33, 128, 129) if supports_product(x, r)][-1] == 128
-    assert [r for r in (1, 16, 17, 32, 33, 128, 129) if supports_gradients(x, r)][-1] == 32
-    assert not supports_product(on_cpu, 16)
+    for widest, most in (WIDEST_PRODUCT, 128), (WIDEST_GRADIENTS, 32):
+        assert [r for r in (1, 16, 17, 32, 33, 128, 129) if supports_rank(x, r, widest)][-1] == most
+    assert not supports_rank(on_cpu, 16, WIDEST_PRODUCT)
 
 
 @pytest.mark.traced

@@ -41,10 +41,11 @@ from tigon.kernels.linear.linear import (
     uses_gemv,
 )
 from tigon.kernels.linear.low_rank import (
+    WIDEST_GRADIENTS,
+    WIDEST_PRODUCT,
     low_rank_gradients,
     low_rank_product,
-    supports_gradients,
-    supports_product,
+    supports_rank,
 )
 from tigon.kernels.mlp.gated_act import Activation, gradient_and_product
 from tigon.kernels.recompute import RecomputeFn, find_recompute, run_recompute, start_fetch
@@ -138,7 +139,7 @@ def _base_plus_low_rank(
     additions: Sequence[LoRATerm],
 ) -> Tensor:
     """Returns the base's product plus the terms, from u [N, R]."""
-    if not (base.plain and supports_product(u, _max_rank(additions))):
+    if not (base.plain and supports_rank(u, _max_rank(additions), WIDEST_PRODUCT)):
         return _add_into(base.product(x, weight, bias), u, additions)
     firsts, bs, scales = zip(*additions, strict=True)
     y = low_rank_product(u, bs, firsts, scales, weight.shape[0], bias, False)
@@ -157,7 +158,7 @@ def _x_gradient(
     base: BaseLinear, dy: Tensor, weight: Tensor, du: Tensor, a: Tensor, dropout: Dropout | None
 ) -> Tensor:
     """Returns dX [N, C] from dY [N, K] and dU [N, R]."""
-    if not (base.plain and supports_product(du, a.shape[0])):
+    if not (base.plain and supports_rank(du, a.shape[0], WIDEST_PRODUCT)):
         dx = base.gradient(dy, weight)
         if dropout is None:
             return dx.addmm_(du, a.to(du.dtype))
@@ -171,7 +172,7 @@ def _low_rank_gradients(
     dy: Tensor, u: Tensor, additions: Sequence[LoRATerm], needed: Sequence[bool]
 ) -> tuple[Tensor, list[Tensor | None]]:
     """Returns dU [N, R], and dB of the parts that need it."""
-    if supports_gradients(dy, _max_rank(additions)):
+    if supports_rank(dy, _max_rank(additions), WIDEST_GRADIENTS):
         firsts, bs, scales = zip(*additions, strict=True)
         du, *gradients = low_rank_gradients(dy, u, bs, firsts, scales, any(needed))
         gradients = gradients or bs

@@ -48,21 +48,12 @@ def _pad_rank(rank: int) -> int:
     return max(16, next_power_of_2(rank))  # the least that tl.dot takes
 
 
-def _supports(x: Tensor, rank: int, widest: int) -> bool:
-    """Whether kernels run on x for this rank, which takes at most `widest` bytes when padded."""
+def supports_rank(x: Tensor, rank: int, widest: int) -> bool:
+    """Whether kernels run on x for parts of up to `rank` ranks, which take at most `widest` bytes
+    when padded: WIDEST_PRODUCT or WIDEST_GRADIENTS."""
     # The interpreter has no bf16 products
     has_product = x.device.type != "cpu" or x.dtype in (torch.float16, torch.float32)
     return has_product and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest
-
-
-def supports_product(x: Tensor, rank: int) -> bool:
-    """Whether `low_rank_product` can run for parts of up to `rank` ranks."""
-    return _supports(x, rank, WIDEST_PRODUCT)
-
-
-def supports_gradients(x: Tensor, rank: int) -> bool:
-    """Whether `low_rank_gradients` can run for parts of up to `rank` ranks."""
-    return _supports(x, rank, WIDEST_GRADIENTS)
 
 
 @triton.jit(do_not_specialize=["seed", "threshold"])

@@ -27,9 +27,7 @@ from tigon.kernels.loss.logits import (
     check_head,
     check_logit_options,
     rescale,
-    rescale_,
     rescale_and_join,
-    rescale_and_join_,
 )
 from tigon.kernels.loss.prepare_terms import (
     PreparedTerm,
@@ -175,10 +173,10 @@ class FusedLinearLoss(torch.autograd.Function):
             if ctx.grad is not None and _share_gradient(ups):
                 losses, factor, _ = _unpack(p, saved[len(saved) - ctx.num_extra :], ups)
                 assert factor is not None
-                if retains_graph():
-                    d_logits = rescale(ctx.grad, factor, ctx.grad.dtype)
-                else:
-                    d_logits, ctx.grad = rescale_(ctx.grad, factor), None
+                grad, overwrite = ctx.grad, not retains_graph()
+                if overwrite:
+                    ctx.grad = None
+                d_logits = rescale(grad, factor, grad.dtype, overwrite=overwrite)
                 outputs = (d_logits, *(None,) * (LEARNED - 1), *losses)
             else:
                 exclusive = ctx.exclusive and not retains_graph()
@@ -243,9 +241,8 @@ def _scale_gradients(
     def one(x: Tensor, dtype: torch.dtype) -> Tensor:
         if factor is None:
             return x.to(dtype)
-        if exclusive and x.dtype == dtype:
-            return rescale_(x, factor).detach()
-        return rescale(x, factor, dtype)
+        y = rescale(x, factor, dtype, overwrite=exclusive)
+        return y.detach() if y is x else y
 
     hidden, first, rest, bias, low, up = pass_gradients
     parts = (
@@ -255,9 +252,8 @@ def _scale_gradients(
     )
     gradients = [one(x, dtype) if want else None for x, dtype, want in zip(*parts, strict=True)]
     if needs[1] and len(rest):
-        join = rescale_and_join_ if exclusive else rescale_and_join
         scale = first.new_ones(()) if factor is None else factor
-        gradients[1] = join(first, rest, scale, dtypes[1])
+        gradients[1] = rescale_and_join(first, rest, scale, dtypes[1], overwrite=exclusive)
     return tuple(gradients)
 
 
@@ -349,9 +345,7 @@ def run_loss_terms(
         p = p._replace(shard=vocabulary.encode())
     if not torch.is_grad_enabled():
         shared = tuple(None if x is None else x.detach() for x in shared)
-    flat: list[Tensor | None] = []
-    for a in prepared:
-        flat += [*a.tensors, a.weights, a.scale]
+    flat = [x for a in prepared for x in (*a.tensors, a.weights, a.scale)]
     differentiable = any(p.needs) or any(p.learned) or is_transformed(rows)
     # Without a gradient to trace, Dynamo would take p for the context of `apply`
     run = FusedLinearLoss.apply if differentiable else FusedLinearLoss.forward

@@ -120,13 +120,7 @@ def _gates_of(x: Tensor | None, C: int) -> tuple[Tensor, int, int] | None:
 
 
 def _outputs(
-    x: Tensor,
-    residual: Tensor | None,
-    save: bool,
-    gate: Any,
-    weight: Any,
-    post_weight: Any,
-    *_: Any,
+    x: Tensor, residual: Any, save: bool, gate: Any, weight: Any, post_weight: Any, *_: Any
 ) -> list[Tensor]:
     """Allocates the normed rows, the residual sum and 1 / rms where they are saved."""
     outputs = [_empty_like(x)]
@@ -156,8 +150,7 @@ def _forward(
     outputs = _outputs(x, residual, save, gate, weight, post_weight)
     y, total = outputs[0], None if residual is None else outputs[1]
     rstd = outputs[-1] if save else None
-    norm = eps, post_eps, offset, before
-    _launch(x, residual, gate, weight, post_weight, y, total, rstd, *norm)
+    _launch(x, residual, gate, weight, post_weight, y, total, rstd, eps, post_eps, offset, before)
     return outputs
 
 
@@ -198,17 +191,10 @@ def recompute_norm(
 
 
 def _gradients(
-    x: Tensor,
-    gate: Any,
-    branch: Any,
-    weight: Any,
-    post_weight: Any,
-    needs: list[bool],
-    maxima: bool,
-    *_: Any,
+    x: Tensor, gate: Any, branch: Any, weight: Any, post: Any, needs: Any, maxima: bool, *_: Any
 ) -> list[Tensor]:
     """Allocates the needed gradients of the first five arguments, and the maxima of dx."""
-    expected = zip((x, gate, branch, weight, post_weight), needs, strict=True)
+    expected = zip((x, gate, branch, weight, post), needs, strict=True)
     gradients = [_empty_like(t) for t, needed in expected if needed and t is not None]
     C = x.shape[-1]
     bits = [x.new_zeros(n, dtype=torch.int32) for n in (x.numel() // max(C, 1), C) if maxima]

@@ -249,13 +249,7 @@ def _rotate_in_place(
 
 
 def _gradients(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    weight_grad: bool,
-    *_: Any,
+    dq: Tensor, dk: Tensor, dv: Any, q_weight: Any, k_weight: Any, weight_grad: bool, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocates the gradients of qkv and of the weights, empty if these need none."""
     b, t, heads, d = dq.shape

@@ -330,17 +330,12 @@ def launch_rope(
     )  # fmt: skip
 
 
-def _rope_outputs(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Allocates the rotated q and k."""
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-@operator("rope", _rope_outputs)
+@operator("rope", lambda q, k, *_: (q.new_empty(q.shape), k.new_empty(k.shape)))
 def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool
 ) -> tuple[Tensor, Tensor]:
     """Returns rotated copies of q and k, by the kernel; `back` negates the angles."""
-    yq, yk = _rope_outputs(q, k)
+    yq, yk = q.new_empty(q.shape), k.new_empty(k.shape)
     inputs = separate_heads(q), separate_heads(k), None
     outputs = packed_heads(yq), packed_heads(yk), None
     sizes = q.shape[2], k.shape[2], q.shape[3]

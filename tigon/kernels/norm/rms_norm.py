@@ -165,14 +165,17 @@ def load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS):
 
 
 @triton.jit
-def _row_tile(first, columns, N, C, BLOCK, ROWS):
-    """Returns the rows from `first` on, which of them exist, and which elements."""
+def _row_tile(first, columns, N, C, BLOCK, ROWS, CUT):
+    """Returns the rows from `first` on, which of them exist, and which elements.
+
+    CUT: the last tile may have rows that do not exist.
+    """
     rows = first + tl.arange(0, ROWS)[:, None]
     inside = rows < N
     mask = tl.full([ROWS, BLOCK], True, tl.int1)
     if BLOCK != C:
         mask &= columns < C
-    if ROWS > 1:
+    if CUT:
         mask &= inside
     return rows.to(tl.int64), inside, mask
 
@@ -217,7 +220,7 @@ def apply_scale(n, weight, scale, dtype, BEFORE, GATED):
     return n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _forward_kernel(
     x,  # these two: pointer and step from row to row
     residual,
@@ -237,7 +240,7 @@ def _forward_kernel(
     pdl_wait(PDL)
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
-    rows, inside, mask = _row_tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
+    rows, inside, mask = _row_tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS, ROWS > 1)
     h = _load_rows(x, rows, columns, mask).to(tl.float32)
     if residual is not None:
         t = _load_rows(residual, rows, columns, mask).to(tl.float32)
@@ -274,7 +277,7 @@ def _forward_kernel(
     tl.store(y + rows * C + columns, h.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _backward_kernel(
     x,  # what is normed last; these four: pointer and step from row to row
     dy, dtotal,
@@ -284,7 +287,7 @@ def _backward_kernel(
     row_bits,  # these two: None, or int32 [N] and [C], which become the maxima of dx
     column_bits, N,
     C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    ROWS: tl.constexpr, CUT: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Walks over rows: writes the gradients of inputs, and partial sums of those of weights."""
     dtype: tl.constexpr = x[0].dtype.element_ty
@@ -301,7 +304,7 @@ def _backward_kernel(
         top = tl.zeros([1, BLOCK], tl.int32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
-        rows, inside, mask = _row_tile(first, columns, N, C, BLOCK, ROWS)
+        rows, inside, mask = _row_tile(first, columns, N, C, BLOCK, ROWS, CUT)
         n = _load_rows(x, rows, columns, mask)
         d = _load_rows(dy, rows, columns, mask)
         r = tl.load(rstd + rows, mask=inside, other=0.0)
@@ -371,7 +374,7 @@ def _sum_kernel(partials, out, out2, P, C: tl.constexpr, ROWS: tl.constexpr, COL
 def sum_partials(partials: Tensor, P: int, C: int, out: Tensor, out2: Tensor | None = None) -> None:
     """Sums [P, C] or [2, P, C] to [C] each, in one step: the wait for memory is all."""
     grid = (-(-C // 16), 1 if out2 is None else 2)
-    rows = min(next_power_of_2(P), 512)
+    rows = 256 if P <= 256 else 512  # two sizes, so that few rows compile no other kernels
     _sum_kernel[grid](partials, out, out2, P, C, rows, 16, num_warps=8)
 
 
@@ -548,7 +551,7 @@ def _backward(
         _gates_of(gate, C),
         *(None if t is None else t.contiguous() for t in (weight, post_weight)),
         *(rstd, dx, dgate, dbranch, partials, *bits, N, C, offset, before),
-        *(launch.block, launch.rows, launch.stages, launch.late),
+        *(launch.block, launch.rows, N % launch.rows > 0, launch.stages, launch.late),
         num_warps=launch.warps,
     )
     if partials is not None and dweight is not None:

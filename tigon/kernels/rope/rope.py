@@ -220,7 +220,7 @@ def _rotate_heads(
         store_rest(y, to_rows, keep, rest, 2 * HALF, D, REST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])  # a token, as in decoding, needs no division
 def _rope_kernel(
     q,  # the six tensors as `Heads`; v and yv may be None, and yq and yk to write over q and k
     k, v, yq, yk, yv,
@@ -508,7 +508,7 @@ def _norm_heads_backward(
             store_rest(sums, row, row == 0, tl.sum(sum_rest, 0)[None, :], 2 * HALF, D, REST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "N", "T"])
 def _qk_norm_rope_backward_kernel(
     q,  # each of these three: upstream gradient, input and gradient, as `Heads`
     k, v,
@@ -560,7 +560,7 @@ def _sum_rows(x, y, N, D, ROWS, COLS):
     tl.store(y + cols, tl.sum(total, 0), mask=cols < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_rows", "k_rows"])
 def _weight_gradient_kernel(
     partials, dwq, dwk, q_rows, k_rows, D, ROWS: tl.constexpr, COLS: tl.constexpr
 ):

@@ -18,7 +18,7 @@ from bench.harness import Record, markdown
 from bench.timing import copy_bandwidth, took
 from tigon.kernels import softmax_topk, softmax_topk_ref
 from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
-from tigon.kernels.mlp.grouped_mlp import _act_backward
+from tigon.kernels.mlp.grouped_mlp_passes import _act_backward
 from tigon.kernels.mlp.grouped_product import grouped_product, grouped_weight_gradient
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
 from tigon.kernels.mlp.slot_order import sort_slots, sort_slots_ref

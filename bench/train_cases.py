@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
 
 import tigon
 from bench.attention_cases import lognormal
@@ -87,6 +88,7 @@ class Case:
     share: float | None = None  # at least this much of the composed limit
     checkpointing: bool = False
     ragged: bool = False
+    packs: bool = True  # transformers keeps packed chats apart; else it has a padded row for each
     settings: tuple[str, ...] = ()  # of tigon.train, beside the common ones
     own: bool = False  # the other side is Tigon without these settings
     rank: int = 0  # of adapters of all projections, which are trained alone; 0: there are none
@@ -103,6 +105,7 @@ class Case:
 
 
 LONG = 8192
+PADDING = {"labels": -100}
 TINY_TOKENS = 48
 LIGER = "Liger"
 GRAPHS = ("cuda_graphs=true",)
@@ -133,6 +136,15 @@ CASES = {
     "Gemma4-E4B 1 x 8192": Case("Gemma4-E4B", 1, LONG, 1.3, 0.8, settings=IN_BACKWARD),
     "Qwen3.5-35B-A3B, 8 layers, 1 x 8192": Case(
         *("Qwen3.5-35B-A3B", 1, LONG, 1.3, 0.8), settings=IN_BACKWARD
+    ),
+    "ragged chats, Qwen3.5-0.8B": Case(
+        *("Qwen3.5-0.8B", 1, LONG, 1.3, 0.8), ragged=True, packs=False
+    ),
+    "ragged chats, gpt-oss-20b, 8 layers": Case(
+        *("gpt-oss-20b", 1, LONG, 1.3, 0.8), ragged=True, packs=False, settings=IN_BACKWARD
+    ),
+    "ragged chats, Gemma4-E4B": Case(
+        *("Gemma4-E4B", 1, LONG, 1.3, 0.8), ragged=True, packs=False, settings=IN_BACKWARD
     ),
     "Llama-3.1-8B 2 x 4096 LoRA": Case("Llama-3.1-8B", 2, 4096, 1.55, 0.70, rank=16),
     "Llama-3.1-8B 1 x 512 LoRA": Case("Llama-3.1-8B", 1, 512, 3.5, settings=GRAPHS, rank=16),
@@ -170,6 +182,7 @@ class Batch:
     ids: Tensor  # int64 [B, T]
     labels: Tensor  # int64 [B, T], -100 where nothing is learned
     lengths: tuple[int, ...] | None
+    packs: bool  # as the case has it
 
     @classmethod
     def of(cls, case: Case, vocab: int, device: str, tiny: bool) -> "Batch":
@@ -177,10 +190,11 @@ class Batch:
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(vocab, (rows, tokens), generator=draw)
         if not case.ragged:
-            return cls(ids.to(device), ids.to(device), None)
+            return cls(ids.to(device), ids.to(device), None, case.packs)
         lengths = lognormal(tokens, 12 if tiny else RAGGED_MEAN)
         learned = torch.cat([torch.arange(n) >= n - round(SUPERVISED * n) for n in lengths])
-        return cls(ids.to(device), ids.masked_fill(~learned, -100).to(device), lengths)
+        labels = ids.masked_fill(~learned, -100)
+        return cls(ids.to(device), labels.to(device), lengths, case.packs)
 
     @property
     def positions(self) -> Tensor:
@@ -206,10 +220,17 @@ class Batch:
         }  # fmt: skip
 
     def theirs(self) -> dict[str, Any]:
-        """Keywords of transformers' forward; packed rows as its padding-free collator has them."""
+        """Keywords of transformers' forward; packed rows as its padding-free collator has them, or
+        the chats as padded rows."""
         given = {"input_ids": self.ids, "labels": self.labels}
         if self.lengths is None:
             return given
+        if not self.packs:
+            given |= {"attention_mask": torch.ones_like(self.ids)}
+            return {
+                name: pad_sequence(x[0].split(self.lengths), True, PADDING.get(name, 0))
+                for name, x in given.items()
+            }
         given |= {"position_ids": self.positions}
         if self.ids.is_cuda:
             longest, bounds = max(self.lengths), self.bounds
@@ -333,7 +354,7 @@ def options_of(case: Case, device: str) -> list[Options]:
     dense = ["flex_attention", "eager"] if MODELS[case.model][1] in NO_SDPA else ["sdpa"]
     if device == "cpu":
         return [Options(dense[-1])]
-    ways = ["flash_attention_4", *([VARLEN] if case.ragged else dense)]
+    ways = ["flash_attention_4", *([VARLEN] if case.ragged and case.packs else dense)]
     experts = ["grouped_mm", LIGER] if case.experts else [""]
     return [Options(way, kind) for kind in experts for way in ways]
 

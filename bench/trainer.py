@@ -21,7 +21,7 @@ from bench.attention_cases import lognormal
 from bench.compare_side import LLAMA_1B
 from bench.harness import Bench, Job, Record, figure, markdown, progress, report, verdict
 from tests.support.small import LLAMA, WORDS, write_tokenizer
-from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.tokenizer import Tokenizer
 from tigon.train import load, prepare, start, train
 

@@ -64,7 +64,7 @@ LAUNCHES = [
     pytest.param("89", "few heads", "_states_kernel", marks=slow),
     pytest.param("80", "gated_delta_rule fp32", "_states_kernel", marks=slow),
     pytest.param("89", "low rank", "_low_rank_shares_kernel", marks=slow),
-    pytest.param("89", "wide", "_backward_kernel", marks=slow),
+    pytest.param("89", "wide", "norm_backward_kernel", marks=slow),
     pytest.param("120", "fp8", "_gated_rows_kernel", marks=slow),
 ]
 

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 
 from tests.compiled.branches import watch
 from tigon.kernels import runtime, use
-from tigon.kernels.mlp import grouped_mlp, grouped_product
+from tigon.kernels.mlp import grouped_mlp_passes, grouped_product
 from tigon.kernels.mlp.grouped_product import _aligned
 from tigon.kernels.mlp.slot_order import sort_slots_ref
 
@@ -45,7 +45,7 @@ WIDE = {
     "expert_rows: permute._combine_kernel": [4, 0],
     # without what it waits for
     "one_shot_sum torch.bfloat16: one_shot_all_reduce._one_shot_kernel": [4],
-    "rms_norm again: rms_norm._forward_kernel": [6],
+    "rms_norm again: rms_norm_kernels.norm_forward_kernel": [6],
     "qk_norm_rope in place, bf16: rope._rope_kernel": [12],
     "qk_norm_rope in place, narrow: rope._rope_kernel": [0],  # fewer numbers than threads
     "qk_norm_rope bf16: rope._rope_kernel": [12, 16],  # forward and back
@@ -134,7 +134,9 @@ def pretend(capability: int = 90) -> None:
     runtime.SHARED_OFF_GPUS = SHARED[sm]
     grouped_product._triton_supports = lambda *tensors: sm >= 90 and _aligned(*tensors)
     # What a launch would have written is indexed with
-    grouped_mlp.sort_slots = lambda experts, number, *_, **__: sort_slots_ref(experts, number)
+    grouped_mlp_passes.sort_slots = lambda experts, number, *_, **__: sort_slots_ref(
+        experts, number
+    )
     torch.set_num_threads(1)
     JITFunction.__getitem__ = _compiling
     CUDABackend.add_stages = _with_an_exit

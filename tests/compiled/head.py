@@ -14,7 +14,6 @@ from tigon.kernels.loss.logits import (
     LogitGradient,
     Options,
     rescale,
-    rescale_,
     rescale_and_join,
 )
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows
@@ -29,7 +28,7 @@ def forms() -> Forms:
     for name, dtype in DTYPES.items():
         x = zeros(64, 64, dtype=dtype)
         yield f"rescale {name}", partial(rescale, x, factor, BF16)
-        yield f"rescale {name} in place", partial(rescale_, x, factor)
+        yield f"rescale {name} in place", partial(rescale, x, factor, dtype, overwrite=True)
     x, y = zeros(64, 64, dtype=FP32), zeros(60, 64, dtype=FP32)
     yield "rescale and join", partial(rescale_and_join, x, y, factor, BF16)
     for name, dtype in DTYPES.items():

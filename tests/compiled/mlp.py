@@ -19,12 +19,12 @@ from tigon.kernels.linear.fp8_casts import (
     cast_rows_and_maxima,
 )
 from tigon.kernels.linear.fp8_mlp import cast_gated_gradients, cast_gated_rows
-from tigon.kernels.linear.lora import low_rank_gradients, low_rank_product
+from tigon.kernels.linear.low_rank import low_rank_gradients, low_rank_product
 from tigon.kernels.linear.maxima import Maxima
 from tigon.kernels.linear.quantized import E4M3, E5M2
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
-from tigon.kernels.mlp.grouped_mlp import ExpertBiases
+from tigon.kernels.mlp.grouped_mlp_passes import ExpertBiases
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
 from tigon.kernels.mlp.slot_order import sort_slots
 from tigon.layers import FP8Weight, NF4Weight

@@ -10,7 +10,7 @@ from tigon.kernels.norm.grad_norm import SquaredNorm
 from tigon.kernels.optim import adamw
 from tigon.kernels.optim.adamw import AdamWSettings, AdamWSlot, FusedAdamW
 from tigon.kernels.optim.low_bits import CodeTables
-from tigon.train.optim import adamw as optimizer_states
+from tigon.train.optim import low_precision
 
 CODES = torch.uint8
 SETTINGS = AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.1, step=3, stream=-(2**62))
@@ -64,7 +64,7 @@ def _adamw(
     codes = None
     if states == CODES:
         cpu = torch.device("cpu")
-        tables = (optimizer_states.tables(signed, cpu) for signed in (True, False))
+        tables = (low_precision.tables(signed, cpu) for signed in (True, False))
         codes = CodeTables.build(*tables)
     scales = [zeros(count // 256, 1, dtype=FP32) if codes else None for _ in range(2)]
     tensors = (zeros(count, dtype=dtype) for dtype in (weight, gradient, states, states))

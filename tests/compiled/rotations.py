@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.compiled.compiling import BF16, FP32, Forms, backward, zeros
 from tigon.kernels import qk_norm_rope, rope
-from tigon.kernels.rope.rope import _packed_rope
+from tigon.kernels.rope.qk_norm_rope import _packed_rope
 
 
 def forms() -> Forms:

@@ -28,7 +28,7 @@ from tigon.kernels import runtime, use
 from tigon.kernels.linear.dropout import Dropout, apply_dropout
 from tigon.kernels.linear.fp8_casts import cast_both, cast_columns, cast_rows_and_maxima
 from tigon.kernels.linear.fp8_mlp import cast_gated_gradients, cast_gated_rows
-from tigon.kernels.linear.lora import low_rank_gradients, low_rank_product
+from tigon.kernels.linear.low_rank import low_rank_gradients, low_rank_product
 from tigon.kernels.mlp.slot_order import sort_slots
 from tigon.models import CausalLM
 from tigon.serve.batch import DecodeBatch
@@ -41,11 +41,12 @@ MOST = {
     "conv_forward_kernel": 20,  # few or many chunks; packed, with a state, in a step
     "conv_backward_kernel": 5,
     "_gemv_kernel": 6,  # a layer each
-    "rms_norm._forward_kernel": 16,  # of each width
-    "rms_norm._backward_kernel": 8,
-    "rms_norm._sum_kernel": 4,
+    "norm_forward_kernel": 16,  # of each width
+    "norm_backward_kernel": 8,
+    "rms_norm_kernels._sum_kernel": 4,
     "_rope_kernel": 12,  # forward and back, packed or not, of one token or more
     "_step_kernel": 4,  # of one token or more
+    "_scan_kernel": 4,  # few or many programs, with or without a state before
     "softmax_topk._forward_kernel": 3,  # rows that fill tiles, and one, spare the masks
     "softmax_topk._backward_kernel": 3,
     "_place_kernel": 3,  # few, more, and many slots
@@ -71,7 +72,7 @@ DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
     "head_dim": 128,  # a quarter of it is rotated
     "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "linear_num_value_heads": 8,
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }

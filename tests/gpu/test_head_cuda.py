@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tigon.kernels import KL, CrossEntropy, Head, LogProbs, linear_cross_entropy, run_loss_terms
-from tigon.kernels.loss.api import Options
 from tigon.kernels.loss.cross_entropy_rows import _rows_kernel
+from tigon.kernels.loss.logits import Options
 from tigon.kernels.loss.terms import find_valid_rows
 from tigon.layers import LMHead
 

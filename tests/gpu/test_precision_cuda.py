@@ -11,7 +11,7 @@ from tests.train.ranks import Ranks, train_on_gpus
 from tests.train.test_precision import SHAPES, Model, settings, states
 from tests.train.test_precision_runs import BF16, step, tensors
 from tigon.train import main
-from tigon.train.optim import adamw, build_optimizer
+from tigon.train.optim import adamw, build_optimizer, low_precision
 from tigon.utils import random
 
 __all__ = ["workspace"]
@@ -53,21 +53,21 @@ def test_rounding_has_the_cpus_bits():
     x = torch.randn(300, 576) * torch.logspace(-38, 30, 300).view(-1, 1)
     for first in (0, 1 << 40):
         at = torch.arange(first, first + x.numel())
-        bits = random.random_bits(adamw.stream_seed(3, 7), at.to(CUDA))
-        assert torch.equal(bits.cpu(), random.random_bits(adamw.stream_seed(3, 7), at))
+        bits = random.random_bits(low_precision.stream_seed(3, 7), at.to(CUDA))
+        assert torch.equal(bits.cpu(), random.random_bits(low_precision.stream_seed(3, 7), at))
         for index in range(4):
             own = random.take_16_bits(bits.view_as(x), index)
-            found = adamw.round_stochastically(x.cuda(), own).cpu()
-            assert torch.equal(found, adamw.round_stochastically(x, own.cpu()))
+            found = low_precision.round_stochastically(x.cuda(), own).cpu()
+            assert torch.equal(found, low_precision.round_stochastically(x, own.cpu()))
     for signed in (True, False):
         y = x if signed else x.abs()
         for found, expected in zip(
-            adamw.quantize(y.cuda(), signed), adamw.quantize(y, signed), strict=True
+            low_precision.quantize(y.cuda(), signed), low_precision.quantize(y, signed), strict=True
         ):
             assert torch.equal(found.cpu(), expected)
-        codes, scale = adamw.quantize(y, signed)
-        back = adamw.dequantize(codes.cuda(), scale.cuda(), signed)
-        assert torch.equal(back.cpu(), adamw.dequantize(codes, scale, signed))
+        codes, scale = low_precision.quantize(y, signed)
+        back = low_precision.dequantize(codes.cuda(), scale.cuda(), signed)
+        assert torch.equal(back.cpu(), low_precision.dequantize(codes, scale, signed))
 
 
 @pytest.mark.parametrize("optimizer", [*STATES, "sgd"])
@@ -118,7 +118,7 @@ def test_memory_and_time_of_an_update(optimizer):
             f"{optimizer} offload={offload}: {held:.3f} bytes a parameter stay, {peak:.3f} at "
             f"most, {1e3 * seconds:.1f} ms an update of {count / 1e6:.0f}M parameters"
         )
-        kept = 0.0 if offload == "true" else adamw.state_bytes(STATES[optimizer])
+        kept = 0.0 if offload == "true" else low_precision.state_bytes(STATES[optimizer])
         assert held == pytest.approx(2 + 2 + kept, abs=0.02)
         assert (peak - held) * count < 600 * 2**20
         del model, learner, p

@@ -12,7 +12,7 @@ import torch
 
 from tests.support.small import EXPERTS, write_model
 from tests.train.conftest import workspace
-from tigon.kernels.attention.api import Backend
+from tigon.kernels.attention.backends import Backend
 from tigon.train.logging import read_metrics
 
 __all__ = ["workspace"]

@@ -7,7 +7,7 @@ from tests.gpu.support import no_waiting
 from tests.support.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import train_on_gpus
-from tigon.kernels.attention.api import AttentionMask
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.mlp import grouped_product
 from tigon.train import checkpoint, load, main, prepare, start
 from tigon.train.checkpoint.format import optimizer_states, weight_state

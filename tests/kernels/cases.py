@@ -53,9 +53,10 @@ from tigon.kernels import (
 )
 from tigon.kernels.linear.fp8_mlp import fp8_mlp
 from tigon.kernels.linear.lora import LoRATerm
-from tigon.kernels.loss.api import Options, scale_and_cap
+from tigon.kernels.loss.logits import Options, scale_and_cap
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
-from tigon.kernels.mlp.grouped_mlp import ExpertBiases, LoRAFactors, unchecked_grouped_mlp
+from tigon.kernels.mlp.grouped_mlp import unchecked_grouped_mlp
+from tigon.kernels.mlp.grouped_mlp_passes import ExpertBiases, LoRAFactors
 from tigon.kernels.norm.rms_norm import MAX_COLUMNS, MAX_SANDWICH_COLUMNS
 
 Inputs = dict[str, Any]

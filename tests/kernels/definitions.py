@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels import KL, LogProbs, kl_ref
-from tigon.kernels.loss.api import scale_and_cap
+from tigon.kernels.loss.logits import scale_and_cap
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 
 EPS = 1e-2  # large, so that it counts

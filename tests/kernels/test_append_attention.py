@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention.decode import (
-    MAX_QUERY_TOKENS,
-    KVBuffers,
-    append_attention,
-    append_attention_ref,
-    append_tokens,
-)
+from tigon.kernels.attention import kv_buffers
+from tigon.kernels.attention.decode import MAX_QUERY_TOKENS, append_attention, append_attention_ref
+from tigon.kernels.attention.kv_buffers import KVBuffers, append_tokens
 from tigon.kernels.rope.rope import rope
 
 OWN = sys.modules["tigon.kernels.attention.decode"]
@@ -447,7 +443,7 @@ def test_nothing_to_do() -> None:
 @int8
 def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed prompts, longer ones than a ring holds, behind what rows hold already."""
-    write = OWN.write_tokens  # whose order a GPU does not promise
+    write = kv_buffers.write_tokens  # whose order a GPU does not promise
 
     def backwards(k: Tensor, v: Tensor, buffers: KVBuffers, *where: Tensor) -> None:
         write(k.flip(0), v.flip(0), buffers, *(x.flip(0) for x in where))
@@ -460,7 +456,7 @@ def test_append(int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     rows.lengths += more
     k, v = rows.k[ids, at], rows.v[ids, at]
     with monkeypatch.context() as patch:
-        patch.setattr(OWN, "write_tokens", backwards)
+        patch.setattr(kv_buffers, "write_tokens", backwards)
         append_tokens(k.requires_grad_(), v, rows.buffers, ids, at, rows.lengths[ids])
     assert not rows.buffers.keys.requires_grad
     rows.check_buffers()

@@ -24,11 +24,11 @@ from tigon.kernels.attention.backends import (
 from tigon.kernels.attention.mask import (
     BLOCK,
     MIN_SEQUENCES,
-    Sequences,
     pad_cu_seqlens,
     padded_count,
     round_max_seqlen,
 )
+from tigon.kernels.attention.sequences import Sequences
 
 __all__ = ["on_hopper", "played"]
 NO_FA4 = {"fa4": "flash-attn-4 is not installed: pip install tigon[fa4]"}

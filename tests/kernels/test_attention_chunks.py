@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention.api import AttentionMask
-from tigon.kernels.attention.mask import Sequences
+from tigon.kernels.attention.mask import AttentionMask
+from tigon.kernels.attention.sequences import Sequences
 
 SIZE, CPU = 4, torch.device("cpu")
 REAL = torch.ones(2, 11, dtype=torch.bool)

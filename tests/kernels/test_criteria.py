@@ -23,8 +23,8 @@ from tigon.kernels import (
     run_loss_terms,
 )
 from tigon.kernels.loss import fused_linear_pass as head_pass
-from tigon.kernels.loss.api import Options, scale_and_cap
 from tigon.kernels.loss.fused_linear_pass import ChunkSizes
+from tigon.kernels.loss.logits import Options, scale_and_cap
 
 N, C, D, V, K = 21, 19, 13, 211, 5
 heads = pytest.mark.parametrize(

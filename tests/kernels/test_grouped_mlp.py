@@ -14,12 +14,12 @@ from tests.kernels.definitions import grouped_mlp as exact
 from tests.kernels.test_operators import assert_exact, gradients
 from tigon.kernels import grouped_mlp
 from tigon.kernels.mlp import grouped_product as implementation
-from tigon.kernels.mlp.grouped_mlp import (
+from tigon.kernels.mlp.grouped_mlp import unchecked_grouped_mlp
+from tigon.kernels.mlp.grouped_mlp_passes import (
     UNKNOWN_SLOTS,
     LoRAFactors,
-    _backward,
-    _forward,
-    unchecked_grouped_mlp,
+    grouped_mlp_backward,
+    grouped_mlp_forward,
 )
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
 from tigon.kernels.mlp.slot_order import sort_slots, sort_slots_ref
@@ -212,11 +212,11 @@ def test_operators_of_absent_experts_and_padded_rows() -> None:
         form = [], [], False
         arguments = (x, gate_up, down, [], experts, weights, "silu", slots, *form)
         tests = ("test_schema", "test_faketensor")
-        torch.library.opcheck(_forward.op, arguments, test_utils=tests)
-        y, *saved = _forward(*arguments)
+        torch.library.opcheck(grouped_mlp_forward.op, arguments, test_utils=tests)
+        y, *saved = grouped_mlp_forward(*arguments)
         assert all(t.is_contiguous() for t in saved)
         given = (x, gate_up, down, [], weights, wanted, saved[0], [], *saved[1:], y, "silu", *form)
-        torch.library.opcheck(_backward.op, given, test_utils=tests)
+        torch.library.opcheck(grouped_mlp_backward.op, given, test_utils=tests)
 
 
 # Rows of tokens that are copied to their places and added up from there

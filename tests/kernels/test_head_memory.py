@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.kernels.conftest import CUDA
 from tigon.kernels import linear_cross_entropy, linear_kl, use
-from tigon.kernels.loss.logits import rescale, rescale_and_join, rescale_and_join_
+from tigon.kernels.loss.logits import rescale, rescale_and_join
 from tigon.train.memory_tracker import Ledger, MemoryTracker
 
 PASS = SIZES = sys.modules["tigon.kernels.loss.fused_linear_pass"]
@@ -34,7 +34,7 @@ def test_in_place_it_is_the_same_bits(
     first, rest, factor = torch.randn(rows, C), torch.randn(others, C), torch.tensor(0.3)
     expected = torch.cat([rescale(x, factor, dtype) for x in (first, rest)])
     assert torch.equal(rescale_and_join(first, rest, factor, dtype), expected)
-    found = rescale_and_join_(first, rest, factor, dtype)
+    found = rescale_and_join(first, rest, factor, dtype, overwrite=True)
     assert torch.equal(found, expected)
     assert found.data_ptr() == first.data_ptr() and found.is_contiguous()
 

@@ -18,14 +18,13 @@ from tests.train.test_rounding import WORD, splitmix64
 from tigon.kernels import fp8_linear, gated_act, lora_linear, lora_linear_ref, rms_norm
 from tigon.kernels.linear import fp8_casts
 from tigon.kernels.linear.dropout import Dropout, apply_dropout, apply_dropout_ref, keep_mask_ref
-from tigon.kernels.linear.lora import (
-    PLAIN_BASE,
-    LoRATerm,
+from tigon.kernels.linear.lora import PLAIN_BASE, LoRATerm, make_fp8_base
+from tigon.kernels.linear.low_rank import (
+    WIDEST_GRADIENTS,
+    WIDEST_PRODUCT,
     low_rank_gradients,
     low_rank_product,
-    make_fp8_base,
-    supports_gradients,
-    supports_product,
+    supports_rank,
 )
 from tigon.kernels.recompute import find_recompute, recompute_above
 
@@ -292,8 +291,8 @@ def test_products_and_gradients_of_factors(
 
 
 def test_several_runs_of_rows(monkeypatch: pytest.MonkeyPatch, kernels_only: None) -> None:
-    monkeypatch.setattr("tigon.kernels.linear.lora.PROGRAMS", 8)
-    monkeypatch.setattr("tigon.kernels.linear.lora.LEAST", 32)
+    monkeypatch.setattr("tigon.kernels.linear.low_rank.PROGRAMS", 8)
+    monkeypatch.setattr("tigon.kernels.linear.low_rank.LEAST", 32)
     Given(100, *FACTORS["gaps"], torch.float32).check()
 
 
@@ -338,12 +337,12 @@ def test_gradients_of_parameters_in_another_dtype(kernels_only: None) -> None:
 
 
 def test_for_what_the_kernels_are(monkeypatch: pytest.MonkeyPatch, kernels_only: None) -> None:
-    monkeypatch.setattr("tigon.kernels.linear.lora.runs_triton", lambda x: True)
+    monkeypatch.setattr("tigon.kernels.linear.low_rank.runs_triton", lambda x: True)
     x = torch.empty(1, dtype=torch.bfloat16, device="meta")
     on_cpu = torch.empty(1, dtype=torch.bfloat16, device="cpu")
-    assert [r for r in (1, 16, 17, 32, 33, 128, 129) if supports_product(x, r)][-1] == 128
-    assert [r for r in (1, 16, 17, 32, 33, 128, 129) if supports_gradients(x, r)][-1] == 32
-    assert not supports_product(on_cpu, 16)
+    for widest, most in (WIDEST_PRODUCT, 128), (WIDEST_GRADIENTS, 32):
+        assert [r for r in (1, 16, 17, 32, 33, 128, 129) if supports_rank(x, r, widest)][-1] == most
+    assert not supports_rank(on_cpu, 16, WIDEST_PRODUCT)
 
 
 @pytest.mark.traced

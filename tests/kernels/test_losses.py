@@ -24,8 +24,8 @@ from tigon.kernels import (
     selected_logprobs_ref,
 )
 from tigon.kernels.loss import fused_linear_pass as head_pass
-from tigon.kernels.loss.api import METRICS, Options
 from tigon.kernels.loss.fused_linear_pass import LossPlan
+from tigon.kernels.loss.logits import METRICS, Options
 from tigon.kernels.loss.terms import find_valid_rows
 from tigon.kernels.runtime import check_values, checks
 

@@ -53,9 +53,10 @@ EMPTY = {
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the interpreter so few programs that each has several tokens, and sums in steps."""
     if not CUDA:
-        module = importlib.import_module("tigon.kernels.rope.rope")
+        module = importlib.import_module("tigon.kernels.rope.qk_norm_rope")
         monkeypatch.setattr(module, "RESIDENT", 2)
-        monkeypatch.setattr(module, "SUM", (1, 8))
+        module = importlib.import_module("tigon.kernels.norm.rms_norm_kernels")
+        monkeypatch.setattr(module, "SUM_ROWS", 1)
         module = importlib.import_module("tigon.kernels.delta.causal_conv")
         monkeypatch.setattr(module, "CHUNKS", (8, 4))
 

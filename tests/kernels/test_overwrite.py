@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels.cases import LOSSES
 from tests.kernels.definitions import losses
 from tigon.kernels import cross_entropy, gated_act, qk_norm_rope
-from tigon.kernels.loss.api import Options
+from tigon.kernels.loss.logits import Options
 
 B, T, H, K, D = 2, 3, 5, 2, 14
 ROW = (H + 2 * K) * D

@@ -24,10 +24,10 @@ from tigon.kernels import (
     gemv,
     run_loss_terms,
 )
-from tigon.kernels.attention.decode import append_tokens
+from tigon.kernels.attention.kv_buffers import append_tokens
 from tigon.kernels.linear.dropout import Dropout
 from tigon.kernels.linear.fp8_mlp import fp8_mlp
-from tigon.kernels.loss.api import Options
+from tigon.kernels.loss.logits import Options
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, gather_logits
 
 Given = dict[str, Any]

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.kernels import definitions
 from tests.kernels.definitions import EPS
 from tigon.kernels import rms_norm, sandwich_norm
+from tigon.kernels.norm import rms_norm_kernels as KERNELS
 
 MODULE = sys.modules["tigon.kernels.norm.rms_norm"]
 ORDERS = pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_offsets_past_32_bits(kernels_only: None) -> None:
 @pytest.mark.gpu
 def test_another_number_of_rows_compiles_nothing(kernels_only: None) -> None:
     weight = torch.randn(96, requires_grad=True)
-    kernels = MODULE._forward_kernel, MODULE._backward_kernel, MODULE._sum_kernel
+    kernels = KERNELS.norm_forward_kernel, KERNELS.norm_backward_kernel, KERNELS._sum_kernel
     counts = []
     for rows in (18001, 18003, 36005):  # more than are resident, or launched with PDL
         rms_norm(torch.randn(rows, 96, requires_grad=True), weight, EPS).sum().backward()

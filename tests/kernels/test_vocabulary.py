@@ -29,7 +29,7 @@ from tigon.kernels import (
     run_loss_terms,
     use,
 )
-from tigon.kernels.loss.api import METRICS, Options, scale_and_cap
+from tigon.kernels.loss.logits import METRICS, Options, scale_and_cap
 from tigon.kernels.loss.terms import find_valid_rows
 from tigon.layers import LMHead
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention.api import AttentionMask, attention
+from tigon.kernels.attention.api import attention
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.layers import Attention, BlockInputs, StaticCache
 
 B, H, K, D, W, CHUNK = 3, 4, 2, 16, 5, 4

@@ -18,7 +18,7 @@ from tests.support.contract import (
     tokens,
 )
 from tigon.kernels import use
-from tigon.kernels.loss.api import METRICS
+from tigon.kernels.loss.logits import METRICS
 from tigon.kernels.runtime import Mode
 from tigon.models import CausalLM
 

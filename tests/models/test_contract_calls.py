@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.support.contract import V, assert_same_gradients, gradients, tokens
 from tigon.kernels import KL, CrossEntropy, Head, LogProbs
-from tigon.kernels.loss.api import METRICS
+from tigon.kernels.loss.logits import METRICS
 from tigon.models import CausalLM
 
 B, T = 2, 13

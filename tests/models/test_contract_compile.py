@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounter
 
 from tests.support.contract import TINY, V, assert_same_gradients, gradients, tiny_llama, tokens
 from tigon.kernels import KL, CrossEntropy, Head, LogProbs
-from tigon.kernels.loss.api import METRICS
+from tigon.kernels.loss.logits import METRICS
 from tigon.models import CausalLM, Gemma3
 
 IDS = torch.arange(26).view(2, 13) * 3

@@ -8,7 +8,7 @@ import torch
 
 import tigon.kernels
 from tests.models.tiny import CASES, EVERY, FIRST, load_case, reference
-from tigon.kernels.loss.api import Options
+from tigon.kernels.loss.logits import Options
 from tigon.models import from_pretrained
 from tigon.models.moe import aux_loss_coef
 

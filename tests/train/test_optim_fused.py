@@ -13,8 +13,8 @@ from tigon.kernels.norm import grad_norm
 from tigon.kernels.optim import adamw
 from tigon.kernels.optim.low_bits import CodeTables, draw_bits, extract_16_bits, quantize
 from tigon.kernels.runtime import tl, triton
-from tigon.train.optim import adamw as optimizer_states
-from tigon.train.optim import build_optimizer, clip, clip_gradients
+from tigon.train.optim import build_optimizer, clip, clip_gradients, low_precision
+from tigon.train.optim.positions import runs_of
 from tigon.utils import random
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -78,9 +78,9 @@ def _draw_kernel(out, first, stream, N: tl.constexpr):
 def test_draws_are_those_of_the_definition(first):
     for seed, step in ((0, 1), (3, 7), (-1, 1 << 20)):
         out = torch.zeros(4, 256, dtype=torch.int64, device=DEVICE)
-        _draw_kernel[(1,)](out, first, optimizer_states.stream_seed(seed, step), 256)
+        _draw_kernel[(1,)](out, first, low_precision.stream_seed(seed, step), 256)
         at = torch.arange(first, first + 256, device=DEVICE)
-        bits = random.random_bits(optimizer_states.stream_seed(seed, step), at)
+        bits = random.random_bits(low_precision.stream_seed(seed, step), at)
         assert torch.equal(out[0], bits)
         assert all(torch.equal(out[i + 1], random.take_16_bits(bits, i)) for i in range(3))
 
@@ -196,7 +196,7 @@ def test_launches_programs_and_ranks_change_no_bit(states, monkeypatch):
         assert all(map(torch.equal, model.parameters(), whole.parameters())), name
     part, optimizer = learner(shapes, **changes)
     row = nn.Parameter(part.a.detach()[7:].clone())
-    optimizer.runs[row] = optimizer_states.runs_of(None, 7 * 64, row.numel(), 0)
+    optimizer.runs[row] = runs_of(None, 7 * 64, row.numel(), 0)
     group = next(group for group in optimizer.param_groups if group["weight_decay"])
     optimizer.param_groups.clear()
     optimizer.add_param_group({**group, "params": [row]})
@@ -245,7 +245,7 @@ def _codes_kernel(
 def test_codes_are_those_of_the_definition(signed, block):
     """Of numbers of all sizes, of bounds and ends of cells and the numbers next to them, zeros, NaN
     and infinity."""
-    tables = [optimizer_states.tables(sign, DEVICE) for sign in (True, False)]
+    tables = [low_precision.tables(sign, DEVICE) for sign in (True, False)]
     _, bounds = tables[not signed]
     own = CodeTables.build(*tables)[1:3] if signed else CodeTables.build(*tables)[4:]
     ends = torch.arange(0x33F00000, 0x3F800001, 1 << 16, dtype=torch.int32, device=DEVICE)
@@ -264,8 +264,8 @@ def test_codes_are_those_of_the_definition(signed, block):
     for first in range(0, count, 64):  # a program's tile
         rows = slice(first, first + 64)
         _codes_kernel[(1,)](x[rows], codes[rows], scale[rows], *own, 64, block, signed)
-    expected_codes, expected_scale = optimizer_states.quantize(x, signed)
-    assert optimizer_states.block_size(block) == block
+    expected_codes, expected_scale = low_precision.quantize(x, signed)
+    assert low_precision.block_size(block) == block
     torch.testing.assert_close(scale, expected_scale, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(codes, expected_codes)
 

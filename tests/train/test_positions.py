@@ -25,7 +25,7 @@ from tigon.train.config import Parallel
 from tigon.train.distributed import World, local
 from tigon.train.model import parallelize
 from tigon.train.optim import build_optimizer
-from tigon.train.optim.adamw import MAX_LINE, PositionRun, positions, runs_of
+from tigon.train.optim.positions import MAX_LINE, PositionRun, positions, runs_of
 from tigon.weights import ReplicaIndex, RowSpan, ShardSpec, local_rows
 
 CPU = torch.device("cpu")

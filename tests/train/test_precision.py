@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.support.numbers import neighbours
 from tigon.train import load
-from tigon.train.optim import adamw, build_optimizer, parameter_groups, state_bytes
+from tigon.train.optim import adamw, build_optimizer, low_precision, parameter_groups, state_bytes
 from tigon.weights import Layout, ShardSpec, TensorSlice
 
 CPU = torch.device("cpu")
@@ -168,7 +168,7 @@ def test_eight_bits_are_torchaos(monkeypatch):
 
     for signed in (True, False):
         table = torch.tensor(quant_utils.create_dynamic_map(signed))
-        assert torch.equal(adamw.tables(signed, CPU)[0], table)
+        assert torch.equal(low_precision.tables(signed, CPU)[0], table)
     shapes = {"w": (24, 512)}
     mine, own = trained(5, shapes, optimizer="adamw_8bit")
     theirs = Model(torch.float32, shapes)
@@ -196,10 +196,10 @@ def test_eight_bits_are_the_nearest_code(signed):
     x = torch.randn(6, 576) * torch.logspace(-16, 3, 6).view(-1, 1)
     x = x if signed else x * x
     x[2, :64] = 0
-    codes, scale = adamw.quantize(x, signed)
+    codes, scale = low_precision.quantize(x, signed)
     assert codes.dtype == torch.uint8 and scale.shape == (6, 9)  # 576 is 9 blocks of 64
-    found = adamw.dequantize(codes, scale, signed)
-    table = adamw.tables(signed, CPU)[0].double()
+    found = low_precision.dequantize(codes, scale, signed)
+    table = low_precision.tables(signed, CPU)[0].double()
     share = (x.double().view(6, 9, 64) / scale.double().clamp(min=1e-300).unsqueeze(-1)).view(-1)
     nearest = (share.unsqueeze(-1) - table).abs().amin(-1).view(6, 576)
     off = (found.double() - x.double()).abs() / scale.double().repeat_interleave(64, 1).clamp(
@@ -209,7 +209,7 @@ def test_eight_bits_are_the_nearest_code(signed):
     # The widest spacing of the table is 0.9 / 64 (signed) and 0.9 / 128 of a block's largest
     assert off.max() <= 0.9 / (128 if signed else 256) * 1.01
     assert (found[2, :64] == 0).all()
-    again = adamw.quantize(found, signed)
+    again = low_precision.quantize(found, signed)
     assert torch.equal(again[0].int().sign(), codes.int().sign())
 
 

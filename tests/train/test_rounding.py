@@ -5,12 +5,12 @@ import math
 import torch
 
 from tests.support.numbers import neighbours
-from tigon.train.optim import adamw
+from tigon.train.optim import low_precision
 from tigon.utils.random import GOLDEN, WORD, random_bits, take_16_bits
 
 
 def draw(seed: int, step: int, at: torch.Tensor) -> torch.Tensor:
-    return random_bits(adamw.stream_seed(seed, step), at)
+    return random_bits(low_precision.stream_seed(seed, step), at)
 
 
 def splitmix64(state: int, count: int) -> list[int]:
@@ -53,7 +53,7 @@ def test_rounding_is_unbiased_between_the_two_neighbours():
     low, high = neighbours(x)
     assert torch.equal(low.bfloat16().double(), low)
     every = torch.arange(1 << 16, dtype=torch.int32).view(-1, 1).expand(-1, len(x))
-    rounded = adamw.round_stochastically(x.expand(1 << 16, -1), every).double()
+    rounded = low_precision.round_stochastically(x.expand(1 << 16, -1), every).double()
     assert ((rounded == low) | (rounded == high)).all()
     assert torch.equal(rounded.mean(0), x.double())
 
@@ -61,7 +61,7 @@ def test_rounding_is_unbiased_between_the_two_neighbours():
     bits = draw(3, 5, torch.arange(count * len(x)).view(count, -1))
     share = ((x.double() - low) / (high - low)).clamp(0, 1)
     for index in range(3):
-        drawn = adamw.round_stochastically(x.expand(count, -1), take_16_bits(bits, index))
+        drawn = low_precision.round_stochastically(x.expand(count, -1), take_16_bits(bits, index))
         above = (drawn.double() == high).double().mean(0)
         error = (share * (1 - share) / count).sqrt()
         assert ((above - share).abs() <= 4 * error).all(), (index, above, share)
@@ -72,13 +72,13 @@ def test_what_bfloat16_has_stays():
     exact = torch.tensor([0.0, -0.0, 1.0, -1.5, 2.0**-133, inf, -inf, 3.3895e38])
     exact[-1] = torch.finfo(torch.bfloat16).max
     most = torch.full_like(exact, 0xFFFF, dtype=torch.int32)
-    found = adamw.round_stochastically(exact, most)
+    found = low_precision.round_stochastically(exact, most)
     assert torch.equal(found.float(), exact)
     assert torch.equal(found.float().signbit(), exact.signbit())
     nans = torch.tensor([0x7FFFFFFF, 0x7F800001, -1], dtype=torch.int32).view(torch.float32)
     assert nans.isnan().all()
-    assert adamw.round_stochastically(nans, most[:3]).isnan().all()
+    assert low_precision.round_stochastically(nans, most[:3]).isnan().all()
     tiny = torch.full((4,), 2.0**-149)  # the least denormal: most draws leave zero
     bits = torch.tensor([0, 0xFFFE, 0xFFFF, 1], dtype=torch.int32)
-    assert adamw.round_stochastically(tiny, bits).tolist() == [0, 0, 2.0**-133, 0]
-    assert adamw.round_stochastically(torch.tensor([nan]), bits[:1]).isnan().all()
+    assert low_precision.round_stochastically(tiny, bits).tolist() == [0, 0, 2.0**-133, 0]
+    assert low_precision.round_stochastically(torch.tensor([nan]), bits[:1]).isnan().all()

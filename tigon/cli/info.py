@@ -19,7 +19,7 @@ from tigon.cli.summary import (
     print_facts,
 )
 from tigon.hub import Repository
-from tigon.kernels.attention.api import survey
+from tigon.kernels.attention.backends import survey
 from tigon.models import MODELS, CausalLM, build
 from tigon.models.pretrained.load import parse_gguf_path
 from tigon.models.pretrained.match import find_misfits

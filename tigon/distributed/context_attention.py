@@ -33,7 +33,8 @@ from tigon.distributed.collectives import (
     gather_from_group,
     reduce_from_group,
 )
-from tigon.kernels.attention.api import AttentionMask, attention
+from tigon.kernels.attention.api import attention
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.runtime import refuse_second_derivative
 
 

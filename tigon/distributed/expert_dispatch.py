@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tigon.distributed.all_reduce import all_reduce_small
 from tigon.distributed.collectives import Ranks
-from tigon.kernels.mlp.grouped_mlp import UNKNOWN_SLOTS
+from tigon.kernels.mlp.grouped_mlp_passes import UNKNOWN_SLOTS
 from tigon.kernels.mlp.permute import combine_rows, spread_rows
 from tigon.kernels.runtime import refuse_second_derivative
 

@@ -1,7 +1,9 @@
 """Operators, one file each: the plain-torch definition (`*_ref`), then the public function."""
 
-from tigon.kernels.attention.api import AttentionMask, attention, attention_ref
-from tigon.kernels.attention.decode import KVBuffers, append_attention, append_attention_ref
+from tigon.kernels.attention.api import attention, attention_ref
+from tigon.kernels.attention.decode import append_attention, append_attention_ref
+from tigon.kernels.attention.kv_buffers import KVBuffers
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.delta.causal_conv import (
     causal_conv,
     causal_conv_qkv,
@@ -19,9 +21,7 @@ from tigon.kernels.linear.linear import gemv, gemv_ref
 from tigon.kernels.linear.lora import lora_linear, lora_linear_ref
 from tigon.kernels.loss.api import (
     cross_entropy,
-    cross_entropy_ref,
     divergence,
-    kl_ref,
     linear_cross_entropy,
     linear_cross_entropy_ref,
     linear_kl,
@@ -30,15 +30,19 @@ from tigon.kernels.loss.api import (
     selected_logprobs_ref,
 )
 from tigon.kernels.loss.argmax import argmax, argmax_ref
+from tigon.kernels.loss.cross_entropy_rows import cross_entropy_ref
+from tigon.kernels.loss.divergence_rows import kl_ref
 from tigon.kernels.loss.fused_linear import HeadValue, run_loss_terms
 from tigon.kernels.loss.terms import KL, CrossEntropy, Head, LogProbs
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows, embedding_rows_ref
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
-from tigon.kernels.mlp.grouped_mlp import ExpertBiases, grouped_mlp, grouped_mlp_ref
+from tigon.kernels.mlp.grouped_mlp import grouped_mlp, grouped_mlp_ref
+from tigon.kernels.mlp.grouped_mlp_passes import ExpertBiases
 from tigon.kernels.mlp.softmax_topk import softmax_topk, softmax_topk_ref
 from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref, sandwich_norm, sandwich_norm_ref
-from tigon.kernels.rope.rope import qk_norm_rope, qk_norm_rope_ref, rope, rope_ref
+from tigon.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
+from tigon.kernels.rope.rope import rope, rope_ref
 from tigon.kernels.runtime import checks, use
 
 __all__ = [

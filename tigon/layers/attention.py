@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from tigon.kernels.attention.api import attention
 from tigon.kernels.norm.rms_norm import Cast
-from tigon.kernels.rope.rope import qk_norm_rope, rope
+from tigon.kernels.rope.qk_norm_rope import qk_norm_rope
+from tigon.kernels.rope.rope import rope
 from tigon.layers.context import BlockInputs
 from tigon.layers.kv_state import GrowingKV, KVState, Quantize, StaticKV
 from tigon.layers.linear import FusedLinear, Linear, RowOrder, is_unpatched

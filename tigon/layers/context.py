@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.distributed.context_attention import ContextShard
-from tigon.kernels.attention.api import AttentionMask
+from tigon.kernels.attention.mask import AttentionMask
 
 SharedKV = tuple[Tensor, Tensor]  # keys and values [B, S, K, D], normed and rotated
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.kernels.attention.api import AttentionMask
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.delta.causal_conv import causal_conv_qkv
 from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS, gated_delta_rule, gated_delta_step
 from tigon.kernels.norm.rms_norm import rms_norm

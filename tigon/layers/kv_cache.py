@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention.api import AttentionMask
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.runtime import autocast_dtype, check_values, on_host
 from tigon.layers.context import CacheAppend, TokenSlots
 from tigon.layers.kv_state import LayerState, MakeStates, Quantize

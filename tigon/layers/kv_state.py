@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from tigon.kernels.attention.api import AttentionMask, attention
-from tigon.kernels.attention.decode import KVBuffers, append_attention, append_tokens, fuses_rope
+from tigon.kernels.attention.api import attention
+from tigon.kernels.attention.decode import append_attention, fuses_rope
+from tigon.kernels.attention.kv_buffers import KVBuffers, append_tokens
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers.context import BlockInputs
 

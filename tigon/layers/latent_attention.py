@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.attention.api import attention
-from tigon.kernels.attention.decode import KVBuffers
+from tigon.kernels.attention.kv_buffers import KVBuffers
 from tigon.kernels.rope.rope import rope
 from tigon.layers.attention import SoftmaxAttention
 from tigon.layers.context import BlockInputs

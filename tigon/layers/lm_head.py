@@ -14,8 +14,8 @@ from tigon.distributed.all_reduce import all_gather_small
 from tigon.distributed.collectives import Ranks, scale_replicated_grad
 from tigon.kernels.linear.linear import linear, reduction_chunks
 from tigon.kernels.linear.lora import lora_linear
-from tigon.kernels.loss.api import Options, scale_and_cap
 from tigon.kernels.loss.fused_linear import HeadValue, run_loss_terms
+from tigon.kernels.loss.logits import Options, scale_and_cap
 from tigon.kernels.loss.terms import LossTerm, ValidRows
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, gather_logits
 from tigon.layers.lora import Adapters, LowRank, SavedModules

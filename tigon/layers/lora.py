@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.linear.lora import LoRATerm
-from tigon.kernels.mlp.grouped_mlp import LoRAFactors
+from tigon.kernels.mlp.grouped_mlp_passes import LoRAFactors
 
 # Of a block's path, what is before the names inside it
 BLOCK = re.compile(r".*?\.\d+\.")

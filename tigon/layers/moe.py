@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from tigon.distributed.expert_dispatch import ExpertShard, TokenRoute
 from tigon.kernels.mlp.gated_act import Activation
-from tigon.kernels.mlp.grouped_mlp import ExpertActivation, ExpertBiases, unchecked_grouped_mlp
+from tigon.kernels.mlp.grouped_mlp import ExpertActivation, unchecked_grouped_mlp
+from tigon.kernels.mlp.grouped_mlp_passes import ExpertBiases
 from tigon.layers.linear import Linear
 from tigon.layers.lora import Adapters
 from tigon.layers.mlp import GatedMLP

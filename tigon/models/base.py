@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tigon.distributed.collectives import Ranks
-from tigon.kernels.attention.api import Backend, check_backend
+from tigon.kernels.attention.backends import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import LMHead, RotaryEmbedding, StaticCache
 from tigon.layers.lm_head import run_head

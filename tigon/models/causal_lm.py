@@ -6,7 +6,7 @@ from typing import Any, Self, Unpack
 import torch
 
 from tigon.generation import generate
-from tigon.kernels.attention.api import Backend
+from tigon.kernels.attention.backends import Backend
 from tigon.models import resize
 from tigon.models.adapters import adapters, peft_files, weighted
 from tigon.models.base import LanguageModel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tigon.kernels.attention.api import AttentionMask
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.mlp.gated_act import Activation
 from tigon.kernels.norm.rms_norm import Cast
 from tigon.layers import (

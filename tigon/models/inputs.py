@@ -10,8 +10,8 @@ from typing import Any, Protocol, Self, Unpack
 import torch
 from torch import Tensor
 
-from tigon.kernels.attention.api import AttentionMask, Backend
-from tigon.kernels.attention.backends import HALF, PLAIN
+from tigon.kernels.attention.backends import HALF, PLAIN, Backend
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.runtime import check_values, host_can_read, on_host, runs_triton
 from tigon.layers import Cache, ContextShard, KVCache
 from tigon.layers.context import real_tokens

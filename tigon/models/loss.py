@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.kernels.loss.terms import (
     KL,
     CrossEntropy,

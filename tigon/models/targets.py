@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.kernels.runtime import check_values, integer_labels, on_host
 from tigon.models.arguments import (
     TARGETS,

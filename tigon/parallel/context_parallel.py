@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.distributed.collectives import Ranks
-from tigon.kernels.loss.api import IGNORE_INDEX, METRICS
-from tigon.kernels.loss.logits import check_targets
+from tigon.kernels.loss.logits import IGNORE_INDEX, METRICS, check_targets
 from tigon.kernels.loss.terms import LossTerm
 from tigon.kernels.runtime import check_values
 from tigon.layers import ContextShard, ShortConv, SoftmaxAttention

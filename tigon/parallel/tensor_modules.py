@@ -27,7 +27,7 @@ from tigon.distributed.collectives import (
 )
 from tigon.distributed.expert_dispatch import TokenRoute
 from tigon.distributed.sequence_parallel import SequenceParallelRegion
-from tigon.kernels.mlp.grouped_mlp import ExpertBiases
+from tigon.kernels.mlp.grouped_mlp_passes import ExpertBiases
 from tigon.layers import (
     AddRMSNorm,
     Experts,

@@ -2,7 +2,8 @@
 
 from tigon.tokenizer.assistant_mask import Span, TrainOn, learned_turns
 from tigon.tokenizer.chat_template import REASONING
-from tigon.tokenizer.tokenizer import DecodeStream, EncodedChat, Tokenizer
+from tigon.tokenizer.decode_stream import DecodeStream
+from tigon.tokenizer.tokenizer import EncodedChat, Tokenizer
 from tigon.tokenizer.turns import THINKING, common_prefix_length, skip_empty_thinking
 
 __all__ = [

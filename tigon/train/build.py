@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from tigon.data import Loader
-from tigon.kernels.attention.api import check_training
-from tigon.kernels.attention.backends import missed_speed
+from tigon.kernels.attention.backends import check_training, missed_speed
 from tigon.layers import SoftmaxAttention
 from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config

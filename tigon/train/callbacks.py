@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Entry, Loader, MicroBatch, Mixture
-from tigon.kernels.loss.api import IGNORE_INDEX, METRICS
+from tigon.kernels.loss.logits import IGNORE_INDEX, METRICS
 from tigon.models import Targets
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config

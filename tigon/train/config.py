@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tigon.data import Entry
 from tigon.data.formats import REQUIRED_KEYS
-from tigon.kernels.attention.api import Backend
+from tigon.kernels.attention.backends import Backend
 from tigon.models import LoraConfig
 from tigon.models.pretrained.quantization import Quantize
 from tigon.models.pretrained.upload import check_repository

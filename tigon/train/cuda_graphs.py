@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.generation.steps import side_stream
-from tigon.kernels.attention.api import AttentionMask
-from tigon.kernels.attention.mask import pad_cu_seqlens
+from tigon.kernels.attention.mask import AttentionMask, pad_cu_seqlens
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import Attention
 from tigon.models import CausalLM

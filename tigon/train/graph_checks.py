@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from tigon.kernels.attention.api import AttentionMask
+from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.mlp.grouped_product import training_syncs
 from tigon.layers import Adapters
 from tigon.layers.moe import Experts

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tigon.kernels.loss.fused_linear_pass import workspace as head_workspace
-from tigon.kernels.mlp.grouped_mlp import backward_workspace, forward_workspace
+from tigon.kernels.mlp.grouped_mlp_passes import backward_workspace, forward_workspace
 from tigon.layers import Experts
 from tigon.models import CausalLM
 from tigon.parallel import IN_FLIGHT, forward_order, reduction_dtype

@@ -21,29 +21,16 @@ from tigon.kernels import runtime
 from tigon.kernels.attention import fa4
 from tigon.kernels.attention.backends import (
     AttentionRequest,
-    Backend,
     BackendChoice,
     capability,
-    check_backend,
-    check_training,
     flash_attn_4,
     fused_shapes,
     select_backend,
-    survey,
 )
-from tigon.kernels.attention.mask import AttentionMask, Sequences
+from tigon.kernels.attention.mask import AttentionMask
+from tigon.kernels.attention.sequences import Sequences
 from tigon.kernels.attention.sinks import FusedPasses, attention_with_sinks, scale_by_sinks
 from tigon.kernels.attention.wide import wide_attention
-
-__all__ = [
-    "AttentionMask",
-    "Backend",
-    "attention",
-    "attention_ref",
-    "check_backend",
-    "check_training",
-    "survey",
-]
 
 FA4_MIN_SEQLEN = 512  # below it as the longest sequence, flash-attn-4 would compile once more
 FLEX_MULTIPLE = 256  # FlexAttention compiles for every length: rows are padded to a multiple

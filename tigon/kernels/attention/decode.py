@@ -10,6 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.kernels.attention.kv_buffers import (
+    KVBuffers,
+    check_buffers,
+    dequantize_slots,
+    load_packed,
+    unpack_int8,
+    write_tokens,
+)
 from tigon.kernels.rope.rope import angles as strided_angles
 from tigon.kernels.rope.rope import check_angles, load_rotated, rope, with_contiguous_dim
 from tigon.kernels.runtime import (
@@ -28,130 +36,8 @@ from tigon.kernels.runtime import (
     triton,
 )
 
-
-class KVBuffers(NamedTuple):
-    """The cache of one layer: the token at position p is in slot p % R.
-
-    With scales, keys and values are int8: symmetric, absmax / 127 per token and head.
-    """
-
-    keys: Tensor  # [B, K, R, D]
-    values: Tensor  # [B, K, R, D]
-    key_scales: Tensor | None = None  # [B, K, R] fp32
-    value_scales: Tensor | None = None  # [B, K, R] fp32
-
-
-def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns x [..., D] rounded to int8, and fp32 scales [...]: the largest magnitude / 127."""
-    x = x.float()
-    largest = x.abs().amax(-1)
-    scales = largest / largest.new_full((), 127.0)  # by a plain 127 torch does not divide on GPUs
-    return (x / scales.clamp_min(1e-30)[..., None]).round().to(torch.int8), scales
-
-
-def write_tokens(k: Tensor, v: Tensor, buffers: KVBuffers, rows: Tensor, slots: Tensor) -> None:
-    """Writes k and v [..., K, D] to the slots [...] of the rows [...], int8 if there are scales."""
-    new = ((k, buffers.keys, buffers.key_scales), (v, buffers.values, buffers.value_scales))
-    for x, stored, kept_scales in new:
-        x = x.detach()
-        if kept_scales is not None:
-            x, scales = _quantize(x)
-            kept_scales[rows, :, slots] = scales
-        stored[rows, :, slots] = x.to(stored.dtype)
-
-
-def dequantize_slots(x: Tensor, scales: Tensor | None, slots: int) -> Tensor:
-    """Returns the first `slots` slots of x [B, K, R, D] in fp32, times their scales if given."""
-    x = x[:, :, :slots].float()
-    return x if scales is None else x * scales[:, :, :slots, None]
-
-
-def check_buffers(k: Tensor, buffers: KVBuffers) -> torch.Size:
-    """Returns the shape [B, K, R, D] of the buffers; raises ValueError unless they fit each other
-    and, without scales, have the dtype of k."""
-    keys, values, *scales = buffers
-    if keys.dim() != 4 or values.shape != keys.shape:
-        raise ValueError(
-            f"keys {tuple(keys.shape)} and values {tuple(values.shape)} are not [B, K, R, D]"
-        )
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
-        raise ValueError("the numbers of a head must be adjacent in keys and in values")
-    if (scales[0] is None) != (scales[1] is None):
-        raise ValueError("give scales of keys and of values, or of neither")
-    if any(x is not None and x.shape != keys.shape[:3] for x in scales):
-        raise ValueError(f"scales are not {tuple(keys.shape[:3])}, one for each token and head")
-    stored = k.dtype if scales[0] is None else torch.int8
-    if keys.dtype != stored or values.dtype != stored:
-        raise ValueError(f"keys are {keys.dtype}, values {values.dtype}: they must be {stored}")
-    return keys.shape
-
-
-def append_tokens(
-    k: Tensor,  # [N, K, D]
-    v: Tensor,  # [N, K, D]
-    buffers: KVBuffers,
-    rows: Tensor,  # [N]
-    positions: Tensor,  # [N]
-    ends: Tensor,  # [N]
-) -> None:
-    """Writes tokens of several rows, token n at position positions[n] of row rows[n].
-
-    The tokens of a row are in order of position; ends[n] is the row's length afterwards. If a ring
-    is too small for them, the last R stay. The host does not wait for the device.
-    """
-    _, kv_heads, slots, d = check_buffers(k, buffers)
-    new = len(rows), kv_heads, d
-    if k.shape != new or v.shape != new:
-        raise ValueError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} are not {new}, as rows and the cache say"
-        )
-    check_devices(k=k, v=v, rows=rows, positions=positions, ends=ends, **buffers._asdict())
-    # Several writes to one slot would come in any order: all of them write the token that stays
-    later = (ends - 1 - positions) // slots * slots
-    last = torch.arange(len(k), device=k.device) + later
-    write_tokens(k[last], v[last], buffers, rows, positions % slots)
-
-
-@triton.jit
-def unpack_int8(x, dtype: tl.constexpr):
-    """Splits each int16 into two int8, the low ones and the high ones, as numbers in `dtype`."""
-    if dtype == tl.bfloat16:
-        # Two at a time, exactly: the bits of 128 + a byte's lower seven, less 128 or, with its
-        # sign bit, 256. Triton would convert one by one, which takes longer than loading them
-        low, high = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 a, b, x, minus_one;
-            mov.b32 minus_one, 0xBF80BF80;
-            lop3.b32 a, $2, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 b, $2, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $0, b, minus_one, a;
-            shr.b32 x, $2, 8;
-            lop3.b32 a, x, 0x007F007F, 0x43004300, 0xEA;
-            lop3.b32 b, x, 0x00800080, 0x43004300, 0xEA;
-            fma.rn.bf16x2 $1, b, minus_one, a;
-            }""",
-            "=&r,=&r,r",
-            [x],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        low, high = ((x << 8) >> 8).to(dtype), (x >> 8).to(dtype)
-    return low, high
-
-
-@triton.jit
-def load_packed(at, in_range):
-    """Loads new keys or values [TOKENS, D] as `_quantize` packs them, in pairs, and the scales."""
-    low = tl.load(at, mask=in_range, other=0.0).to(tl.float32)
-    high = tl.load(at + 1, mask=in_range, other=0.0).to(tl.float32)
-    scales = tl.div_rn(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 127.0)
-    divisor = tl.broadcast_to(tl.maximum(scales, 1e-30)[:, None], low.shape)
-    # From 1.5 * 2^23 on numbers have no fraction
-    low = (tl.div_rn(low, divisor) + 12582912.0 - 12582912.0).to(tl.int16)
-    high = (tl.div_rn(high, divisor) + 12582912.0 - 12582912.0).to(tl.int16)
-    return (high << 8) | (low & 0xFF), scales
+MAX_QUERY_TOKENS = 16  # what the kernel takes at once; more go in parts
+LOG2E = 1.4426950408889634
 
 
 @triton.jit
@@ -207,11 +93,6 @@ def combine_kernel(
     at = (head * splits + i)[:, None] * D + columns[None, :]
     out = tl.sum(weight[:, None] * tl.load(parts + at, mask=mask, other=0.0), 0) / tl.sum(weight)
     tl.store(y + head * D + columns, out.to(y.dtype.element_ty), mask=columns < D)
-
-
-# What the kernel takes at once; more go in parts
-MAX_QUERY_TOKENS = 16
-LOG2E = 1.4426950408889634
 
 
 def append_attention_ref(
@@ -469,10 +350,7 @@ def _with_strides(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
     return None if x is None else (x, *x.stride()[:3])  # type: ignore[return-value]
 
 
-CHANGED = ("keys", "values", "key_scales", "value_scales")
-
-
-@operator("append_attention", lambda q, *_: q.new_empty(q.shape), mutates=CHANGED)
+@operator("append_attention", lambda q, *_: q.new_empty(q.shape), mutates=KVBuffers._fields)
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -491,25 +369,22 @@ def _forward(
     sinks: Tensor | None,
 ) -> Tensor:
     """Appends k and v to the buffers and returns attention of q to all cached tokens."""
-    b, t, h, d = q.shape
-    kv_heads, slots = keys.shape[1:3]
-    half = 0 if cos is None else cos.shape[-1]
+    (b, t, h, d), (kv_heads, slots) = q.shape, keys.shape[1:3]
+    half, width = 0 if cos is None else cos.shape[-1], _width(d)
     y = q.new_empty(q.shape)
-    width = _width(d)
-    most_queries = 64 if width <= 128 else 32 if width <= 512 else 16  # by registers
-    most_queries = 16 if q.dtype == torch.float32 else most_queries
+    wide = width > 512 or q.dtype == torch.float32
+    most_queries = 16 if wide else 32 if width > 128 else 64  # by registers
     queries = min(triton.next_power_of_2(max(16, t * h // kv_heads)), most_queries)
     launch = _launch_within(shared_memory(q), q.dtype, keys.dtype, width, queries)
     if key_scales is not None:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
     query_blocks = triton.cdiv(t * h // kv_heads, queries)
-    max_tokens = slots if window is None else min(slots, window)
     groups = b * kv_heads * query_blocks
     resident_programs = launch.resident * num_sms(q)
-    splits = _num_splits(groups, triton.cdiv(max_tokens, launch.block), resident_programs)
+    blocks = triton.cdiv(slots if window is None else min(slots, window), launch.block)
+    splits = _num_splits(groups, blocks, resident_programs)
     # Whether there is room for the next kernels' programs
-    options = pdl_options(q)
-    late = options["PDL"] and 4 * groups * splits <= 3 * resident_programs
+    late = 4 * groups * splits <= 3 * resident_programs
     unsplit = splits == 1
     parts = y if unsplit else q.new_empty(b, t, h, splits, d, dtype=torch.float32)
     logsums = None if unsplit else q.new_empty(b, t, h, splits, dtype=torch.float32)
@@ -523,14 +398,14 @@ def _forward(
         H=h, K=kv_heads, D=d, WIDTH=width, QUERIES=queries, TOKENS=MAX_QUERY_TOKENS,
         BLOCK=launch.block, STAGES=launch.stages, PACKED=key_scales is not None, WHOLE=unsplit,
         MANY=t > 1, CHUNKED=chunked, HALF=half, EVEN=math.gcd(half, 16), LATE=late,
-        num_warps=4, **options,
+        num_warps=4, **pdl_options(q),
     )  # fmt: skip
     if logsums is not None:
         rows = triton.next_power_of_2(splits)
         columns = min(width, max(32, 2048 // rows))
-        grid = (b * t * h, triton.cdiv(d, columns))
-        sizes = {"D": d, "SPLITS": rows, "COLUMNS": columns}
-        combine_kernel[grid](parts, logsums, y, splits, **sizes, num_warps=2, **options)
+        combine_kernel[(b * t * h, triton.cdiv(d, columns))](
+            parts, logsums, y, splits, d, rows, columns, num_warps=2, **pdl_options(q)
+        )
     return y
 
 
@@ -568,21 +443,22 @@ def append_attention(
     _check_inputs(q, k, v, buffers, lengths, sinks)
     if not q.numel():
         return torch.empty_like(q)
-    served = _triton_supports(q, buffers)
+    odd = buffers.key_scales is not None and q.shape[-1] % 2 == 1  # int8 is read in pairs
+    bf16 = q.dtype == torch.bfloat16 and q.device.type != "cuda"  # the interpreter has no products
+    served = not odd and not bf16 and runs_triton(q) and holds_tile(q, buffers.keys)
     if angles is not None and not (served and fuses_rope(q.shape[1], buffers)):
         (q, k), angles = rope(q, k, *angles), None
     if not served:
         kind: dict[str, Any] = {"window": window, "chunked": chunked, "softcap": softcap}
         return append_attention_ref(q, k, v, buffers, lengths, scale=scale, sinks=sinks, **kind)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    cos, sin = (None, None) if angles is None else angles
+    if angles is not None:
+        check_angles(*angles, q.shape[0], q.shape[1], q.shape[3])
+    options = window, chunked, softcap, scale, cos, sin, sinks
     if q.shape[1] <= MAX_QUERY_TOKENS:
-        cos, sin = (None, None) if angles is None else angles
-        if cos is not None and sin is not None:
-            check_angles(cos, sin, q.shape[0], q.shape[1], q.shape[3])
-        limits = window, chunked, softcap, scale
-        return _forward(q, k, v, *buffers, lengths, *limits, cos, sin, sinks)
+        return _forward(q, k, v, *buffers, lengths, *options)
     parts = zip(*(x.split(MAX_QUERY_TOKENS, 1) for x in (q, k, v)), strict=True)
-    options = window, chunked, softcap, scale, None, None, sinks
     calls = ((*p, *buffers, lengths + i * MAX_QUERY_TOKENS) for i, p in enumerate(parts))
     return torch.cat([_forward(*call, *options) for call in calls], 1)
 
@@ -590,14 +466,6 @@ def append_attention(
 def fuses_rope(tokens: int, buffers: KVBuffers) -> bool:
     """Whether the kernel can rotate, too: not pairs of int8, nor more than MAX_QUERY_TOKENS."""
     return buffers.key_scales is None and tokens <= MAX_QUERY_TOKENS
-
-
-def _triton_supports(q: Tensor, buffers: KVBuffers) -> bool:
-    """Whether the kernel can run: not for int8 of an odd D, too wide heads, nor for bf16 in the
-    interpreter."""
-    pairs = buffers.key_scales is None or q.shape[-1] % 2 == 0
-    possible = runs_triton(q) and pairs and (q.dtype != torch.bfloat16 or q.device.type == "cuda")
-    return possible and holds_tile(q, buffers.keys)
 
 
 def holds_tile(q: Tensor, keys: Tensor) -> bool:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -12,141 +12,12 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from tigon.kernels.attention.backends import CUDNN_MAX_TOKENS, MIN_KERNEL_TOKENS
+from tigon.kernels.attention.sequences import PrefixedKeys, PrefixVisibility, Sequences
 from tigon.kernels.runtime import next_power_of_2
 
 MAX_REAL_SHARE = 7 / 8  # share of real tokens in a batch up to which padding is dropped
 BLOCK = 128  # tokens in a block of FlexAttention's masks: its own default
 WORTH_SPLITTING = 2**20  # scores of a head that must be saved
-
-
-# Packed sequences that continue a shared prefix and see its keys and values
-
-
-class KeyCopies(NamedTuple):
-    """The token of the flattened batch that each key is a copy of, and the keys of each token."""
-
-    sources: Tensor  # int64 [S]
-    order: Tensor  # int64 [S], where the keys of token 0 are, of token 1, ...
-    bounds: Tensor  # int64 [N + 1], of each token in `order`
-
-
-class PrefixedKeys(NamedTuple):
-    """The keys of every sequence: those of its prefix, then its own."""
-
-    cu: Tensor  # int32 [n + 1]
-    longest: int  # keys of the longest, or more
-    copies: KeyCopies | None = None  # None: they stand one behind the other, each once
-
-    @classmethod
-    def build(cls, prefixes: Tensor, cu: Tensor, longest: int, total: int) -> Self:
-        """Builds the keys from `prefixes` int64 [n, 2] on the host without a sync. `total`: N."""
-        lengths = prefixes.diff(dim=1)
-        longest += int(lengths.max())
-        size = total + int(lengths.sum())
-        prefixes, cu = prefixes.to(cu.device, non_blocking=True), cu.long()
-        starts = torch.stack((prefixes[:, 0], cu[:-1]), 1).flatten()
-        sizes = torch.stack((prefixes.diff(dim=1)[:, 0], cu.diff()), 1).flatten()
-        ends = sizes.cumsum(0)
-        shifts = (starts - ends + sizes).repeat_interleave(sizes, output_size=size)
-        sources = torch.arange(size, device=cu.device) + shifts
-        ordered, order = sources.sort(stable=True)
-        bounds = torch.searchsorted(ordered, torch.arange(total + 1, device=cu.device))
-        cu = F.pad(ends[1::2], (1, 0)).int()
-        return cls(cu, longest, KeyCopies(sources, order, bounds))
-
-    def take(self, x: Tensor) -> Tensor:
-        """Gathers the keys: x [N, K, D] -> [S, K, D]."""
-        return x if self.copies is None else _GatherKeys.apply(x, *self.copies)
-
-
-class _GatherKeys(torch.autograd.Function):
-    """index_select whose backward sums the copies of a token in fp32 and without atomics."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor, order: Tensor, bounds: Tensor) -> Tensor:
-        ctx.save_for_backward(order, bounds)
-        return x.index_select(0, index)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        order, bounds = ctx.saved_tensors
-        options: dict[str, Any] = {"mode": "sum", "include_last_offset": True}
-        dx = F.embedding_bag(order, upstream.flatten(1), bounds, **options)
-        return dx.view(-1, *upstream.shape[1:]), None, None, None
-
-
-class PrefixVisibility(NamedTuple):
-    """The keys [first, last) that each token of a row sees before its own sequence.
-
-    The query at q is q - shift - k positions after key k of them.
-    """
-
-    first: Tensor  # int64 [B, T], in the row
-    last: Tensor  # the same where there is nothing
-    shift: Tensor
-
-    @classmethod
-    def build(cls, prefixes: Tensor, cu: Tensor, batch: int, tokens: int) -> Self:
-        """Builds the ranges from `prefixes` int64 [n, 2] on the host."""
-        prefixes, cu = prefixes.to(cu.device, non_blocking=True), cu.long()
-        token = torch.arange(batch * tokens, device=cu.device)
-        sequence = torch.searchsorted(cu[1:].contiguous(), token, right=True)
-        first, last = prefixes[sequence].unbind(1)
-        row = token // tokens * tokens
-        values = first - row, last - row, cu[sequence] - last
-        return cls(*(x.view(batch, tokens) for x in values))
-
-    def slice_queries(self, first: int, end: int) -> Self:
-        """Returns the ranges of the tokens [first, end) of each row."""
-        return type(self)(*(x[:, first:end] for x in self))
-
-    def pad(self, tokens: int) -> Self:
-        """Returns the ranges with `tokens` more tokens per row, which see nothing."""
-        return type(self)(*(F.pad(x, (0, tokens)) for x in self))
-
-    def visible(self, at: Any, query: Tensor, key: Tensor, window: int | None) -> Tensor:
-        """Whether `query`, with the values at index `at`, sees `key` through its prefix."""
-        first, last, shift = (x[at] for x in self)
-        seen = (first <= key) & (key < last)
-        return seen if window is None else seen & (query - shift - key < window)
-
-    def blocks(self, q0: Tensor, k0: Tensor, block: int, window: int | None) -> Tensor:
-        """Returns bool [B, n, m]: whether a block of queries may see a block of keys through
-        prefixes.
-
-        `q0` [n, 1] and `k0` [m] are the first tokens of the blocks in the row.
-        """
-        tokens = self.first.shape[1]
-        nonempty = self.first < self.last
-        nothing = (self.first, torch.iinfo(torch.int32).max), (self.last, 0), (self.shift, 0)
-        each = (
-            F.pad(torch.where(nonempty, x, fill), (0, -tokens % block), value=fill)
-            .unflatten(1, (-1, block))
-            for x, fill in nothing
-        )  # fmt: skip
-        first, last, shift = each
-        k1 = k0 + block - 1
-        seen = (k0 < last.amax(-1)[..., None]) & (k1 >= first.amin(-1)[..., None])
-        if window is None:
-            return seen
-        return seen & (q0 - shift.amax(-1)[..., None] - k1 < window)
-
-
-class Sequences(NamedTuple):
-    """The sequences of a flattened batch."""
-
-    cu: Tensor  # int32 [n + 1]: where each begins, and the end of the last
-    longest: int  # tokens of the longest, or more; the host must know it to launch a kernel
-    keys: PrefixedKeys | None = None  # where they are not those of the same tokens
-
-    def even(self, tokens: int) -> bool:
-        """Whether all sequences have one length, so that the batch is rows of it."""
-        return self.keys is None and (self.cu.shape[0] - 1) * self.longest == tokens
-
-    @property
-    def furthest(self) -> int:
-        """The largest number of keys that a query may see."""
-        return self.longest if self.keys is None else self.keys.longest
 
 
 class AttentionMask:
@@ -260,7 +131,12 @@ class AttentionMask:
 
         There must be no cache.
         """
-        part = self._cut(first, end)
+        keys = end if self.causal else self.tokens
+        segments, real = (
+            None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
+        )
+        part = self._like(end - first, past=first, segment_ids=segments, key_mask=real)
+        part.after, part.full_mask, part.prefixes = keys - end, self, self.prefixes
         # Kept is what is derived from a part, and no part: that would be a cycle with `full_mask`
         part.plans, part._derived = self._once(("part", first, end), lambda: ({}, {}))
         return part
@@ -268,16 +144,6 @@ class AttentionMask:
     def _like(self, tokens: int, **options: Any) -> Self:
         """Returns a mask with other tokens and the same options."""
         return type(self)(tokens, causal=self.causal, backend=self.backend, **options)
-
-    def _cut(self, first: int, end: int) -> Self:
-        """Returns the mask of the queries [first, end) of each row."""
-        keys = end if self.causal else self.tokens
-        segments, real = (
-            None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
-        )
-        mask = self._like(end - first, past=first, segment_ids=segments, key_mask=real)
-        mask.after, mask.full_mask, mask.prefixes = keys - end, self, self.prefixes
-        return mask
 
     def sequences(self) -> Sequences | str:
         """Returns the sequences of the flattened batch, or the reason why they are not known.
@@ -334,11 +200,10 @@ class AttentionMask:
 
     def _from_bounds(self, cu: Tensor, longest: int) -> Sequences:
         """Returns the sequences that `cu` bounds, with their prefixes' keys if they have any."""
-        if self.prefixes is None or self.segment_ids is None:
-            return Sequences(cu, longest)
-        return Sequences(
-            cu, longest, PrefixedKeys.build(self.prefixes, cu, longest, self.segment_ids.numel())
-        )
+        keys = None
+        if self.prefixes is not None and self.segment_ids is not None:
+            keys = PrefixedKeys.build(self.prefixes, cu, longest, self.segment_ids.numel())
+        return Sequences(cu, longest, keys)
 
     @property
     def before(self) -> PrefixVisibility | None:
@@ -484,33 +349,9 @@ class AttentionMask:
 
     def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:
         """Builds FlexAttention's block mask from the bounds of sequences, without a dense mask."""
-        # create_block_mask would go through a dense [T, S]. Segments are numbered in order, so a
-        # block's first and last tokens tell what is in it.
         past, causal, segments, real = self.past, self.causal, self.segment_ids, self.key_mask
         # A number would be compiled into the kernel
-        offset = torch.full((), past, device=device) if past else None
-        (q0, q1, q_full), (k0, k1, k_full) = (
-            _block_bounds(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
-        )
-        q0, q1 = q0[:, None], q1[:, None]
-        any_visible = (k0 <= q1) if causal else torch.ones_like(k0 <= q1)  # any pair may be visible
-        all_visible = (k1 <= q0) if causal else any_visible  # all pairs are
-        all_visible = all_visible & q_full[:, None] & k_full
-        if window is not None:
-            any_visible = any_visible & (q0 - k1 < window) & (k0 - q1 < window)
-            all_visible = all_visible & (q1 - k0 < window) & (k1 - q0 < window)
-        any_visible, all_visible = any_visible[None], all_visible[None]  # [B or 1, n, n]
-        if segments is not None:
-            s0, s1, r0, r1 = (segments[:, at] for at in (q0, q1, k0, k1))  # [B, n, 1] and [B, n]
-            any_visible = any_visible & (s0 <= r1[:, None]) & (r0[:, None] <= s1)
-            all_visible = all_visible & (s0 == r1[:, None]) & (r0[:, None] == s1)
-        before = self.before
-        if before is not None:
-            any_visible = any_visible | before.blocks(q0, k0, BLOCK, window)
-        if real is not None:
-            padded = F.pad(real, (0, -self.keys % BLOCK)).unflatten(1, (-1, BLOCK))
-            any_visible = any_visible & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
-            all_visible = all_visible & padded.all(-1)[:, None]
+        offset, before = torch.full((), past, device=device) if past else None, self.before
 
         def visible(b: Tensor, h: Tensor, index: Tensor, key: Tensor) -> Tensor:
             query = index if offset is None else index + offset
@@ -530,6 +371,7 @@ class AttentionMask:
             order = blocks.int().argsort(dim=-1, descending=True, stable=True)
             return blocks.sum(-1).int()[:, None], order.int()[:, None]
 
+        any_visible, all_visible = self._visible_blocks(window, device)
         return BlockMask.from_kv_blocks(
             *listed(any_visible & ~all_visible),
             *listed(all_visible),
@@ -537,6 +379,35 @@ class AttentionMask:
             mask_mod=visible,
             seq_lengths=(self.tokens, self.keys),
         )
+
+    def _visible_blocks(self, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns bool [B or 1, n, m] twice: whether any pair of a block of queries and one of keys
+        may be visible, and whether all pairs are."""
+        # create_block_mask would go through a dense [T, S]. Segments are numbered in order, so a
+        # block's first and last tokens tell what is in it.
+        past, segments = self.past, self.segment_ids
+        (q0, q1, q_full), (k0, k1, k_full) = (
+            _block_bounds(*span, device) for span in ((past, past + self.tokens), (0, self.keys))
+        )
+        q0, q1 = q0[:, None], q1[:, None]
+        any_visible = (k0 <= q1) if self.causal else torch.ones_like(k0 <= q1)
+        all_visible = (k1 <= q0) if self.causal else any_visible
+        all_visible = all_visible & q_full[:, None] & k_full
+        if window is not None:
+            any_visible = any_visible & (q0 - k1 < window) & (k0 - q1 < window)
+            all_visible = all_visible & (q1 - k0 < window) & (k1 - q0 < window)
+        any_visible, all_visible = any_visible[None], all_visible[None]
+        if segments is not None:
+            s0, s1, r0, r1 = (segments[:, at] for at in (q0, q1, k0, k1))  # [B, n, 1] and [B, n]
+            any_visible = any_visible & (s0 <= r1[:, None]) & (r0[:, None] <= s1)
+            all_visible = all_visible & (s0 == r1[:, None]) & (r0[:, None] == s1)
+        if self.before is not None:
+            any_visible = any_visible | self.before.blocks(q0, k0, BLOCK, window)
+        if self.key_mask is not None:
+            padded = F.pad(self.key_mask, (0, -self.keys % BLOCK)).unflatten(1, (-1, BLOCK))
+            any_visible = any_visible & padded.any(-1)[:, None] | (k0 <= q1) & (q0 <= k1)
+            all_visible = all_visible & padded.all(-1)[:, None]
+        return any_visible, all_visible
 
 
 def _block_bounds(first: int, end: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -561,14 +432,12 @@ def pad_cu_seqlens(mask: AttentionMask, total: int, windows: Iterable[int]) -> A
     if cu is None or longest is None or (len(cu) - 1) * longest == total:
         return mask
     padding_count = padded_count(len(cu) - 1) + 1 - len(cu)
-    return AttentionMask(
+    return mask._like(
         mask.tokens,
         segment_ids=mask.segment_ids,
         key_mask=mask.key_mask,
-        causal=mask.causal,
         cu_seq_lens=torch.cat([cu, cu.new_full((padding_count,), total)]) if padding_count else cu,
         longest=round_max_seqlen(longest, mask.tokens, windows),
-        backend=mask.backend,
     )
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.delta.causal_conv_kernels import conv_backward_kernel, conv_forward_kernel
-from tigon.kernels.norm.rms_norm import sum_partials
+from tigon.kernels.norm.rms_norm_kernels import sum_partials
 from tigon.kernels.runtime import (
     DTYPES,
     as_rows,

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.kernels.linear.maxima import NO_MAXIMA, Maxima, atomic_max_columns, magnitude
-from tigon.kernels.norm.rms_norm import apply_scale, load_scale, recompute_norm
+from tigon.kernels.norm.rms_norm import recompute_norm
+from tigon.kernels.norm.rms_norm_kernels import apply_scale, load_scale
 from tigon.kernels.recompute import RecomputeFn, run_recompute
 from tigon.kernels.runtime import (
     as_rows,

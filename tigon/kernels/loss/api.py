@@ -16,26 +16,12 @@ from tigon.kernels.loss.fused_linear import HeadValue, run_loss_term
 from tigon.kernels.loss.logits import (
     DEFAULT_OPTIONS,
     IGNORE_INDEX,
-    METRICS,
     Options,
     Reduction,
     logits_ref,
     scale_and_cap,
 )
 from tigon.kernels.loss.terms import KL, CrossEntropy, Divergence, Head, LogProbs, ValidRows
-
-__all__ = [
-    "DEFAULT_OPTIONS",
-    "IGNORE_INDEX",
-    "METRICS",
-    "Options",
-    "Reduction",
-    "cross_entropy",
-    "cross_entropy_ref",
-    "divergence",
-    "kl_ref",
-    "scale_and_cap",
-]
 
 
 def cross_entropy(

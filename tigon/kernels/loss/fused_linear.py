@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,43 +17,31 @@ from tigon.kernels.loss.fused_linear_pass import (
     STATISTICS,
     LossArgs,
     LossPass,
-    LossPlan,
     Slots,
     run_pass,
 )
 from tigon.kernels.loss.logits import (
     DEFAULT_OPTIONS,
     IGNORE_INDEX,
-    METRICS,
     Options,
     check_head,
     check_logit_options,
-    check_reduction,
-    check_rows,
-    check_targets,
     rescale,
-    rescale_,
     rescale_and_join,
-    rescale_and_join_,
 )
-from tigon.kernels.loss.terms import (
-    KL,
-    CrossEntropy,
-    Divergence,
-    Head,
-    LogProbs,
-    LossTerm,
-    ValidRows,
-    WeightedTerm,
+from tigon.kernels.loss.prepare_terms import (
+    PreparedTerm,
+    apply_autocast,
+    is_one,
+    metrics_of_term,
+    prepare_term,
+    select_rows,
 )
+from tigon.kernels.loss.terms import LogProbs, LossTerm, ValidRows, WeightedTerm
 from tigon.kernels.loss.vocab_parallel import VocabularyShard
 from tigon.kernels.runtime import (
-    autocast_dtype,
     check_devices,
-    check_values,
     has_values,
-    host_can_read,
-    integer_labels,
     is_transformed,
     refuse_second_derivative,
     retains_graph,
@@ -185,10 +173,10 @@ class FusedLinearLoss(torch.autograd.Function):
             if ctx.grad is not None and _share_gradient(ups):
                 losses, factor, _ = _unpack(p, saved[len(saved) - ctx.num_extra :], ups)
                 assert factor is not None
-                if retains_graph():
-                    d_logits = rescale(ctx.grad, factor, ctx.grad.dtype)
-                else:
-                    d_logits, ctx.grad = rescale_(ctx.grad, factor), None
+                grad, overwrite = ctx.grad, not retains_graph()
+                if overwrite:
+                    ctx.grad = None
+                d_logits = rescale(grad, factor, grad.dtype, overwrite=overwrite)
                 outputs = (d_logits, *(None,) * (LEARNED - 1), *losses)
             else:
                 exclusive = ctx.exclusive and not retains_graph()
@@ -253,26 +241,20 @@ def _scale_gradients(
     def one(x: Tensor, dtype: torch.dtype) -> Tensor:
         if factor is None:
             return x.to(dtype)
-        if exclusive and x.dtype == dtype:
-            return rescale_(x, factor).detach()
-        return rescale(x, factor, dtype)
+        y = rescale(x, factor, dtype, overwrite=exclusive)
+        return y.detach() if y is x else y
 
     hidden, first, rest, bias, low, up = pass_gradients
-    weight_gradient = None
-    if needs[1] and not len(rest):
-        weight_gradient = one(first, dtypes[1])
-    elif needs[1]:
-        join = rescale_and_join_ if exclusive else rescale_and_join
-        weight_gradient = join(
-            first, rest, first.new_ones(()) if factor is None else factor, dtypes[1]
-        )
-    return (
-        one(hidden, dtypes[0]) if needs[0] else None,
-        weight_gradient,
-        one(bias, dtypes[2]) if needs[2] else None,
-        one(low, dtypes[3]) if needs[3] else None,
-        one(up, dtypes[4]) if needs[4] else None,
+    parts = (
+        (hidden, first, bias, low, up),
+        dtypes,
+        (needs[0], needs[1] and not len(rest), *needs[2:]),
     )
+    gradients = [one(x, dtype) if want else None for x, dtype, want in zip(*parts, strict=True)]
+    if needs[1] and len(rest):
+        scale = first.new_ones(()) if factor is None else factor
+        gradients[1] = rescale_and_join(first, rest, scale, dtypes[1], overwrite=exclusive)
+    return tuple(gradients)
 
 
 def _differentiate(p: LossPass, exclusive: bool, count: int, *args: Any) -> Grads:
@@ -306,44 +288,11 @@ def _differentiate(p: LossPass, exclusive: bool, count: int, *args: Any) -> Grad
     return *_scale_gradients(computed, p.needs, dtypes, top, exclusive=True), *weight_gradients
 
 
-# Checking and flattening the tensors of loss terms, then one pass over the logits
-
-
 class HeadValue(NamedTuple):
     """The value of a loss term, summed or per row, and its metrics."""
 
     value: Tensor
     metrics: dict[str, Tensor]
-
-
-class PreparedTerm(NamedTuple):
-    """A loss term with its tensors as rows."""
-
-    term: LossTerm
-    plan: LossPlan
-    tensors: tuple[Tensor | None, ...]  # the four of its pass
-    targets: Tensor | None  # [N]
-    weights: Tensor | None  # [N] fp32; 0 where a row does not count
-    scale: Tensor | None  # of a sum
-    teacher: Callable[..., Any] | None = None
-
-    @property
-    def weighs(self) -> bool:
-        """Whether rows of weight 0 are left out: not if the weights require a gradient."""
-        return self.weights is not None and not self.weights.requires_grad
-
-    def counted(self) -> Tensor | None:
-        """Returns bool [N], the rows that have a gradient, or None for all."""
-        valid = None if self.targets is None else self.targets != IGNORE_INDEX
-        if not self.weighs or self.weights is None:
-            return valid
-        return self.weights != 0 if valid is None else valid & (self.weights != 0)
-
-    def needed(self) -> Tensor | None:
-        """Returns bool [N], the rows that have a gradient or metrics, or None for all."""
-        if self.plan.metrics and self.targets is not None:
-            return self.targets != IGNORE_INDEX
-        return self.counted()
 
 
 def run_loss_terms(
@@ -396,9 +345,7 @@ def run_loss_terms(
         p = p._replace(shard=vocabulary.encode())
     if not torch.is_grad_enabled():
         shared = tuple(None if x is None else x.detach() for x in shared)
-    flat: list[Tensor | None] = []
-    for a in prepared:
-        flat += [*a.tensors, a.weights, a.scale]
+    flat = [x for a in prepared for x in (*a.tensors, a.weights, a.scale)]
     differentiable = any(p.needs) or any(p.learned) or is_transformed(rows)
     # Without a gradient to trace, Dynamo would take p for the context of `apply`
     run = FusedLinearLoss.apply if differentiable else FusedLinearLoss.forward
@@ -465,7 +412,7 @@ def _finish(
     c = a.term
     if isinstance(c, LogProbs):
         value = -value
-    elif a.scale is None and isinstance(c, WeightedTerm) and not _is_one(c.coefficient):
+    elif a.scale is None and isinstance(c, WeightedTerm) and not is_one(c.coefficient):
         value = value * c.coefficient
     metrics = {}
     for name in metrics_of_term(c):
@@ -484,216 +431,6 @@ def reshape_unaliased(x: Tensor, shape: torch.Size) -> Tensor:
     return torch.ops.aten._unsafe_view(x, shape)
 
 
-def metrics_of_term(c: LossTerm) -> Sequence[str]:
-    """Returns the names of the metrics that a loss term requests, a single one as a tuple."""
-    metrics = c.metrics if isinstance(c, CrossEntropy | LogProbs) else ()
-    return (metrics,) if isinstance(metrics, str) else metrics
-
-
-def prepare_term(
-    hidden: Tensor, c: LossTerm, options: Options, vocab: int, width: int
-) -> PreparedTerm:
-    """Returns the term with its tensors checked against the hidden states [..., C] and flattened.
-
-    `width` of the head's `vocab` rows are on this rank, with padding.
-    """
-    weights = scale = targets = None
-    if isinstance(c, WeightedTerm):
-        check_reduction(c.reduction)
-        weights = c.weights
-        scale = _scale(c, hidden.device) if c.reduction == "sum" else None
-    if c.targets is not None:
-        targets = integer_labels(c.targets, "targets")
-    check_rows(hidden, targets=targets, token_weights=weights)
-    if targets is not None:
-        check_targets(targets, vocab)
-        targets = targets.flatten()
-    if weights is not None:
-        weights = weights.flatten().float()
-    if isinstance(c, KL | Divergence):
-        if targets is not None and weights is None:
-            weights = (targets != IGNORE_INDEX).float()
-        elif targets is not None and weights is not None:
-            weights = torch.where(targets != IGNORE_INDEX, weights, 0)
-        if isinstance(c, Divergence):
-            plan = LossPlan("divergence", DEFAULT_OPTIONS, float(c.beta), normalized=True)
-            logprobs = c.teacher_logprobs.detach().flatten(0, -2)
-            return PreparedTerm(c, plan, (logprobs, None, None, None), targets, weights, scale)
-        plan, tensors, teacher = _prepare_teacher(hidden, c, options, vocab, width, targets)
-        return PreparedTerm(c, plan, tensors, targets, weights, scale, teacher)
-    if targets is None:
-        raise ValueError(f"{type(c).__name__} has no targets: give them, or labels to the model")
-    smoothing = z_loss = 0.0
-    if isinstance(c, CrossEntropy):
-        smoothing, z_loss = c.label_smoothing, c.z_loss
-        if c.class_weights is not None:
-            if c.class_weights.shape != (vocab,):
-                shape = tuple(c.class_weights.shape)
-                raise ValueError(f"class_weights {shape} is not [V] = [{vocab}]")
-            check_devices(hidden=hidden, class_weights=c.class_weights)
-            class_factor = c.class_weights.float()[targets.clamp(min=0)]
-            weights = class_factor if weights is None else weights * class_factor
-    if weights is not None:
-        weights = torch.where(targets != IGNORE_INDEX, weights, 0)
-    options = Options(options.softcap, options.logit_scale, smoothing, z_loss)
-    plan = LossPlan("cross_entropy", options, metrics=_metric_rows(metrics_of_term(c)))
-    return PreparedTerm(c, plan, (targets, None, None, None), targets, weights, scale)
-
-
-def _scale(c: WeightedTerm, device: torch.device) -> Tensor:
-    """Returns coefficient / denominator, fp32 on the device; ValueError if one needs a gradient."""
-    denominator, coefficient = c.denominator, c.coefficient
-    for name, x in (("denominator", denominator), ("coefficient", coefficient)):
-        if isinstance(x, Tensor) and x.requires_grad:
-            raise ValueError(
-                f"{name} requires a gradient, and loss terms give it none: detach it, or multiply "
-                "what the loss term returns"
-            )
-    if not isinstance(denominator, Tensor):
-        # A fill, where as_tensor would copy from the host and wait
-        value = 1.0 if denominator is None else denominator
-        denominator = torch.full((), value, dtype=torch.float32, device=device)
-    scale = denominator.to(device, torch.float32, non_blocking=True).reciprocal()
-    return scale if _is_one(coefficient) else scale * coefficient
-
-
-def _is_one(x: Tensor | float) -> bool:
-    """Whether x is the number 1, and no tensor."""
-    return not isinstance(x, Tensor) and x == 1
-
-
-def _prepare_teacher(
-    hidden: Tensor, c: KL, options: Options, vocab: int, width: int, targets: Tensor | None
-) -> tuple[LossPlan, tuple[Tensor | None, ...], Callable[..., Any] | None]:
-    """Returns a KL term's plan and tensors, and what gathers the teacher's head under FSDP."""
-    if not 0 <= c.beta <= 1:
-        raise ValueError(f"beta={c.beta} is not in [0, 1]")
-    if not c.temperature > 0:
-        raise ValueError(f"temperature={c.temperature} is not positive")
-    options = options.at_temperature(c.temperature)
-    n = hidden.shape[:-1].numel()
-    stored, head = c.teacher_tokens is not None, c.teacher_hidden is not None
-    pairs = (c.teacher_logprobs is not None, c.teacher is not None)
-    if stored == head or (stored, head) != pairs:
-        raise ValueError("KL wants teacher_hidden and teacher, or teacher_tokens and its logprobs")
-    if head and not hasattr(c.teacher, "options"):
-        kind = type(c.teacher).__name__
-        raise TypeError(f"KL's teacher is a {kind}: give the teacher's lm_head, or a Head")
-    if c.teacher_tokens is not None and c.teacher_logprobs is not None:
-        tokens, logprobs = _prepare_stored(c.teacher_tokens, c.teacher_logprobs, n, vocab, targets)
-        check_devices(hidden=hidden, teacher_tokens=tokens, teacher_logprobs=logprobs)
-        return LossPlan("topk", options, float(c.beta)), (tokens, logprobs, None, None), None
-    states = cast(Tensor, c.teacher_hidden).detach().flatten(0, -2)
-    head_options, module = c.teacher.options, None
-    weight = bias = None
-    if isinstance(c.teacher, Head) or not has_values(hidden):
-        weight, bias = c.teacher.weight.detach(), c.teacher.bias
-        bias = None if bias is None else bias.detach()
-        if hasattr(weight, "to_local"):
-            raise ValueError(
-                "the teacher's head is sharded, which torch.compile cannot gather: "
-                "call the head outside of what is compiled"
-            )
-        check_head(states, weight, bias, "teacher_")
-        check_devices(hidden=hidden, teacher_hidden=states, teacher_weight=weight)
-        if weight.shape[0] != width or len(states) != n:
-            raise ValueError(
-                f"the student has {n} rows and {width} tokens, the teacher {len(states)} and "
-                f"{len(weight)}: both must be the same"
-            )
-        states, weight, bias = apply_autocast(states, weight, bias)
-    else:
-        module = c.teacher
-        states = states.to(autocast_dtype(states.device) or states.dtype)
-        if len(states) != n:
-            raise ValueError(f"the student has {n} rows, the teacher {len(states)}")
-    check_logit_options(head_options)
-    teacher_options = head_options.at_temperature(c.temperature)
-    plan = LossPlan("divergence", options, float(c.beta), teacher_options)
-    return plan, (states, None, weight, bias), module
-
-
-def _prepare_stored(
-    tokens: Tensor, logprobs: Tensor, n: int, vocab: int, targets: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns stored tokens and log-probabilities [N, K]; rows without a target hold anything."""
-    if tokens.shape != logprobs.shape or tokens.dim() < 2 or tokens.shape[:-1].numel() != n:
-        raise ValueError(
-            f"teacher_tokens {tuple(tokens.shape)} and teacher_logprobs {tuple(logprobs.shape)} "
-            f"are not [..., K] for {n} rows"
-        )
-    tokens = integer_labels(tokens, "teacher_tokens").flatten(0, -2)
-    if targets is not None:
-        first = torch.arange(tokens.shape[1], device=tokens.device) == 0
-        tokens = torch.where((targets != IGNORE_INDEX)[:, None], tokens, first.long() - 1)
-    ok = (tokens < vocab).all() & (tokens[:, :1] >= 0).all()
-    check_values(ok, f"teacher_tokens are not in [0, {vocab}), or a row's first is negative")
-    return tokens, logprobs.detach().flatten(0, -2)
-
-
-def apply_autocast(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns all in autocast's dtype; without autocast as they are, ValueError if hidden and
-    weight differ in dtype."""
-    dtype = autocast_dtype(hidden.device)
-    if dtype is not None:
-        bias = None if bias is None else bias.to(dtype)
-        return hidden.to(dtype), weight.to(dtype), bias
-    if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden is {hidden.dtype}, weight {weight.dtype}: cast one of them")
-    return hidden, weight, bias
-
-
-def select_rows(
-    rows: Tensor, prepared: Sequence[PreparedTerm], active: ValidRows | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the rows to compute and, if not all of these have a gradient, which do; None: all."""
-    if not host_can_read(rows):
-        return None, _any_row([a.counted() for a in prepared])
-    metrics = any(a.plan.metrics for a in prepared)
-    if active is None or (metrics and active.weights is not None):
-        keep = _any_row([a.needed() for a in prepared])
-        index = None if keep is None else ValidRows(keep).index()
-        extra = metrics and any(a.weighs for a in prepared)
-    else:
-        for a in prepared:
-            _check_valid_rows(active, a, len(rows))
-        index = active.index()
-        weighted = (a for a in prepared if a.weights is not None)
-        extra = any(active.weights is not _deciding_weights(a) for a in weighted)
-    return index, _any_row([a.counted() for a in prepared]) if extra else None
-
-
-def _any_row(keeps: Sequence[Tensor | None]) -> Tensor | None:
-    """Returns bool [N], True where one of the terms counts the row; None if one counts all."""
-    outputs = keeps[0]
-    for keep in keeps[1:]:
-        outputs = None if outputs is None or keep is None else outputs | keep
-    return outputs
-
-
-def _deciding_weights(a: PreparedTerm) -> Tensor | None:
-    """Returns the term's own weights; None if it has none, or class weights multiply them."""
-    if isinstance(a.term, CrossEntropy) and a.term.class_weights is not None:
-        return None
-    return a.term.weights if isinstance(a.term, WeightedTerm) else None
-
-
-def _check_valid_rows(active: ValidRows, a: PreparedTerm, rows: int) -> None:
-    """Raises ValueError unless `active` has every row that the term needs."""
-    if len(active.keep) != rows:
-        count = len(active.keep)
-        raise ValueError(f"active has {count} rows, the loss term {rows}: make it of its targets")
-    weights = a.term.weights if isinstance(a.term, WeightedTerm) else None
-    same_weights = active.weights is None or active.weights is weights
-    if active.targets is not None and active.targets is a.term.targets and same_weights:
-        return
-    needed = a.needed()
-    absent = ~active.keep if needed is None else needed & ~active.keep
-    check_values(~absent.any(), "active leaves out rows that count: make it from the same targets")
-
-
 def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> HeadValue:
     """Returns the value and metrics of a cross-entropy of existing logits, by plain autograd."""
     assert a.targets is not None
@@ -706,14 +443,3 @@ def _eager_cross_entropy(logits: Tensor, a: PreparedTerm, lead: torch.Size) -> H
     if a.plan.metrics:
         outputs = loss_rows(logits.detach(), a.targets, a.plan.options, a.plan.metrics).metrics
     return _finish(loss, outputs, a, lead)
-
-
-def _metric_rows(metrics: Sequence[str]) -> tuple[str, ...]:
-    """Returns the per-row values that the metrics are computed from; ValueError for unknown ones.
-
-    They are the metrics themselves, but for accuracy "predicted_tokens".
-    """
-    unknown = [m for m in metrics if m not in METRICS]
-    if unknown:
-        raise ValueError(f"unknown metrics {unknown}; there are {', '.join(METRICS)}")
-    return tuple(dict.fromkeys("predicted_tokens" if m == "accuracy" else m for m in metrics))

@@ -167,20 +167,16 @@ def _rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def rescale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `x * factor` in `dtype`, rounded once; a bf16 product would round the factor, too."""
-    return _rescale(x, factor, dtype) if runs_triton(x) else (x.float() * factor).to(dtype)
+def rescale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, overwrite: bool = False) -> Tensor:
+    """Returns `x * factor` in `dtype`, rounded once; a bf16 product would round the factor, too.
 
-
-def rescale_(x: Tensor, factor: Tensor) -> Tensor:
-    """Returns x after `rescale` in place; a factor of 1 does not touch it.
-
-    Where x may not be overwritten, returns the result in new memory.
+    With `overwrite` it is in the memory of x, if that has the dtype and nothing else sees it; a
+    factor of 1 then writes nothing.
     """
-    if not _may_overwrite(x, factor):
-        return rescale(x, factor, x.dtype)
-    _overwrite(x, x, factor)
-    return x
+    if overwrite and x.dtype == dtype and _may_overwrite(x, factor):
+        _overwrite(x, x, factor)
+        return x
+    return _rescale(x, factor, dtype) if runs_triton(x) else (x.float() * factor).to(dtype)
 
 
 def _join_outputs(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -197,21 +193,18 @@ def _rescale_and_join(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.
     return out
 
 
-def rescale_and_join(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `rescale` of the rows of `first`, then those of `rest`, both fp32 and contiguous."""
-    if not runs_triton(first):
-        return torch.cat([rescale(x, factor, dtype) for x in (first, rest)])
-    return _rescale_and_join(first, rest, factor, dtype)
+def rescale_and_join(
+    first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype, *, overwrite: bool = False
+) -> Tensor:
+    """Returns `rescale` of the rows of `first`, then those of `rest`, both fp32 and contiguous.
 
-
-def rescale_and_join_(first: Tensor, rest: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`rescale_and_join` to 16 bits in the memory of `first`, which has at least as many rows.
-
-    No other memory is needed, and `rest` can then be freed. Where `first` may not be overwritten,
-    it is `rescale_and_join`.
+    With `overwrite` it is in the memory of `first`, which has at least as many rows, if nothing
+    else sees that; `dtype` then has 16 bits. No other memory is needed, and `rest` can be freed.
     """
-    if not _may_overwrite(first, factor):
-        return rescale_and_join(first, rest, factor, dtype)
+    if not (overwrite and _may_overwrite(first, factor)):
+        if not runs_triton(first):
+            return torch.cat([rescale(x, factor, dtype) for x in (first, rest)])
+        return _rescale_and_join(first, rest, factor, dtype)
     x, y = first.view(-1), rest.view(-1)
     out = x.view(dtype)[: len(x) + len(y)]  # number i lies over number i / 2 of x
     done = min(len(x), IN_PLACE_START)

@@ -1,6 +1,6 @@
 """Gated activation of an MLP: SwiGLU and GeGLU, on the packed output of one projection.
 
-# ... any leading dimensions, I intermediate size
+# ... any leading dimensions, I intermediate size; of experts N tokens, k slots of each, S of all
 """
 
 from typing import Any, Literal, get_args
@@ -28,6 +28,7 @@ ACTIVATIONS = get_args(Activation)
 # Columns and warps of one program: at most 8 elements of each factor per thread, 16 bytes of bf16
 FORWARD = (1024, 4)
 BACKWARD = (1024, 8)
+SLOT = (1024, 4)  # of one slot of a mixture of experts: the best of some tried on an H200
 
 
 def act_fn(x: Tensor, act: Activation) -> Tensor:
@@ -176,6 +177,71 @@ def _backward_into(
         grid = (x.shape[0] * triton.cdiv(size, launch["BLOCK"]),)
         strides = d.stride(0), x.stride(0), 2 * size
         _gated_act_backward_kernel[grid](d, x, out, product, *strides, size, ACT=act, **launch)
+
+
+@triton.jit
+def _act_backward_kernel(
+    gate_up, dh, order, weights, dgate_up, weighted, dweights,
+    I,  # noqa: E741
+    ACT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Differentiates one slot's weight and activation.
+
+    dh is the gradient of h = act(gate) * up for a weight of 1: the weight's gradient is their
+    product, so that the output of `down` need not be saved.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(order + row)
+    weight = tl.load(weights + slot).to(tl.float32)
+    product = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, I, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        keep = cols < I
+        gate = tl.load(gate_up + row * 2 * I + cols, mask=keep, other=0.0).to(tl.float32)
+        up = tl.load(gate_up + row * 2 * I + I + cols, mask=keep, other=0.0).to(tl.float32)
+        d = tl.load(dh + row * I + cols, mask=keep, other=0.0).to(tl.float32)
+        a, slope = act_and_slope(gate, ACT)
+        a = a.to(dh.dtype.element_ty).to(tl.float32)
+        h = (a * up).to(dh.dtype.element_ty).to(tl.float32)
+        product += d * h
+        d *= weight
+        tl.store(weighted + row * I + cols, h * weight, mask=keep)
+        tl.store(dgate_up + row * 2 * I + cols, d * up * slope, mask=keep)
+        tl.store(dgate_up + row * 2 * I + I + cols, d * a, mask=keep)
+    tl.store(dweights + slot, tl.sum(product))
+
+
+def weighted_act_backward(
+    hidden: Tensor,  # [S, 2I]
+    dh: Tensor,  # [S, I]: of the activation of weight 1
+    order: Tensor,  # [S], of each row its slot in `weights`
+    weights: Tensor,  # [N, k]
+    act: Activation,
+    outputs: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Fills `outputs`: gradients of `hidden`, the activation times its weight, those of `weights`.
+
+    A step of `grouped_mlp`, as `clamped_swiglu_backward` is. All are contiguous.
+    """
+    dhidden, weighted, dweights = outputs
+    if not runs_triton(hidden):
+        gate, up = hidden.chunk(2, dim=-1)
+        a, scale = act_fn(gate, act), weights.flatten()[order][:, None]
+        h, d = a * up, (dh * scale).to(dh.dtype)
+        wide = torch.promote_types(dh.dtype, torch.float32)
+        dweights.view(-1)[order] = (dh.to(wide) * h).sum(-1).to(weights.dtype)
+        weighted.copy_(h * scale)
+        if act == "silu":
+            dgate = torch.ops.aten.silu_backward(d * up, gate)
+        else:
+            form = "tanh" if act == "gelu_tanh" else "none"
+            dgate = torch.ops.aten.gelu_backward(d * up, gate, approximate=form)
+        dhidden.copy_(torch.cat((dgate, d * a), -1))
+    elif dh.numel():
+        block, warps = SLOT
+        block = min(block, triton.next_power_of_2(dh.shape[1]))
+        args = hidden, dh, order, weights, dhidden, weighted, dweights, dh.shape[1]
+        _act_backward_kernel[(len(dh),)](*args, ACT=act, BLOCK=block, num_warps=warps)
 
 
 def _can_overwrite(gate_up: Tensor, overwrite: bool) -> bool:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from tigon.generation import check_generation_config
 from tigon.hub import HubOptions, config_file
-from tigon.kernels.attention.api import Backend
+from tigon.kernels.attention.backends import Backend
 from tigon.layers import QuantizedWeight
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel

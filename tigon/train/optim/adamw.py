@@ -1,21 +1,11 @@
 """AdamW and SGD, with weights and states in float32, bfloat16 or 8 bits, on the device or the host.
 
-Weights and states in bfloat16 are rounded stochastically: a value between two neighbors becomes the
-upper one with the probability of its distance from the lower one, so that the mean over many steps
-is the value. Rounding to nearest would lose updates below half the spacing of bfloat16.
-
-States of 8 bits are a code for each element and a scale for each block: block-wise dynamic
-quantization (Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2022), with the table
-of bitsandbytes and torchao. A block lies within a row, so that states do not depend on how ranks
-divide the rows. Unlike theirs, a positive second moment never becomes 0: beside a momentum that is
-not 0, the next update without a gradient would be divided by eps alone.
-
-# R rows, C columns of a rank's part of a parameter as a matrix, K blocks in a row
+# R rows, C columns of a rank's part of a parameter as a matrix
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,13 +22,21 @@ from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.distributed import local
 from tigon.train.optim.groups import parameter_groups
+from tigon.train.optim.low_precision import (
+    MIN_BLOCK,
+    States,
+    block_size,
+    read_state,
+    round_stochastically,
+    stream_seed,
+    tables,
+    write_state,
+)
 from tigon.train.optim.offload import HostMemory
-from tigon.utils.random import WORD, as_int64, mix, random_bits, take_16_bits
-from tigon.weights import RowSpan, ShardSpec, local_rows
+from tigon.train.optim.positions import PositionRun, positions, runs_of
+from tigon.utils.random import random_bits, take_16_bits
+from tigon.weights import local_rows
 
-BLOCK = 256  # elements of a block of 8-bit states, at most
-MIN_BLOCK = 32  # with shorter blocks, scales would take as much as they save
-MAX_LINE = 1 << 30  # elements of a line of a PositionRun: kernels count within one by 32 bits
 DTYPES = (torch.float32, torch.bfloat16)  # weights and gradients that the fused kernel updates
 MOMENTS = ("exp_avg", "exp_avg_sq")
 EIGHT_BIT_MOMENTS = ("exp_avg_codes", "exp_avg_sq_codes", "exp_avg_scale", "exp_avg_sq_scale")
@@ -46,93 +44,11 @@ STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "8bit": to
 SIZE = 1 << 22  # elements updated at a time, which bounds the memory of their float32 copies
 ROWS = 64  # slices have a multiple of these: a CPU's vectors then begin as in the whole matrix
 
-States: TypeAlias = Mapping[str, Tensor]  # of one parameter, by name
 # Takes a group's settings, weights, gradients, states by name, and for each weight the steps before
 # this one; updates weights and states, all float32, in place
 UpdateRule: TypeAlias = Callable[
     [dict[str, Any], list[Tensor], list[Tensor], Mapping[str, list[Tensor]], list[Tensor]], None
 ]
-
-
-def stream_seed(seed: int, step: int) -> int:
-    """Returns the seed of a step's stream of random bits, as an int64.
-
-    A bit's place in the stream is the position of its element in the whole model. So the bits
-    depend neither on how ranks divide the model nor on where a run was interrupted.
-    """
-    return as_int64(mix(mix(seed & WORD) + step))
-
-
-def round_stochastically(value: Tensor, bits: Tensor) -> Tensor:
-    """Returns float32 values rounded to bfloat16 by random bits, int32 in 0...65535 of their shape.
-
-    Values that bfloat16 has stay, NaN and infinities too. The sum of the bits and those below the
-    mantissa carries into it; the sign is not part of the sum, so that a carry is away from zero.
-    """
-    raised = (value.contiguous().view(torch.int32) + bits).bitwise_and_(-1 << 16)
-    rounded = raised.view(torch.float32)
-    # A NaN's bits may carry into the sign
-    return torch.where(value.isnan(), value, rounded).bfloat16()
-
-
-def block_size(columns: int) -> int:
-    """Returns the largest power of two, up to BLOCK, that divides a row."""
-    return min(BLOCK, columns & -columns)
-
-
-def quantize(value: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Returns codes uint8 [R, C] and scales float32 [R, K] of float32 values [R, C].
-
-    A block's scale is its largest absolute value. Without `signed`, no value is negative.
-    """
-    blocks = value.view(len(value), -1, block_size(value.shape[1]))
-    scale = blocks.abs().amax(-1)
-    share = blocks / scale.unsqueeze(-1)
-    share = torch.where(scale.unsqueeze(-1) > 0, share, 0.0)
-    codes = torch.bucketize(share, tables(signed, value.device)[1], right=True, out_int32=True)
-    if not signed:
-        codes = torch.where(share > 0, codes.clamp(min=1), codes)
-    return codes.to(torch.uint8).view_as(value), scale
-
-
-def dequantize(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Returns float32 values [R, C] from codes [R, C] and scales [R, K]."""
-    share = tables(signed, codes.device)[0][codes.int()]
-    return (share.view(*scale.shape, -1) * scale.unsqueeze(-1)).view(codes.shape)
-
-
-@cache
-def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the ascending value of each code [256] and the bounds between them [255], in float32.
-
-    The values are those of a block whose largest is 1: seven decades, each of twice as many values
-    as the one below it.
-    """
-    values = [0.0, 1.0]
-    for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1)
-        positive = (10 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
-        values += positive + [-value for value in positive if signed]
-    table = torch.tensor(sorted(values), device=device)
-    return table, (table[:-1] + table[1:]) / 2
-
-
-def read_state(states: States, kind: str) -> Tensor:
-    """Returns the state `kind` as float32 [R, C]: the stored tensor itself if it is float32."""
-    if kind in states:
-        return states[kind].float()
-    return dequantize(states[f"{kind}_codes"], states[f"{kind}_scale"], kind == "exp_avg")
-
-
-def write_state(states: States, kind: str, value: Tensor, drawn: Tensor, index: int) -> None:
-    """Stores a float32 value [R, C] of the state `kind` as codes and scales, or as bfloat16, which
-    the index-th 16 drawn bits round; leaves a float32 state, which is the value itself."""
-    if kind not in states:
-        codes, scale = quantize(value, kind == "exp_avg")
-        states[f"{kind}_codes"].copy_(codes)
-        states[f"{kind}_scale"].copy_(scale)
-    elif states[kind].dtype == torch.bfloat16:
-        states[kind].copy_(round_stochastically(value, take_16_bits(drawn, index)))
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
@@ -148,23 +64,11 @@ def update_adamw(
     steps: list[Tensor],
 ) -> None:
     """Updates weights and states by AdamW in float32, in plain torch: the definition."""
-    beta1, beta2 = group["betas"]
-    torch_adamw(
-        weights,
-        gradients,
-        states["exp_avg"],
-        states["exp_avg_sq"],
-        [],
-        steps,
-        fused=True,
-        amsgrad=False,
-        beta1=beta1,
-        beta2=beta2,
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    settings |= zip(("beta1", "beta2"), group["betas"], strict=True)
+    m, v = states["exp_avg"], states["exp_avg_sq"]
+    options: dict[str, Any] = {"fused": True, "amsgrad": False, "maximize": False}
+    torch_adamw(weights, gradients, m, v, [], steps, **options, **settings)
 
 
 def update_sgd(
@@ -175,112 +79,11 @@ def update_sgd(
     steps: list[Tensor],
 ) -> None:
     """Updates weights and momentum by SGD in float32, in plain torch: the definition."""
+    settings = {name: group[name] for name in ("lr", "weight_decay", "momentum", "nesterov")}
     # torch begins with the gradient, and so does a momentum of zeros
-    torch_sgd(
-        weights,
-        gradients,
-        [*states.get("momentum_buffer", [None] * len(weights))],
-        fused=True,
-        weight_decay=group["weight_decay"],
-        momentum=group["momentum"],
-        lr=group["lr"],
-        dampening=0.0,
-        nesterov=group["nesterov"],
-        maximize=False,
-    )
-
-
-# The positions of a rank's elements in the whole model, from which random bits are drawn. A rank of
-# tensor or expert parallelism has pieces of a parameter, and FSDP divides these by rows. What is
-# left lies in runs: rows are one block of the whole, columns are lines that are equally far apart,
-# and a packed projection has such a run for each of its parts.
-
-
-class PositionRun(NamedTuple):
-    """Describes `length` elements of a rank's part of a parameter, from its element `first` on.
-
-    The i-th of them, from 0, has the position `position + i // width * pitch + i % width` in the
-    model: lines of `width` elements, each `pitch` behind the one before. A block is one line.
-    """
-
-    first: int
-    length: int
-    position: int
-    width: int
-    pitch: int
-
-    @property
-    def lines(self) -> tuple[int, int] | None:
-        """Returns width and pitch, or None for one block."""
-        return (self.width, self.pitch) if self.width < self.length else None
-
-    def between(self, begin: int, end: int, device: torch.device) -> Tensor:
-        """Returns the positions (int64) of its elements among `begin` to `end` of the part."""
-        begin, end = max(begin - self.first, 0), min(end - self.first, self.length)
-        if begin >= end:
-            return torch.empty(0, dtype=torch.int64, device=device)
-        if self.lines is None:
-            return torch.arange(self.position + begin, self.position + end, device=device)
-        at = torch.arange(begin, end, device=device)
-        return at.add_(at // self.width, alpha=self.pitch - self.width).add_(self.position)
-
-
-def runs_of(
-    spec: ShardSpec | None, begin: int, count: int, position: int
-) -> tuple[PositionRun, ...]:
-    """Returns the runs of a rank's part, in the order of its elements.
-
-    `spec` is the shard of tensor or expert parallelism (None: the whole parameter), of which the
-    rank has `count` elements from `begin` on, in whole rows. `position` is that of the whole
-    parameter's first element.
-    """
-    runs = [_block_run(0, begin + count, 0)] if spec is None else _shard_runs(spec)
-    overlaps = (_intersect(run, begin, begin + count) for run in runs if run.length)
-    return tuple(run._replace(position=position + run.position) for run in overlaps if run.length)
-
-
-def positions(runs: Sequence[PositionRun], begin: int, end: int, device: torch.device) -> Tensor:
-    """Returns the positions int64 [end - begin] of elements `begin` to `end` of a rank's part."""
-    return torch.cat([run.between(begin, end, device) for run in runs])
-
-
-def _block_run(first: int, count: int, position: int) -> PositionRun:
-    """Returns the run of `count` elements that follow each other in the whole parameter."""
-    return PositionRun(first, count, position, count, count)
-
-
-def _shard_runs(spec: ShardSpec) -> Iterator[PositionRun]:
-    """Yields the runs of a whole shard of tensor or expert parallelism."""
-    outer, inner = math.prod(spec.shape[: spec.dim]), math.prod(spec.shape[spec.dim + 1 :])
-    part, whole = spec.length * inner, spec.shape[spec.dim] * inner
-    if not part:
-        return
-    pieces = [RowSpan(*(inner * n for n in rows)) for rows, _ in spec.pieces]
-    source, _, width = pieces[0]
-    pitch = whole // len(pieces)
-    even = [RowSpan(source + i * pitch, i * width, width) for i in range(len(pieces))]
-    # With several pieces the next line after the last one's is the first one's of the next row
-    if outer > 1 and pieces == even and pitch * len(pieces) == whole and width < MAX_LINE:
-        yield PositionRun(0, outer * part, source, width, pitch)
-        return
-    for i in range(outer):
-        for source, target, length in pieces:
-            yield _block_run(i * part + target, length, i * whole + source)
-
-
-def _intersect(run: PositionRun, begin: int, end: int) -> PositionRun:
-    """Returns the part of a run, maybe empty, that lies in the elements `begin` to `end`."""
-    skipped = max(begin - run.first, 0)
-    count = max(min(end - run.first, run.length) - skipped, 0)
-    lines, rest = divmod(skipped, run.width)
-    assert run.lines is None or not rest  # rows are divided, and lines are within rows
-    return PositionRun(
-        run.first + skipped - begin,
-        count,
-        run.position + lines * run.pitch + rest,
-        min(run.width, count),
-        run.pitch,
-    )
+    momenta = [*states.get("momentum_buffer", [None] * len(weights))]
+    options: dict[str, Any] = {"fused": True, "dampening": 0.0, "maximize": False}
+    torch_sgd(weights, gradients, momenta, **options, **settings)
 
 
 class UpdateSlice(NamedTuple):
@@ -616,12 +419,6 @@ def sgd(model: CausalLM, config: Config) -> Optimizer:
     names = ("momentum_buffer",) if config.momentum else ()
     settings = {"momentum": config.momentum or 0.0, "nesterov": bool(config.nesterov)}
     return _build(model, config, update_sgd, names, lambda _: torch.float32, **settings)
-
-
-def state_bytes(states: str) -> float:
-    """Returns the bytes of AdamW's states in `float32`, `bfloat16` or `8bit` for each element of a
-    matrix, with the scales of blocks."""
-    return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]
 
 
 def _build(

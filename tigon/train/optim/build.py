@@ -1,6 +1,7 @@
 """Builds the optimizer that the settings name."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from torch.optim import Optimizer
 
 from tigon.models import CausalLM
 from tigon.train.config import Config
-from tigon.train.optim import adamw
+from tigon.train.optim import adamw, low_precision
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
 from tigon.train.optim.muon import Muon
 
@@ -71,20 +72,17 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
     )
 
 
+def _adamw(states: str) -> OptimizerSpec:
+    """Returns how AdamW is built with these states."""
+    size = low_precision.state_bytes(states)
+    return OptimizerSpec(partial(adamw.adamw, states=states), lambda _: size)
+
+
 # By the name that `optimizer` has in the settings
 OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": OptimizerSpec(
-        lambda model, config: adamw.adamw(model, config, "float32"),
-        lambda _: adamw.state_bytes("float32"),
-    ),
-    "adamw_bf16": OptimizerSpec(
-        lambda model, config: adamw.adamw(model, config, "bfloat16"),
-        lambda _: adamw.state_bytes("bfloat16"),
-    ),
-    "adamw_8bit": OptimizerSpec(
-        lambda model, config: adamw.adamw(model, config, "8bit"),
-        lambda _: adamw.state_bytes("8bit"),
-    ),
+    "adamw": _adamw("float32"),
+    "adamw_bf16": _adamw("bfloat16"),
+    "adamw_8bit": _adamw("8bit"),
     "muon": OptimizerSpec(muon, lambda config: 2.0 * item_bytes(config), item_bytes),
     "sgd": OptimizerSpec(adamw.sgd, lambda config: 4.0 if config.momentum else 0.0),
 }

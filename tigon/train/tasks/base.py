@@ -12,7 +12,7 @@ from torch import Tensor
 from tigon.data import Encoder, Entry, Loader, MicroBatch, PackedRows, Window, pack_examples
 from tigon.data.mixture import Mixture
 from tigon.data.packing import MIN_SHARED_FRACTION
-from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, CausalLMOutput, Targets
 from tigon.models.moe import aux_loss_coef
 from tigon.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from tigon.data import (
     Window,
     pack_documents,
 )
-from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.kernels.loss.terms import CrossEntropy, LossTerm, WeightedTerm
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output

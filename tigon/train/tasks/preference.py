@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Encoder, MicroBatch, PairEncoder
-from tigon.kernels.loss.api import IGNORE_INDEX
+from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference

@@ -245,15 +245,8 @@ def show(record: Record) -> str:
             lines.append([case["name"], row["name"], *cells, "; ".join(said)])
         what = f"{case['name']}: tokens/s of auto over the fastest way"
         ends.append(verdict(what, auto_ratio(case), LEAST))
-    head = [
-        "case",
-        "way",
-        "tokens/s",
-        "ms per step",
-        "peak GiB",
-        "first steps, s",
-        "what auto said",
-    ]
+    head = ["case", "way", "tokens/s", "ms per step", "peak GiB", "first steps, s"]
+    head += ["what auto said"]
     return report(record, markdown(head, lines), ends)
 
 

@@ -17,10 +17,12 @@ cut off goes on with the same command.
 """
 
 import json
+import re
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -39,6 +41,7 @@ SPEED, MEMORY, FIRST_STEP = 1.5, 0.8, 20.0  # targets beside the best peer; seco
 APART = 0.02  # of losses on held-out chats, after as many steps on the same chats in another order
 CHATS, HELD_OUT = 20_000, 200
 LENGTH, ROWS, RANK = 8192, 2, 16
+START_SECONDS, STEP_SECONDS = 120.0, 3.0  # that a side may take, beside and for its steps
 LIBRARIES = {
     "transformers": "transformers",
     "TRL": "trl",
@@ -48,7 +51,10 @@ LIBRARIES = {
     "flash-attn-4": "flash-attn-4",
     "triton": "triton",
 }
-IMPORTS = ("tigon.train", "from trl import SFTTrainer", "peft", "liger_kernel.transformers")
+IMPORTS = ("import tigon.train", "from trl import SFTTrainer", "import liger_kernel.transformers")
+PACKAGES = ("tigon", "transformers", "trl", "datasets", "accelerate", "peft", "liger_kernel")
+PACKAGES += ("flash_attn", "quack", "cutlass", "pyarrow", "pandas", "huggingface_hub")
+UNUSED = r"/(transformers/models|tests?)/"  # nearly all of it, which would take longest
 
 
 @dataclass(frozen=True)
@@ -88,25 +94,25 @@ def clean(caches: Path, tiny: bool) -> dict[str, str]:
 
 def write_files(job: Job, root: Path, case: Case) -> None:
     tiny = job.options.tiny
-    request = files.Request(
-        str(root), case.model, 300 if tiny else CHATS, 20 if tiny else HELD_OUT, tiny
-    )
-    arguments = ["-m", "bench.end_to_end_files", json.dumps(asdict(request))]
     began = time.monotonic()
-    found = list(lines(arguments, 300, root / "files.log"))
-    if not (root / f"{case.model}.{files.DONE}").exists():
-        raise SystemExit(f"no files: {found}")
+    count = (300, 20) if tiny else (CHATS, HELD_OUT)
+    files.write(files.Request(str(root), case.model, *count, tiny))
     progress(f"files of {case.model}: {time.monotonic() - began:.1f} s")
 
 
 def import_once(root: Path) -> None:
-    """Imports each library, so that no side waits for bytecode or for the disk."""
+    """Compiles the bytecode of the libraries on all cores, and imports each, so that no side waits
+    for that or for the disk."""
     if (root / "imported").exists():
         return
-    for i, name in enumerate(IMPORTS):
-        code = name if name.startswith("from") else f"import {name}"
-        list(lines(["-c", code], 120, root / f"import-{i}.log"))
+    began = time.monotonic()
+    found = [spec for name in PACKAGES if (spec := find_spec(name)) is not None]
+    folders = [path for spec in found for path in spec.submodule_search_locations or ()]
+    list(lines(["-m", "compileall", "-q", "-j", "0", "-x", UNUSED, *folders], 120, root / "log"))
+    with ThreadPoolExecutor() as pool:  # at the same time
+        list(pool.map(lambda code: list(lines(["-c", code], 120, root / f"{code}.log")), IMPORTS))
     (root / "imported").touch()
+    progress(f"bytecode and imports: {time.monotonic() - began:.1f} s")
 
 
 def attention() -> str:
@@ -115,11 +121,12 @@ def attention() -> str:
     return "flash_attention_4" if installed("flash-attn-4") else VARLEN
 
 
-def run_side(job: Job, root: Path, case: Case, name: str) -> Record:
-    """A side once."""
-    options = job.options
+def run_side(job: Job, root: Path, of: str, name: str) -> Record:
+    """A side of the case of this name once; of one that did not end, how far it came."""
+    options, case = job.options, CASES[of]
     chats, tiny = root / f"chats-{300 if options.tiny else CHATS}", options.tiny
-    log = (job.out.parent / f"end_to_end-{case.model}-{name}.log").resolve()
+    slug = re.sub(r"[^\w.-]+", "-", f"end_to_end-{of}-{name}")
+    log = (job.out.parent / f"{slug}.log").resolve()
     log.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root) as directory:
         here, env = Path(directory), clean(Path(directory, "caches"), tiny)
@@ -141,11 +148,20 @@ def run_side(job: Job, root: Path, case: Case, name: str) -> Record:
             tiny=tiny,
         )
         arguments = ["-m", "bench.end_to_end_side", json.dumps(asdict(request))]
-        *_, found = lines(arguments, options.limit, log, env=env, cwd=here)
+        limit = options.limit or START_SECONDS + STEP_SECONDS * options.steps
+        *said, found = lines(arguments, limit, log, env=env, cwd=here)
         found["wall"] = time.monotonic() - began
     if "error" in found:
+        found |= far(said[-1], found["wall"]) if said else {}
         progress(f"{name}: {found['error']}")
     return found | {"commit": job.record["commit"], "asked": options.steps}
+
+
+def far(last: Record, wall: float) -> Record:
+    """The seconds of each phase until a side was stopped, by the last that its clock has said."""
+    phases, now = last["phases"], last["phase"]
+    phases[now] = phases.get(now, 0.0) + wall - sum(phases.values())
+    return {"phases": phases, "steps": last["steps"]}
 
 
 def missing(job: Job, case: str, side: str) -> bool:
@@ -162,13 +178,14 @@ def measure(job: Job, root: Path) -> None:
         if not sides:
             progress(f"{name}: is measured")
             continue
-        imports = threading.Thread(target=import_once, args=(root,))
-        imports.start()
-        write_files(job, root, CASES[name])
-        imports.join()
+        with ThreadPoolExecutor() as pool:
+            imports = pool.submit(import_once, root)
+            write_files(job, root, CASES[name])
+            imports.result()
+        job.add()  # the GPU's memory goes back
         for side in sides:
             progress(f"{name}: {side}")
-            found = run_side(job, root, CASES[name], side)
+            found = run_side(job, root, name, side)
             job.record["cases"].setdefault(name, {})[side] = found
             job.add()
             print(markdown(HEAD, [row(name, side, found)]), flush=True)
@@ -206,7 +223,9 @@ HEAD += PARTS
 
 def row(case: str, side: str, found: Record) -> list[str]:
     if "error" in found:
-        return [case, side, harness.failure(found)]
+        came = [f"; {name} {figure(seconds)}" for name, seconds in found.get("phases", {}).items()]
+        came += [f", {found['steps']} steps"] if came else []
+        return [case, side, harness.failure(found) + "".join(came)]
     parts = seconds_of(found)
     cells = [f"{speed(found):,.0f}", figure(peak(found)), figure(found["first_step"])]
     return [case, side, *cells, figure(found["wall"]), *(figure(parts[p]) for p in PARTS)]
@@ -277,7 +296,7 @@ def run(job: Job) -> None:
 OPTIONS = (
     ("--sides", {"default": ";".join(SIDES), "help": "with semicolons; default: %(default)s"}),
     ("--steps", {"type": int, "default": 200, "help": "optimizer steps of a side"}),
-    ("--limit", {"type": float, "default": 200.0, "help": "seconds that a side may take"}),
+    ("--limit", {"type": float, "help": "seconds that a side may take; default: by its steps"}),
     ("--root", {"type": Path, "default": Path(tempfile.gettempdir(), "end_to_end")}),
     ("--again", {"action": "store_true", "help": "measure what the record has"}),
 )

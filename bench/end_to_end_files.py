@@ -2,15 +2,13 @@
 
 They are drawn from fixed seeds, so that every side and every call has the same ones; what is there
 already is not written again.
-
-python -m bench end_to_end_files '{"model": "Llama-3.2-1B", "root": "/tmp/end_to_end", ...}'
 """
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +45,7 @@ class Request:
     tiny: bool = False
 
 
+@cache
 def vocabulary() -> list[str]:
     """The words of all texts, the frequent ones first and short."""
     draw, words = np.random.default_rng(0), dict[str, None]()
@@ -60,7 +59,7 @@ def vocabulary() -> list[str]:
 def write_tokenizer(directory: Path) -> None:
     """Byte-level BPE, trained on text of these words."""
     words = np.array(vocabulary(), dtype=object)
-    text = " ".join(words[ranks(np.random.default_rng(1), 300_000)])
+    text = " ".join(words[ranks(np.random.default_rng(1), 100_000)])
     small.write_tokenizer(directory, text, VOCABULARY)
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -119,7 +118,8 @@ def write(request: Request) -> None:
             shutil.rmtree(directory, ignore_errors=True)
             make(directory)
             (root / f"{name}.{DONE}").touch()
-        for path in directory.iterdir():  # into the page cache, for all sides alike
+            continue
+        for path in directory.iterdir():  # into the page cache, where what is new is
             with path.open("rb") as file:
                 while file.read(1 << 24):
                     pass
@@ -131,7 +131,3 @@ def write_chats(directory: Path, request: Request) -> None:
     for name, count, seed in (("train", request.chats, 2), ("eval", request.held_out, 3)):
         with (directory / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(chats(count, seed, **sizes))
-
-
-if __name__ == "__main__":
-    write(Request(**json.loads(sys.argv[1])))

@@ -23,6 +23,7 @@ START, DATA, MODEL, COMPILE, STEPS = "start", "data", "model", "compile", "steps
 EVALUATION, SAVE, OTHER = "evaluation", "save", "other"
 PHASES = (START, DATA, MODEL, COMPILE, STEPS, EVALUATION, SAVE, OTHER)
 GIB = 2**30
+SILENCE = 5.0  # seconds of steps after which their number is said
 # Functions of each library by the phase that they are. What they call belongs to them, unless it
 # has a row of its own
 COMPILERS = ("triton.compiler:compile", "cutlass.cute:compile")  # of all libraries' kernels
@@ -30,6 +31,8 @@ CLOCKS = {
     "tigon": {
         "tigon.train.build:load_tokenizer": DATA,
         "tigon.train.build:build_loader": DATA,
+        "tigon.train.ahead:Tokenizing.wait": DATA,
+        "tigon.train.ahead:warm_up": STEPS,
         "tigon.train.build:build_model": MODEL,
         "tigon.train.build:build_optimizer": MODEL,
         "tigon.train.trainer:train_steps": STEPS,
@@ -100,7 +103,7 @@ class Clock:
 
     def __init__(self, began: float) -> None:
         self.phases, self.last = [START], began
-        self.seconds, self.ends = Counter[str](), list[float]()
+        self.seconds, self.ends, self.said = Counter[str](), list[float](), began
 
     def turn(self) -> None:
         """Gives the time since the last turn to the phase that it was in."""
@@ -108,15 +111,23 @@ class Clock:
         self.seconds[self.phases[-1]] += now - self.last
         self.last = now
 
+    def say(self) -> None:
+        """Tells how far it is, on a line of its own: bars of progress do not end theirs."""
+        found = {"phases": dict(self.seconds), "phase": self.phases[-1], "steps": len(self.ends)}
+        print(f"\n{json.dumps({'kind': 'clock', **found})}", flush=True)
+        self.said = self.last
+
     def enter(self, phase: str) -> None:
         self.turn()
         self.phases.append(phase)
+        self.say()
 
     def leave(self) -> None:
         self.turn()
         self.phases.pop()
         if self.phases == [START]:  # what is between the others is not the start
             self.phases = [OTHER]
+        self.say()
 
     def watch(self, path: str, phase: str) -> None:
         """Puts the clock around a function, `module:name` or `module:Class.name`."""
@@ -134,6 +145,9 @@ class Clock:
         if not self.ends and torch.cuda.is_available():
             torch.cuda.synchronize()
         self.ends.append(time.monotonic())
+        if self.ends[-1] > self.said + SILENCE:
+            self.turn()
+            self.say()
 
     def start(self, library: str) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -279,6 +293,7 @@ def main() -> None:
     found = SIDES[request.library](request, clock)
     clock.turn()
     size = sum(f.stat().st_size for f in Path(request.run_dir).rglob("*") if f.is_file())
+    print()
     print(json.dumps({"kind": "side", **found, **figures(clock, request), "written": size}))
     if request.library == "tigon":
         import_module("tigon.cli.main").end(0)  # as the command ends

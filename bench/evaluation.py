@@ -2,10 +2,9 @@
 
 A checkpoint of the shape of Llama-3.2-1B in bf16, whose weights are random but for the head: there
 a word's row is the embedding of the word before it, so that both sides know which answer is right
-and say the same words. TigonLM has its default, batch_size=auto; `hf` has the batch size of
-`Work.sizes` with which it is fastest, and flash-attn-4, where it is installed, if that is faster
-still. A time is that of lm_eval.evaluate with the model loaded,
-from requests to metrics, after some questions of each task that are not timed.
+and say the same words. TigonLM has its default, batch_size=auto; `hf` has batches of `Work.size`,
+and flash-attn-4, where it is installed, if that is faster. A time is that of lm_eval.evaluate with
+the model loaded, from requests to metrics; ours of the first run, which compiles, is shown apart.
 
     python -m bench evaluation                  # all tasks
     python -m bench evaluation --write-docs     # of docs/evaluation.md; needs no GPU
@@ -40,7 +39,7 @@ CONFIDENCE = 40.0  # the logit of the next word, were the blocks to change nothi
 WORDS = ["".join(sounds) for sounds in product("bdgklmnprstv", "aeio", "n")]
 LIBRARIES = {"lm-eval": "lm_eval", "transformers": "transformers", "datasets": "datasets"}
 LIBRARIES["flash-attn-4"] = "flash-attn-4"
-FLASH = "flash_attention_4"
+SDPA, FLASH = "sdpa", "flash_attention_4"  # attentions of hf, of which the faster one is shown
 CHOICES = """
 output_type: multiple_choice
 doc_to_text: "{{question}}"
@@ -72,7 +71,7 @@ class Work:
     rows: int
     words: tuple[int, int]
     choice: tuple[int, int]
-    sizes: tuple[int | str, ...]  # batch sizes of hf, of which the fastest is shown
+    size: int  # of a batch of hf; smaller ones and its own choice were slower
 
     def row(self, draw: random.Random) -> Record:
         """A question, and four choices that go on with it, of which the right one does so in the
@@ -88,18 +87,18 @@ class Work:
 
 
 WORKS = {
-    "word": Work("choices of a word, as MMLU", CHOICES, 100, (400, 700), (1, 1), ("auto", 64)),
-    "ending": Work("choices of endings, as HellaSwag", CHOICES, 80, (150, 400), (8, 24), (64, 16)),
-    "text": Work("rolling log-likelihoods", TEXTS, 16, (1000, 5000), (1, 1), (1, 8)),
-    "answer": Work("answers of 1 to 48 words", ANSWERS, 64, (300, 700), (1, 1), (64, 32)),
+    "word": Work("choices of a word, as MMLU", CHOICES, 100, (400, 700), (1, 1), 64),
+    "ending": Work("choices of endings, as HellaSwag", CHOICES, 80, (150, 400), (8, 24), 64),
+    "text": Work("rolling log-likelihoods", TEXTS, 16, (1000, 5000), (1, 1), 8),
+    "answer": Work("answers of 1 to 48 words", ANSWERS, 32, (300, 700), (1, 1), 32),
 }  # fmt: skip
 MULTIPLE_CHOICE = ("word", "ending")
-WARM_ROWS = 8
+WARM_ROWS = 8  # of hf, which compiles nothing for a shape
 
 
 def small(work: Work) -> Work:
     """The same with sizes for a CPU."""
-    return replace(work, rows=3, words=(4, 12), choice=(1, 3), sizes=(2,))
+    return replace(work, rows=3, words=(4, 12), choice=(1, 3), size=2)
 
 
 def write_model(directory: Path, tiny: bool) -> None:
@@ -147,13 +146,6 @@ class Sides:
         self.models = {OURS: ours(str(directory), **given), PEER: theirs(str(directory), **given)}
         self.tasks, self.evaluate = tasks, imported("lm_eval.evaluator:evaluate")
 
-    def set_attention(self, name: str) -> str:
-        """Gives hf another attention; returns the name of the one before."""
-        model = self.models[PEER].model
-        before = model.config._attn_implementation
-        model.set_attn_implementation(name)
-        return before
-
     def answer(self, side: str, name: str, size: int | str, limit: int | None = None) -> Any:
         """Seconds, lm-eval's metrics, and the answers in the order of the rows."""
         model = self.models[side]
@@ -168,10 +160,11 @@ class Sides:
         return took, {k: v for k, v in metrics if isinstance(v, float)}, answers
 
 
-def try_peer(sides: Sides, name: str, size: int | str) -> float | str:
-    """Seconds of hf with this batch size, or why there are none."""
-    progress(f"{name}: {PEER} with batch_size={size}")
+def try_peer(sides: Sides, name: str, size: int, attention: str) -> float | str:
+    """Seconds of hf with this attention, or why there are none."""
+    progress(f"{name}: {PEER} with {attention}")
     try:
+        sides.models[PEER].model.set_attn_implementation(attention)
         sides.answer(PEER, name, size, WARM_ROWS)
         return sides.answer(PEER, name, size)[0]
     except Exception as error:
@@ -181,30 +174,19 @@ def try_peer(sides: Sides, name: str, size: int | str) -> float | str:
 
 
 def measure(sides: Sides, name: str, work: Work) -> Record:
-    """Rounds of both sides; the first of hf is the fastest of those that try its batch sizes."""
-    tried = {str(size): try_peer(sides, name, size) for size in work.sizes}
-    fits = [size for size in work.sizes if isinstance(tried[str(size)], float)]
-    best = min(fits, key=lambda size: tried[str(size)])
-    taken, flash = str(best), harness.installed("flash-attn-4") is not None
-    usual = sides.set_attention(FLASH) if flash else ""
-    if flash:
-        tried[f"{best}, {FLASH}"] = took = try_peer(sides, name, best)
-        if isinstance(took, float) and took < tried[taken]:
-            taken = f"{best}, {FLASH}"
-        else:
-            sides.set_attention(usual)
+    """Rounds of both sides; the first of hf is that in which it tried its attention."""
+    ways = [SDPA, FLASH] if harness.installed("flash-attn-4") else [SDPA]
+    tried = {f"{work.size}, {way}": try_peer(sides, name, work.size, way) for way in ways}
+    taken = min(tried, key=lambda way: (isinstance(tried[way], str), tried[way]))
+    sides.models[PEER].model.set_attn_implementation(taken.partition(", ")[2])
     progress(f"{name}: {OURS}")
-    began = time.perf_counter()
-    sides.answer(OURS, name, "auto", WARM_ROWS)
     found: Record = {"name": name, "what": work.what, "rows": work.rows, "tried": tried}
-    found |= {"warm_s": time.perf_counter() - began, "batch_size": taken}
+    found |= {"batch_size": taken, "first_s": sides.answer(OURS, name, "auto")[0]}
     seconds: dict[str, list[float]] = {OURS: [], PEER: [tried[taken]]}
     metrics, answers = {}, {}
     for side in (OURS, PEER, OURS):
-        each, metrics[side], answers[side] = sides.answer(side, name, best)
+        each, metrics[side], answers[side] = sides.answer(side, name, work.size)
         seconds[side].append(each)
-    if flash:
-        sides.set_attention(usual)
     return found | {
         **{"seconds": seconds, "metrics": metrics},
         **difference(answers[PEER], answers[OURS]),
@@ -248,14 +230,8 @@ def verdicts(record: Record) -> Iterator[str]:
 
 
 def show(record: Record) -> str:
-    head = [
-        "task",
-        "rows",
-        "`hf`: s (batch size)",
-        "TigonLM: s",
-        "speed over `hf`",
-        "`hf`, other sizes",
-    ]
+    head = ["task", "rows", "`hf`: s (batch size, attention)", "`hf`, others", "TigonLM: s"]
+    head += ["TigonLM, first: s", "speed over `hf`"]
     rows = []
     for case in record["cases"]:
         name, best = case["name"], case["batch_size"]
@@ -264,8 +240,9 @@ def show(record: Record) -> str:
         others = [
             f"{k}: {v if isinstance(v, str) else figure(v)}" for k, v in tried if k != str(best)
         ]
-        cells = [case["what"], str(case["rows"]), f"{figure(theirs)} ({best})", figure(ours)]
-        rows.append([*cells, figure(faster(record, name)), ", ".join(others)])
+        cells = [case["what"], str(case["rows"]), f"{figure(theirs)} ({best})", ", ".join(others)]
+        cells += [figure(ours), figure(case.get("first_s")), figure(faster(record, name))]
+        rows.append(cells)
     there = {case["name"] for case in record["cases"]}
     missing = [work.what for name, work in WORKS.items() if name not in there]
     note = f"Not measured: {'; '.join(missing)}." if missing else ""

@@ -8,10 +8,18 @@ copy's time for the bytes that a step must read: weights without tables that are
 experts those that so many rows choose at random, and the states of all layers, of which a
 recurrence also writes its own.
 
+Each batch of a model is added to the record as it comes, and what it has at this commit is not
+measured again: a run that is cut off goes on with the same command, and parts can be asked for by
+name. Others keep their commit, their date and the copy of their run.
+
+    python -m bench generate_families --only E4B,35B
+    python -m bench generate_families --tiny          # tiny models on the CPU
+
 # B rows, E experts
 """
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -27,6 +35,9 @@ from bench.measure import in_turn
 from bench.train_cases import MODELS, NO_SDPA, TINY_SHARED, Options, fill_ours, peer_model
 from bench.train_side import free, guarded
 
+FEWER = {  # layers than published: transformers' compiler takes some seconds for each
+    "Gemma4-E4B": {"num_hidden_layers": 12, "num_kv_shared_layers": 6}  # of each kind some
+}
 NAMES = ("Qwen3.5-0.8B", "gpt-oss-20b", "Gemma4-E4B", "Qwen3.5-35B-A3B", "Qwen3.5-9B")
 BATCHES = (1, 64)
 CONTEXT = 1024
@@ -62,6 +73,7 @@ def moved(model: Any, case: Decode) -> dict[str, float]:
 def build(name: str, tiny: bool) -> dict[str, Any]:
     """Both sides, with weights that their names draw."""
     family, kind, shape = MODELS[name]
+    shape = shape | FEWER.get(name, {})
     if tiny:
         shape = shape | {key: SMALL[key] for key in SMALL if key in shape}
     device = "cpu" if tiny else "cuda"
@@ -85,41 +97,57 @@ def distance(models: dict[str, Any], tokens: int) -> float:
     return timing.relative_l2(ours, theirs)
 
 
-def measure(name: str, tiny: bool) -> Record:
-    """Both batches of a model."""
+def measure(job: Job, model: Record, batches: list[int]) -> Record:
+    """These batches of a model, which is in the record from the first on."""
+    name, tiny = model["name"], job.tiny
     progress(f"{name}: random weights")
-    models, found = build(name, tiny), []
+    models = build(name, tiny)
     torch.manual_seed(0)
-    apart = distance(models, decoding(1, tiny).context)
-    for batch in (1, 3) if tiny else BATCHES:
+    model["layers"] = models[OURS].config.num_hidden_layers
+    model["apart"] = distance(models, decoding(1, tiny).context)
+    for batch in batches:
         case = decoding(batch, tiny)
         vocab = models[OURS].config.vocab_size
+        torch.manual_seed(batch)
         ids = torch.randint(vocab, (batch, case.context), device=models[OURS].device)
         bytes_read = moved(models[OURS], case)
         attempts = [
             Decoding(side, models[of], ids, case, bytes_read, models[THEIRS])
             for side, of in ((OURS, OURS), (THEIRS, THEIRS), (STATIC, THEIRS))
         ]
-        rows = in_turn(f"{name}, {case.name}", attempts, case.rounds)
-        found.append({"name": case.name, "batch": batch, "providers": rows})
-    return {"layers": models[OURS].config.num_hidden_layers, "apart": apart, "cases": found}
+        found = in_turn(f"{name}, {case.name}", attempts, case.rounds)
+        model["cases"].append({"name": case.name, "batch": batch, "providers": found})
+        job.record["models"][name] = model
+        job.add("\n".join(" | ".join(row) for row in rows(model)))
+    return {}
 
 
 def run(job: Job) -> None:
-    tiny = job.options.tiny
-    copy = {"bytes_per_second": BANDWIDTH_ON_CPU} if tiny else COPY.bandwidth(COPIED)
-    job.record |= {"copy": copy, "models": []}
+    models: dict[str, Record] = job.resume().get("models", {})
+    job.record["models"] = models
+    own = {key: job.record[key] for key in ("commit", "date", "libraries")}
     for name in job.only:
+        model = models.get(name, {})
+        if model.get("commit") != own["commit"] or "error" in model or job.options.again:
+            model = {"name": name, **own, "cases": []}
+        done = [case["batch"] for case in model["cases"]]
+        batches = [batch for batch in ((1, 3) if job.tiny else BATCHES) if batch not in done]
+        if not batches:
+            progress(f"{name}: is measured")
+            continue
         free()
-        found = {"name": name, **guarded(lambda name=name: measure(name, tiny))}
-        job.append("models", found, "\n".join(" | ".join(row) for row in rows(job.record, found)))
+        on_cpu = {"bytes_per_second": BANDWIDTH_ON_CPU}
+        model["copy"] = on_cpu if job.tiny else COPY.bandwidth(COPIED)
+        model |= guarded(lambda model=model, batches=batches: measure(job, model, batches))
+        models.setdefault(name, model)  # with its error, if there are no others
+        job.add()
+    job.whole = not (job.tiny or missing(job.record))
 
 
-def rows(record: Record, model: Record) -> Iterator[list[str]]:
+def rows(model: Record) -> Iterator[list[str]]:
     """A row for each batch."""
     if "error" in model:
         yield [model["name"], "", harness.failure(model)]
-        return
     for case in model["cases"]:
         sides = [fastest_peer(case) or row_of(case, THEIRS), row_of(case, OURS)]
         cells = [f"{model['name']}, {model['layers']} layers", case["name"]]
@@ -134,40 +162,40 @@ def rows(record: Record, model: Record) -> Iterator[list[str]]:
             yield cells
             continue
         theirs, ours = (row["ms"][1] for row in sides)
-        limit = 1e3 * sum(sides[1]["bytes"].values()) / record["copy"]["bytes_per_second"]
+        limit = 1e3 * sum(sides[1]["bytes"].values()) / model["copy"]["bytes_per_second"]
         gaps = ", ".join(figure(row["mean_choice"], 2) for row in sides)
         cells += [f"{theirs / ours:.2f}", figure(limit), f"{limit / ours:.2f}", gaps]
-        yield [*cells, figure(model.get("apart"), 2)]
+        cells += [figure(model.get("apart"), 2), f"{model['commit']}, {model['date'][:10]}"]
+        yield cells
 
 
 def missing(record: Record) -> str:
-    there = {model["name"] for model in record["models"]}
-    names = [name for name in NAMES if name not in there]
-    return f"Not measured: {', '.join(names)}." if names else ""
+    models = record["models"].values()
+    there = {(model["name"], case["batch"]) for model in models for case in model["cases"]}
+    names = [f"{n}, {b} x {CONTEXT}" for n, b in product(NAMES, BATCHES) if (n, b) not in there]
+    return f"Not measured: {'; '.join(names)}." if names else ""
 
 
 def show(record: Record) -> str:
     head = ["model", "rows x context", "transformers: ms, tokens/s", "Tigon: ms, tokens/s"]
-    head += [
-        "speed over transformers",
-        "limit, ms",
-        "share of it",
-        "mean logit gap of both",
-        "logits apart",
-    ]
-    table = markdown(head, (row for model in record["models"] for row in rows(record, model)))
-    speed = record["copy"]["bytes_per_second"] / 1e12
-    title = f"{heading(record)}; a copy in the same run: {speed:.2f} TB/s."
+    head += ["speed over transformers", "limit, ms", "share of it", "mean logit gap of both"]
+    head += ["logits apart", "run"]
+    known = [record["models"][name] for name in NAMES if name in record["models"]]
+    table = markdown(head, (row for model in known for row in rows(model)))
+    title = f"{heading(record)}, the last run."
     return report(record, table, missing(record), wrong(record), title=title)
 
 
 def wrong(record: Record) -> Iterator[str]:
-    for model in record["models"]:
-        for case in model.get("cases", ()):
+    for model in record["models"].values():
+        for case in model["cases"]:
             for row in case["providers"]:
                 if not row.get("mean_choice", 0.0) <= DOUBT:
                     where = f"{model['name']}, {case['name']}, {row['name']}"
                     yield f"WRONG: {where}: logits are {figure(row['mean_choice'])} deviations off"
 
 
-BENCH = Bench(run, show, NAMES, "docs/generation.md", libraries=LIBRARIES, tiny=True)
+AGAIN = ("--again", {"action": "store_true", "help": "measure models that the record has"})
+BENCH = Bench(
+    run, show, NAMES, "docs/generation.md", options=[AGAIN], libraries=LIBRARIES, tiny=True
+)

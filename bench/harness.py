@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -203,16 +203,23 @@ class Job:
         folder = RESULTS if whole else ROOT / "bench/out"
         name = kind if slug == kind else f"{kind}-{slug}"
         self.out: Path = options.out or folder / f"{name}.json"
-        self.options, self.whole = options, whole
+        self.options, self.whole, self.resumes = options, whole, False
         self.only: list[str] = options.only
         self.quick: bool = options.quick
         self.tiny: bool = getattr(options, "tiny", False)
         self.record: Record = {**stamp(options.commit), "complete": False}
 
+    @property
+    def place(self) -> Path:
+        """Where the record is saved: one that is cut off, or a part, leaves a whole one alone."""
+        whole = self.out.exists() and json.loads(self.out.read_text("utf-8")).get("complete", True)
+        kept = whole and not (self.resumes or self.record["complete"])
+        return ROOT / "bench/out" / self.out.name if kept else self.out
+
     def add(self, shown: str = "", **found: Any) -> None:
         """Put figures into the record and on the screen; a run that is cut off keeps them."""
         self.record |= found
-        save(self.out, self.record)
+        save(self.place, self.record)
         if shown:
             print(f"\n{shown}", flush=True)
         gc.collect()
@@ -220,6 +227,7 @@ class Job:
 
     def resume(self) -> Record:
         """What the record has that this run adds to, until it is whole; nothing of a new one."""
+        self.resumes = True
         if self.options.out is None and not self.tiny:
             self.out = RESULTS / self.out.name
         if not self.out.exists():
@@ -235,7 +243,7 @@ class Job:
 
     def finish(self, shown: str) -> None:
         self.add(shown, seconds=time.perf_counter() - BEGIN, complete=self.whole)
-        progress(f"wrote {self.out}")
+        progress(f"wrote {self.place}")
 
 
 @dataclass(frozen=True)
@@ -283,19 +291,27 @@ class Bench:
 
 
 def chosen(wanted: Sequence[str], cases: Sequence[str]) -> list[str]:
-    """The cases of these names; a name that is none stands for those that contain it."""
-    found: set[str] = set()
+    """The cases of these names in this order; a name that is none stands for those that contain
+    it."""
+    found: list[str] = []
     for part in wanted:
-        some = {part} if part in cases else {case for case in cases if part in case}
+        some = [part] if part in cases else [case for case in cases if part in case]
         if not some:
             raise ValueError(f"no case {part}; there are {', '.join(cases)}")
-        found |= some
-    return [case for case in cases if case in found]
+        found += some
+    return list(dict.fromkeys(found))
 
 
 def split(only: str | None, cases: Sequence[str]) -> list[str]:
     """The names in --only, at its commas; a case's own name may have some."""
-    return [only] if only in cases else only.split(",") if only else []
+    parts: list[str] = []
+    for part in filter(None, (only or "").split(",")):
+        joined = f"{parts[-1]},{part}" if parts else part
+        if parts and any(case.startswith(joined) for case in cases):
+            parts[-1] = joined
+        else:
+            parts.append(part)
+    return parts
 
 
 def parser_of(bench: Bench) -> argparse.ArgumentParser:
@@ -354,16 +370,32 @@ def main(bench: Bench, arguments: Sequence[str] | None = None) -> None:
     job.finish(bench.show(job.record))
 
 
-def records(kind: str) -> list[Record]:
-    files = [*RESULTS.glob(f"{kind}.json"), *sorted(RESULTS.glob(f"{kind}-*.json"))]
-    if not files:
+def files(kind: str) -> list[Path]:
+    found = [*RESULTS.glob(f"{kind}.json"), *sorted(RESULTS.glob(f"{kind}-*.json"))]
+    if not found:
         raise FileNotFoundError(f"no {kind}*.json in {RESULTS}: run python -m bench {kind} first")
-    return [json.loads(path.read_text(encoding="utf-8")) for path in files]
+    return found
+
+
+def records(kind: str) -> list[Record]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in files(kind)]
+
+
+def parts_of_runs(kind: str) -> Iterator[str]:
+    """Says which records are not of whole runs, and which of them were whole in the last commit."""
+    for path, record in zip(files(kind), records(kind), strict=True):
+        if not record.get("complete", True):
+            before = git("show", f"HEAD:./{path.name}", cwd=RESULTS)
+            whole = before and json.loads(before).get("complete", True)
+            lost = f"; git checkout {path} brings back a whole one" if whole else ""
+            yield f"{path.name} is of a run that was cut off, or of a part{lost}"
 
 
 def show_records(bench: Bench, options: argparse.Namespace) -> None:
     found = records(bench.kind)
     if options.write_docs:
+        for line in parts_of_runs(bench.kind):
+            progress(line)
         write_docs(bench.documented(found), bench.kind)
         if bench.draw is not None:
             bench.draw(newest(found))

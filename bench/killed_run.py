@@ -26,7 +26,7 @@ import torch
 from bench import end_to_end_files as files
 from bench import harness
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
-from bench.processes import environment
+from bench.processes import end_with_parent, environment
 from tigon.train.logging import read_metrics
 
 MODEL, SAVED, STEPS, KILLED = "Llama-3.1-8B", 12, 30, 18  # steps; a rank is killed in or after
@@ -70,6 +70,7 @@ def command(arguments: list[str], log: Path, seconds: float, kill_after: Path | 
         process = subprocess.Popen(
             [sys.executable, "-m", "tigon", *arguments],
             env=environment(), stdout=out, stderr=out, start_new_session=True,
+            preexec_fn=end_with_parent,
         )  # fmt: skip
         try:
             while process.poll() is None and time.monotonic() < end:

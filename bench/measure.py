@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bench import timing
 from bench.harness import Record, progress
+from bench.kinds_of_work import idle
 from bench.timing import quantiles
 
 PATIENCE = 60.0  # seconds in which a provider must have compiled and run once
@@ -207,7 +208,8 @@ def training_steps(
 ) -> dict[str, Record]:
     """Of each model: forward, backward, and a step of `optimizer(parameters)` if it is given.
 
-    Without an optimizer also how far the head's gradient is from that of the first model.
+    Without an optimizer also how far the head's gradient is from that of the first model; with one
+    what leaves the device idle.
     """
     rows: dict[str, Record] = {}
     truth: list[Tensor] = []
@@ -235,6 +237,8 @@ def training_steps(
         attempt.result["loss"] = float(step())
         attempt.sample("ms", effort.times(step))
         attempt.result["peak_mib"] = timing.peak_mib(step)
+        if updates is not None:
+            attempt.result |= idle(step)
 
     for name, make in makers.items():
         progress(name)

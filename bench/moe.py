@@ -207,7 +207,17 @@ def stack_table(stack: Record) -> str:
 
     table = provider_table(("provider", "ms", "tokens/s", "extra GiB"), rows, cells)
     title = f"A training step of 4 layers of Qwen3-30B-A3B, {b} x {t} tokens, AdamW in bf16:"
-    return f"{title}\n\n{table}"
+    return "\n\n".join([title, table, *("\n".join(idle_lines(row)) for row in rows)]).strip()
+
+
+def idle_lines(row: Record) -> Iterator[str]:
+    """What leaves the device idle in a step, where the record has it."""
+    if "idle_ms" in row:
+        host, free = (harness.figure(row[key]) for key in ("host_ms", "idle_ms"))
+        waits = ", ".join(f"{count} x {name}" for name, count in row["waits"].items()) or "none"
+        yield f"{row['name']}: host {host} ms, device idle {free} ms; waits of the host: {waits}."
+    for gap in row.get("gaps", ()):
+        yield f"- {gap['ms']:.3g} ms between {gap['after']} and {gap['before']}"
 
 
 def show(record: Record) -> str:

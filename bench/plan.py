@@ -49,14 +49,8 @@ from tigon.train import load
 
 GPU, OTHER = "h200", "h100"  # fitted to; by its data sheet
 MACHINES = {GPU: "nvidia-h200", OTHER: "nvidia-h100-80gb-hbm3"}
-SETTINGS = [
-    "param_dtype=bfloat16",
-    "optimizer=adamw_bf16",
-    "model=none",
-    "run_dir=none",
-    "data=none",
-]
-SETTINGS += ["task=pretrain", "tokenizer=none"]
+SETTINGS = ["param_dtype=bfloat16", "optimizer=adamw_bf16", "model=none", "run_dir=none"]
+SETTINGS += ["data=none", "task=pretrain", "tokenizer=none"]
 # Other rates than those of plain steps: of fp8, of adapters, of rows too short for a GPU, of chats
 LEFT_OUT = ("LoRA", "QLoRA", "fp8", "ragged", "1 x 512")
 FITTED = ("Llama", "Qwen3-", "Gemma3")  # models whose steps have flash-attn-4 and no recurrence

@@ -1,5 +1,6 @@
 """A side of a benchmark in a process of its own, or in one for each rank."""
 
+import ctypes
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 from bench.harness import ROOT, Record
 
+PDEATHSIG = 1  # of prctl
 GRACE = 5.0  # seconds that ranks have to end after one has failed
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": 1}
 
@@ -25,6 +27,13 @@ def environment(tree: Path = ROOT, **more: object) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
     own = {"PYTHONPATH": path, "PYTHONSAFEPATH": 1, "HF_HUB_OFFLINE": 1} | more
     return os.environ | {name: str(value) for name, value in own.items()}
+
+
+def end_with_parent() -> None:
+    """Lets this process be killed when the one that started it ends, however it does: a side that
+    outlives its benchmark takes the GPU's time from the next one."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
 
 
 def say(kind: str, **found: Any) -> None:
@@ -47,6 +56,7 @@ def lines(
             stderr=file if log else None,
             text=True,
             start_new_session=True,
+            preexec_fn=end_with_parent,
             **options,
         )
     timer = Timer(seconds, end, [process])
@@ -104,7 +114,8 @@ def run_ranks(script: Path, gpus: int, root: Path, arguments: list[str], seconds
         own = shared | ({"RANK": rank, "LOCAL_RANK": rank} if gpus > 1 else {})
         command = [sys.executable, str(script), str(out), *arguments]
         with (root / f"rank-{rank}.txt").open("w") as log:
-            ranks.append(subprocess.Popen(command, env=environment(**own), stdout=log, stderr=log))
+            given: Any = {"env": environment(**own), "preexec_fn": end_with_parent}
+            ranks.append(subprocess.Popen(command, stdout=log, stderr=log, **given))
     first = failed(ranks, seconds)
     if first is None and out.exists():
         return json.loads(out.read_text())

@@ -58,8 +58,8 @@ def milliseconds(
 
     What `triton.testing.do_bench` does (a 256 MiB fill before each run empties the L2, events
     around it), with two additions. `before` runs untimed, so that an operator that overwrites what
-    it was given gets it fresh. And the device spins until the host has enqueued the run: in a
-    training step the host is ahead, and what it costs is measured by `host_microseconds`.
+    it was given gets it fresh. And the device spins until the host has enqueued the run, at most
+    1 ms: in a training step the host is ahead, and what it costs `host_microseconds` measures.
     """
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     spin = 0

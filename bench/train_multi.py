@@ -184,15 +184,8 @@ def show(record: Record) -> str:
         attention = ", ".join(next(r["attention"] for r in each if "ms" in r))
         cells = [f"{speed:,.0f}", figure(ms, 4), figure(max(sizes, default=None))]
         rows.append([name, *cells, *(figure(x) for x in ratios), attention])
-    head = [
-        "side",
-        "tok/s/GPU",
-        "ms per step",
-        "peak GiB",
-        "speed over the peer",
-        "speed over one GPU",
-        "attention",
-    ]
+    head = ["side", "tok/s/GPU", "ms per step", "peak GiB", "speed over the peer"]
+    head += ["speed over one GPU", "attention"]
     rounds = f"{record['rounds']} round{'s' if record['rounds'] > 1 else ''}"
     title = f"{heading(record, record['libraries'])}; {rounds}."
     return report(record, markdown(head, rows), verdicts(record), title=title)

@@ -7,8 +7,8 @@ from typing import Any
 from bench import harness
 from bench.harness import Record, figure, heading, judge, markdown, verdict
 from bench.kernels_report import STYLE
-from bench.train_cases import CASES, OURS, PEER, Case
-from bench.train_limit import ADAMW, ATTENTION, OPTIMIZER, PASSES, PRODUCTS
+from bench.train_cases import CASES, PEER, Case
+from bench.train_limit import ADAMW, PASSES, PRODUCTS
 from tigon.data.examples import format_count
 
 PICTURE, DOCUMENT = "docs/train_step.svg", "docs/performance.md"
@@ -246,7 +246,7 @@ def limit_lines(case: Record) -> str:
     )
 
 
-def details(record: Record) -> str:
+def show(record: Record) -> str:
     """A section for every case that has a limit."""
     parts = [summary(record), "\n".join(v for case in record["cases"] for v in verdicts(case))]
     for case in record["cases"]:
@@ -266,14 +266,10 @@ def details(record: Record) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def show(record: Record) -> str:
-    return details(record)
-
-
 def blocks(record: Record) -> dict[str, str]:
     """What stands between the markers of each file."""
     link = "![tokens per second and peak memory compared with the peer]"
-    return {DOCUMENT: f"{link}({PICTURE.removeprefix('docs/')})\n\n{details(record)}"}
+    return {DOCUMENT: f"{link}({PICTURE.removeprefix('docs/')})\n\n{show(record)}"}
 
 
 def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
@@ -314,6 +310,3 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     with matplotlib.rc_context(STYLE):
         whole.savefig(path, bbox_inches="tight", metadata={"Date": None})
-
-
-__all__ = ["ATTENTION", "OPTIMIZER", "OURS", "PASSES", "PRODUCTS", "blocks", "plot", "show"]

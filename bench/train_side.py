@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from bench import train_limit
 from bench.compare_side import laps
 from bench.harness import Record, progress
-from bench.kinds_of_work import STEP, by_kind, intervals, windows
+from bench.kinds_of_work import by_kind, intervals, profiled, windows
 from bench.peers import imported
 from bench.processes import say
 from bench.timing import GIB, allocated, deadline, peaks, reset_peaks
@@ -44,7 +44,7 @@ from tigon.train.optim import InBackward
 
 FIRST = 3  # steps that are not timed, whose losses are compared
 PROFILED = 2
-PATIENCE = 180.0  # seconds in which the peer must have compiled and tuned
+PATIENCE = 75.0  # seconds in which the peer must have compiled and tuned
 SLOW = 2000.0  # milliseconds of a step with so many launches that to tell them apart takes minutes
 
 
@@ -57,6 +57,7 @@ class Request:
     liger: bool  # whether it is installed
     optimizer: str = "adamw_bf16"  # ours: a setting of tigon.train, or "torch"
     options: dict[str, str] | None = None  # of the peer, if they have been chosen
+    tried: dict[str, Record] = field(default_factory=dict)  # by the names of others of its options
     profile: tuple[str, ...] = ()  # sides whose kernels are to be told apart
     limit: bool = True
     seconds: float = 4.0  # of timed steps of a side in a round
@@ -135,17 +136,8 @@ class Training:
 
     def profiled(self) -> dict[str, float]:
         """Milliseconds of a step's kernels by kind; what ran beside other work counts once."""
-        on_gpu = torch.cuda.is_available()
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        activities += [torch.profiler.ProfilerActivity.CUDA] * on_gpu
-        profile = torch.profiler.profile(activities=activities)
-        with profile as profiler, torch.profiler.record_function(STEP):
-            for _ in range(PROFILED):
-                self.step()
-            if on_gpu:
-                torch.cuda.synchronize()
-        events = list(profiler.events() or ())
-        found = by_kind(intervals(events, on_gpu), windows(events))
+        events = profiled(self.step, PROFILED)
+        found = by_kind(intervals(events, torch.cuda.is_available()), windows(events))
         return {kind: ms / PROFILED for kind, ms in found.items()}
 
 
@@ -191,8 +183,8 @@ class Sides:
 
 
 def fastest(sides: Sides) -> Options | None:
-    """The peer's best settings, if any work, compiled too where ours has CUDA graphs; what each of
-    them takes is said."""
+    """The peer's best settings, if any work: its attention with the first experts, its experts with
+    that attention, and compiled too where ours has CUDA graphs; what each of them takes is said."""
     found: dict[Options, float] = {}
 
     def measure(training: Training) -> Record:
@@ -201,20 +193,26 @@ def fastest(sides: Sides) -> Options | None:
         return {"ms": median(laps(training.step, 3))}
 
     def attempt(options: Options) -> None:
-        progress(f"{sides.request.case}: {PEER}, {options.name}")
-        row = guarded(lambda: sides.turn(PEER, options, measure))
-        say("tried", name=options.name, **row)
+        row = sides.request.tried.get(options.name)
+        if row is None:
+            progress(f"{sides.request.case}: {PEER}, {options.name}")
+            row = guarded(lambda: sides.turn(PEER, options, measure))
+            say("tried", name=options.name, **row)
         if "ms" in row:
             found[options] = row["ms"]
 
     every = options_of(sides.case, sides.device)
     if len(every) == 1:
         return every[0]
-    for options in every:
-        attempt(options)
+    experts = dict.fromkeys(options.experts for options in every)
+    for kind in experts:
+        best = min(found, key=found.__getitem__, default=None)
+        others = [options for options in every if options.experts == kind]
+        for options in [replace(best, experts=kind)] if best else others:
+            attempt(options)
     if found and GRAPHS[0] in sides.case.settings:
         attempt(replace(min(found, key=found.__getitem__), compiled=True))
-    return min(found, key=found.__getitem__) if found else None
+    return min(found, key=found.__getitem__, default=None)
 
 
 def guarded(measure: Callable[[], Record]) -> Record:

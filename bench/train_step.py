@@ -4,13 +4,15 @@ A step is forward, backward and AdamW, with bf16 weights, gradients and states o
 same weights, drawn by their names, and the same tokens. No blocks are recomputed unless the case
 says so; of LoRA's cases the peer has PEFT, and adapters alone have gradients; of QLoRA's it has its
 projections in bitsandbytes' layers, with the same 4 bits. The peer has torch's fused AdamW and its
-best settings, which short trials choose: its attention (flash-attn-4 where it works there), and its
-experts, and torch.compile with CUDA graphs in the cases where ours has CUDA graphs. In each round
+best settings, which short trials choose: its attention (flash-attn-4 where it works there), its
+experts, and torch.compile with CUDA graphs in the cases where ours has CUDA graphs. The record
+keeps what they chose for later commits with the same libraries; `--again` tries anew. In each round
 both sides are built, trained and freed in turn in one process; a ratio is the median over the
 rounds.
 
-Cases are added to one record as they come: what it has of a case, at this commit, is not measured
-again. So a run that is cut off goes on with the same command, and parts can be asked for by name.
+Cases are added to one record as they come, in the order asked: what it has of a case, at this
+commit, is not measured again. So a run that is cut off goes on with the same command, and parts can
+be asked for by name.
 
     python -m bench train_step                          # all that is missing
     python -m bench train_step 1B Gemma3 --limit 500    # cases by parts of their names
@@ -33,8 +35,10 @@ LIBRARIES = {
     "PEFT": "peft",
     "flash-attn-4": "flash-attn-4",
     "FLA": "fla-core",
+    "torch": "torch",
     "triton": "triton",
 }
+TRIALS = ("tried", "options", "libraries")  # what a case has of them
 LEAST_SECONDS = 20.0  # below which no process is started
 
 
@@ -44,7 +48,7 @@ def begun(name: str, case: Case, job: Job) -> Record:
     known = next((c for c in job.record["cases"] if c["name"] == name), None)
     same = {"commit": job.record["commit"], "optimizer": job.options.optimizer}
     if known is None or job.options.again or any(known[k] != v for k, v in same.items()):
-        return {"name": name, **same, "tokens": tokens, "tried": {}, "profile": {}} | {
+        return {"name": name, **same, "tokens": tokens, "profile": {}, **settled(known, job)} | {
             "date": job.record["date"],
             "libraries": job.record["libraries"],
             "rounds": {side: [] for side in case.sides},
@@ -54,6 +58,15 @@ def begun(name: str, case: Case, job: Job) -> Record:
     }
     whole = min(map(len, rounds.values()))
     return known | {"rounds": {side: rows[:whole] for side, rows in rounds.items()}}
+
+
+def settled(known: Record | None, job: Job) -> Record:
+    """What another commit's trials have found of the peer, or ones cut off, with the same
+    libraries."""
+    found = {} if job.options.again or known is None else known.get("trials", known)
+    if not found or not found["libraries"].items() <= job.record["libraries"].items():
+        return {"tried": {}}
+    return {key: found[key] for key in TRIALS[:2] if key in found}
 
 
 def missing(found: Record, case: Case, job: Job) -> Request | None:
@@ -70,6 +83,7 @@ def missing(found: Record, case: Case, job: Job) -> Request | None:
         liger=job.record["libraries"]["Liger"] is not None,
         optimizer=options.optimizer,
         options=found.get("options"),
+        tried=found["tried"],
         profile=profile,
         limit=limit,
         seconds=0.01 if options.tiny else options.seconds,
@@ -107,16 +121,20 @@ def measure(job: Job) -> None:
             progress(f"{name}: no time is left for it")
             continue
         found.pop("ended", None)
-        others = [c for c in job.record["cases"] if c["name"] != name]
-        job.add(cases=ordered([*others, found]))
-        for line in spawn(request, left, SIDE):
+        for line in spawn(request, min(left, job.options.each), SIDE):
             add(found, line)
-            job.add()
+            job.add(cases=updated(job.record["cases"], found))
         print(train_report.case_lines(found), flush=True)
 
 
-def ordered(cases: list[Record]) -> list[Record]:
-    return sorted(cases, key=lambda case: list(CASES).index(case["name"]))
+def updated(cases: list[Record], found: Record) -> list[Record]:
+    """The cases with this one; until it has a round of both sides, an older one stays, with what
+    trials have found."""
+    known = next((case for case in cases if case["name"] == found["name"]), None)
+    if known is not None and not all(found["rounds"].values()):
+        found = known | {"trials": {key: found[key] for key in TRIALS if key in found}}
+    others = [case for case in cases if case["name"] != found["name"]]
+    return sorted([*others, found], key=lambda case: list(CASES).index(case["name"]))
 
 
 def run(job: Job) -> None:
@@ -135,6 +153,7 @@ OPTIONS = (
     ("--rounds", {"type": int, "default": 3}),
     ("--seconds", {"type": float, "default": 4.0, "help": "timed steps of a side in a round"}),
     ("--limit", {"type": float, "default": 560.0, "help": "seconds that this call may take"}),
+    ("--each", {"type": float, "default": 150.0, "help": "seconds that a case of it may take"}),
     ("--again", {"action": "store_true", "help": "measure cases that the record has"}),
     (
         "--optimizer",

@@ -9,10 +9,12 @@ import itertools
 import json
 import math
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -49,6 +51,7 @@ from bench import (
     harness,
     kernels,
     killed_run,
+    kinds_of_work,
     long_sums,
     measure,
     moe,
@@ -80,7 +83,7 @@ from bench.attention_cases import CASES as ATTENTION_CASES
 from bench.attention_cases import Case as AttentionCase
 from bench.attention_cases import problem
 from bench.compare_side import LLAMA_1B, QWEN3_MOE
-from bench.generate_cases import LLAMA_8B, OURS, Decode, Prefill, Size
+from bench.generate_cases import LLAMA_8B, OURS, THEIRS, Decode, Prefill, Size
 from bench.harness import RESULTS, ROOT, Record
 from bench.train_cases import PEER
 from tests.support.small import EXPERTS, write_chats, write_model
@@ -357,6 +360,30 @@ def check_moe(record: Record) -> None:
     for name in ("tigon", "transformers"):
         row = record["stack"]["providers"][name]
         assert row["tokens_per_second"] == 12e3 / row["ms"][1] and 3.0 < row["loss"] < 6.0
+        assert row["host_ms"] > 0 and row["waits"] == {} and row["idle_ms"] == 0
+
+
+def test_what_leaves_a_device_idle(monkeypatch: Patch) -> None:
+    def event(name: str, start: float, end: float, gpu: bool = True) -> SimpleNamespace:
+        kind = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=span, device_type=kind)
+
+    events = [event("b", 3000, 7000), event("a", 1000, 6000), event("c", 9000, 9500)]
+    events += [event("d", 9600, 9700), event(kinds_of_work.STEP, 0, 9900)]
+    calls = ["cudaStreamSynchronize", "cudaLaunchKernel", "cudaDeviceSynchronize"]
+    events += [event(name, i, i + 1, gpu=False) for i, name in enumerate(calls)]
+    late = event("cudaStreamSynchronize", 12000, 12001, gpu=False)
+    events += [late, event(kinds_of_work.STEP, 0, 10000, gpu=False)]
+    monkeypatch.setattr(kinds_of_work, "profiled", lambda _: events)
+    monkeypatch.setattr(kinds_of_work, "GAPS", 1)
+    found = kinds_of_work.idle(timing.nothing)
+    assert found["waits"] == {"cudaStreamSynchronize": 1}
+    assert found["idle_ms"] == pytest.approx(2.1)
+    assert found["gaps"] == [{"ms": 2.0, "after": "b", "before": "c"}]
+    found |= {"name": "tigon", "host_ms": 3.0}
+    said = "tigon: host 3.00 ms, device idle 2.10 ms; waits of the host: 1 x cudaStreamS"
+    assert next(moe.idle_lines(found)).startswith(said)
 
 
 def check_padding(record: Record) -> None:
@@ -483,8 +510,9 @@ def check_evaluation(record: Record) -> None:
 
 
 def check_families(record: Record) -> None:
-    assert [model["layers"] for model in record["models"]] == [4, 4]
-    for case in (case for model in record["models"] for case in model["cases"]):
+    models = record["models"].values()
+    assert [model["layers"] for model in models] == [4, 4]
+    for case in (case for model in models for case in model["cases"]):
         assert all(row["mean_choice"] < 0.1 for row in case["providers"]), case["providers"]
 
 
@@ -720,6 +748,11 @@ def test_ends_beside_the_best_peer() -> None:
     said = end_to_end.verdicts("8B LoRA", sides)
     assert [line.partition(":")[0] for line in said] == ["met"] * 3
     assert "2.000" in said[0] and "0.500" in said[1] and "6.000" in said[2]
+    last = {"phases": {"start": 6.0, "data": 3.0}, "phase": "data", "steps": 0}
+    late = {"error": "not done after 10 s"} | end_to_end.far(last, 10.0)
+    assert (
+        end_to_end.row("c", "s", late)[2] == "not done after 10 s; start 6.00; data 4.00, 0 steps"
+    )
     sides[end_to_end.TRL]["eval_loss"] = 9.5
     assert end_to_end.verdicts("8B LoRA", sides)[3].startswith("WRONG")
 
@@ -749,6 +782,74 @@ def test_peers_have_what_tigon_has(monkeypatch: Patch) -> None:
     assert neighbours.differing(case | {"losses": {"a": 11.8, "b": 11.9}})
 
 
+def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
+    """For another commit with the same libraries; and of trials cut off, those that are done."""
+    name = "Qwen3-30B-A3B, 8 layers, 1 x 8192"
+    known = {"name": name, "commit": "a", "libraries": {"Liger": "1"}, "options": {}}
+    known |= {"tried": {"sdpa": {"ms": 1.0}}, "optimizer": "adamw_bf16"}
+    options = SimpleNamespace(tiny=False, optimizer="adamw_bf16", again=False)
+    record: Record = {"commit": "b", "date": "", "cases": [known]}
+    for libraries, again, kept in (
+        ({"Liger": "1", "torch": "2"}, False, True),
+        ({"Liger": "1"}, True, False),
+        ({"Liger": "2"}, False, False),
+    ):
+        options.again, record["libraries"] = again, libraries
+        job: Any = SimpleNamespace(options=options, record=record)
+        found = train_step.begun(name, train_cases.CASES[name], job)
+        assert ("options" in found, len(found["tried"])) == (kept, kept)
+    tried: list[str] = []
+
+    def turn(self: Any, side: str, options: train_cases.Options, _: Any) -> Record:
+        tried.append(options.name)
+        return {"ms": 3.0}
+
+    monkeypatch.setattr(train_side.Sides, "turn", turn)
+    done = {"flash_attention_4, grouped_mm experts": {"ms": 2.0}}
+    request = train_side.Request(name, 1, True, tried=done)
+    best = train_side.fastest(train_side.Sides(request, train_cases.CASES[name], "cuda"))
+    assert best == train_cases.Options("flash_attention_4", "grouped_mm")
+    assert tried == ["sdpa, grouped_mm experts", "flash_attention_4, Liger experts"]
+
+
+def test_families_go_on_where_they_were_cut_off(tmp_path: Path, monkeypatch: Patch) -> None:
+    found = tmp_path / "out.json"
+
+    def measured(commit: str, cut: str) -> list[str]:
+        made: list[str] = []
+
+        def in_turn(case: str, *_: Any) -> list[Record]:
+            made.append(case)
+            if case == cut:
+                raise KeyboardInterrupt
+            return []
+
+        monkeypatch.setattr(generate_families, "in_turn", in_turn)
+        with suppress(KeyboardInterrupt):
+            arguments = ["--tiny", "--only", "E4B,oss", "--out", str(found), "--commit", commit]
+            harness.main(generate_families.BENCH, arguments)
+        return made
+
+    config = SimpleNamespace(num_hidden_layers=2, vocab_size=9)
+    model = SimpleNamespace(config=config, device="cpu")
+    monkeypatch.setattr(generate_families, "build", lambda *_: dict.fromkeys((OURS, THEIRS), model))
+    monkeypatch.setattr(generate_families, "distance", lambda *_: 0.0)
+    for name in ("moved", "Decoding"):
+        monkeypatch.setattr(generate_families, name, lambda *_: None)
+    for name in ("rows", "missing"):
+        monkeypatch.setattr(generate_families, name, lambda _: [])
+    one, many = "1 x 5", "3 x 5"
+    for commit, cut, made, kept in (
+        ("a", f"Gemma4-E4B, {many}", [f"Gemma4-E4B, {one}", f"Gemma4-E4B, {many}"], "a"),
+        ("a", "", [f"Gemma4-E4B, {many}", f"gpt-oss-20b, {one}", f"gpt-oss-20b, {many}"], "aa"),
+        ("b", f"Gemma4-E4B, {one}", [f"Gemma4-E4B, {one}"], "aa"),
+        ("b", f"gpt-oss-20b, {one}", [f"Gemma4-E4B, {x}" for x in (one, many)], "ba"),
+    ):
+        assert measured(commit, cut)[: len(made)] == made
+        models = json.loads(found.read_text())["models"].values()
+        assert "".join(model["commit"] for model in models) == kept
+
+
 def test_wrong_token_is_noticed() -> None:
     model = generate_cases.ours(SMALL_LLAMA, "cpu")
     tokens = generate_cases.generating(model, OURS, torch.randint(1000, 1201, (2, 5)))(7)
@@ -773,6 +874,24 @@ def test_sides_that_end_badly_are_recorded(tmp_path: Path) -> None:
     began = time.monotonic()
     assert processes.run_ranks(side, 2, tmp_path, [], 50)["error"] == "AssertionError: no memory"
     assert time.monotonic() - began < 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")
+def test_sides_end_with_their_benchmark(tmp_path: Path) -> None:
+    """However it ends: a side that goes on would share the GPU with the next benchmark."""
+    side = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    code = f"from bench.processes import lines; list(lines(['-c', {side!r}], 60, Path('log')))"
+    command = [sys.executable, "-c", f"from pathlib import Path\n{code}"]
+    parent = subprocess.Popen(command, cwd=tmp_path, env=processes.environment())
+    log, until = tmp_path / "log", time.monotonic() + 30
+    while not (log.exists() and log.read_text().strip()) and time.monotonic() < until:
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    status = Path("/proc", log.read_text().strip(), "status")
+    while status.exists() and "Z (zombie)" not in status.read_text():
+        assert time.monotonic() < until, "it runs on"
+        time.sleep(0.05)
 
 
 def test_ranks_import_this_checkout(monkeypatch: Patch, tmp_path: Path) -> None:
@@ -843,6 +962,33 @@ def test_bad_arguments_are_named(bench, arguments, message, capsys, monkeypatch)
     with pytest.raises(SystemExit):
         harness.main(bench.BENCH, arguments)
     assert message in capsys.readouterr().err
+
+
+def test_cases_come_in_the_order_asked() -> None:
+    cases = ["8B 1 x 8192", "8B 1 x 8192, fp8", "oss, 8 layers, 1 x 4096", "1B"]
+    for only, expected in (
+        ("1B,8B", (3, 0, 1)),
+        ("8B 1 x 8192, fp8,8B 1 x 8192", (1, 0)),
+        ("oss, 8 layers, 1 x 4096,fp8,oss", (2, 1)),
+    ):
+        found = harness.chosen(harness.split(only, cases), cases)
+        assert found == [cases[i] for i in expected], only
+
+
+def test_a_part_leaves_a_whole_record_alone(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    options = SimpleNamespace(out=tmp_path / "k.json", only=[], quick=False, commit="abc")
+
+    for whole, kept in ((False, False), (True, True), (False, True)):
+        job = harness.Job("k", "CPU", options, whole)
+        job.add(machine="CPU")
+        job.finish("")
+        assert json.loads(options.out.read_text())["complete"] is kept
+    assert json.loads((tmp_path / "bench/out/k.json").read_text())["complete"] is False
+    job = harness.Job("k", "CPU", options, True)
+    job.record["machine"] = "CPU"
+    assert job.place != job.out
+    assert job.resume()["complete"] and job.place == job.out  # goes on with what it has read
 
 
 def test_newest_whole_record_is_shown() -> None:

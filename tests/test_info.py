@@ -191,6 +191,11 @@ LAYERS: dict[str, dict[str, str]] = {
         "DeltaNet": "4 query/key, 12 value heads, 14 and 10 dims each",
     },
     "lfm2": {"layer types": "2 conv, 1 full_attention", "convolution": "3 tokens"},
+    "lfm2_moe": {
+        "layer types": "2 conv, 1 full_attention",
+        "convolution": "3 tokens",
+        "experts": "8, 3 per token, 40 dims each",
+    },
     "qwen2": {},
 }
 

@@ -88,6 +88,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gpt_oss": {**WINDOW, **LOCAL, "rope_parameters": YARN | {"truncate": False}},
     "lfm2": {**LISTS["conv"], "block_multiple_of": 1, "pad_token_id": 0},
+    "lfm2_moe": {**LISTS["conv"], **EXPERTS, "num_dense_layers": 1, "pad_token_id": 0},
     "llama4_text": {
         **LISTS["chunked_attention"],
         **LOCAL,

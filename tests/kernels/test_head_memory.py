@@ -34,6 +34,8 @@ def test_in_place_it_is_the_same_bits(
     first, rest, factor = torch.randn(rows, C), torch.randn(others, C), torch.tensor(0.3)
     expected = torch.cat([rescale(x, factor, dtype) for x in (first, rest)])
     assert torch.equal(rescale_and_join(first, rest, factor, dtype), expected)
+    # Another dtype has no room in the memory of what it is computed from
+    assert torch.equal(rescale(first, factor, dtype, overwrite=True), expected[:rows])
     found = rescale_and_join(first, rest, factor, dtype, overwrite=True)
     assert torch.equal(found, expected)
     assert found.data_ptr() == first.data_ptr() and found.is_contiguous()

@@ -1,15 +1,16 @@
-"""The router that chooses by groups, against those of transformers: choices, weights, gradients."""
+"""Routers that score experts, against those of transformers: choices, weights, gradients."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import DeepseekV3Config, Mistral4Config
+from transformers import DeepseekV3Config, Lfm2MoeConfig, Mistral4Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 
-from tigon.layers import GroupRouter
+from tigon.layers import GroupRouter, SigmoidRouter
 
 N, C, E, K = 300, 24, 20, 4
 
@@ -62,10 +63,43 @@ def test_as_transformers_routes(
     torch.testing.assert_close(probs.sum(-1), torch.ones(N), rtol=1e-2, atol=0)
     shares = torch.sigmoid(logits) if sigmoid else logits.float().softmax(-1)
     torch.testing.assert_close(probs, shares / shares.sum(-1, keepdim=True), rtol=2e-2, atol=1e-4)
+    check_gradients(ours, by_expert(weights, experts), theirs, by_expert(expected, chosen))
+
+
+def check_gradients(ours: GroupRouter, weights: Tensor, theirs: Any, expected: Tensor) -> None:
     upstream = torch.randn(N, E).to(weights.dtype)
-    (by_expert(weights, experts) * upstream).sum().backward()
-    (by_expert(expected, chosen) * upstream).sum().backward()
+    (weights * upstream).sum().backward()
+    (expected * upstream).sum().backward()
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("normalize", [True, False], ids=["normed", "as they are"])
+@pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "plain"])
+def test_as_lfm2_routes(corrected: bool, normalize: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": C, "num_experts": E, "num_experts_per_tok": K}
+    options = {"norm_topk_prob": normalize, "use_expert_bias": corrected}
+    config = Lfm2MoeConfig(**sizes, **options, routed_scaling_factor=1.7)
+    theirs = Lfm2MoeTopKRouter(config).to(dtype)
+    ours = SigmoidRouter(C, E, K, corrected=corrected, normalize=normalize, scale=1.7).to(dtype)
+    bias = torch.randn(E) * 0.3 - 1.2 if corrected else None
+    with torch.no_grad():
+        theirs.weight.normal_(std=0.5)
+        ours.weight.copy_(theirs.weight)
+        if bias is not None and ours.e_score_correction_bias is not None:
+            ours.e_score_correction_bias.copy_(bias)
+    x = torch.randn(N, C).to(dtype)
+    probs, experts, weights, logits = ours(x)
+    expected_logits, expected, chosen = theirs(x, bias)
+    assert weights.dtype == dtype and torch.equal(logits, expected_logits)
+    found, wanted = by_expert(weights, experts), by_expert(expected, chosen)
+    # The sum of a token's weights has another order
+    torch.testing.assert_close(found, wanted, rtol=3e-7 if dtype == torch.float32 else 4e-3, atol=0)
+    assert torch.equal(found != 0, wanted != 0)
+    assert probs.dtype == torch.float32
+    torch.testing.assert_close(probs.sum(-1), torch.ones(N))
+    check_gradients(ours, found, theirs, wanted)
 
 
 def test_autocast_changes_no_sigmoid() -> None:

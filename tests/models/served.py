@@ -31,6 +31,7 @@ CLASSES = {
     "granite_swa": ("GraniteForCausalLM", "GraniteSWAForCausalLM"),
     "hunyuan_v1_dense": ("-", "HunYuanDenseV1ForCausalLM"),
     "lfm2": ("Lfm2ForCausalLM", "Lfm2ForCausalLM"),
+    "lfm2_moe": ("Lfm2MoeForCausalLM", "Lfm2MoeForCausalLM"),
     "llama": ("LlamaForCausalLM", "LlamaForCausalLM"),
     "llama4_text": ("Llama4ForCausalLM", "Llama4ForCausalLM"),
     "ministral": ("-", "-"),
@@ -86,6 +87,8 @@ FIELDS = {
         residual_multiplier logits_scaling sliding_window""",
     "lfm2": """block_auto_adjust_ff_dim block_dim block_ffn_dim_multiplier block_multiple_of
         conv_L_cache conv_bias conv_dim intermediate_size layer_types norm_eps""",
+    "lfm2_moe": f"""{QWEN_MOE} conv_L_cache conv_bias intermediate_size layer_types norm_eps
+        num_dense_layers routed_scaling_factor use_expert_bias""",
     "llama4_text": """attention_chunk_size attn_scale attn_temperature_tuning floor_scale head_dim
         interleave_moe_layer_step intermediate_size_mlp no_rope_layers num_experts_per_tok
         num_local_experts use_qk_norm""",
@@ -112,6 +115,7 @@ OTHERS = {
     "gemma3n_text": "intermediate_size rms_norm_eps",
     "gemma4_text": "intermediate_size rms_norm_eps",
     "lfm2": "",
+    "lfm2_moe": "",
     "muse_glimmer_text": "intermediate_size rms_norm_eps",
 }
 
@@ -246,6 +250,13 @@ LFM2 = {
     "self_attn.q_layernorm.weight": "D",
     "self_attn.k_layernorm.weight": "D",
 }
+LFM2_MOE = {
+    "feed_forward.gate.weight": "E C",
+    "feed_forward.expert_bias": "E",
+    "feed_forward.experts.{}.w1.weight": "M C",
+    "feed_forward.experts.{}.w2.weight": "C M",
+    "feed_forward.experts.{}.w3.weight": "M C",
+}
 GEMMA4 = {
     "layer_scalar": "1",
     "router.proj.weight": "E C",
@@ -297,6 +308,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "self_attn.key_layernorm.weight": "D",
     },
     "lfm2": LFM2,
+    "lfm2_moe": LFM2 | LFM2_MOE,
     "llama4_text": LLAMA4,
     "mixtral": MIXTRAL,
     "muse_glimmer_text": SANDWICH | {"self_attn.gate_proj.weight": "H*D C"},
@@ -314,6 +326,7 @@ MORE_AROUND = {
     "gemma3n_text": INPUTS_AROUND | dict.fromkeys(ALTUP_AROUND, "C C"),
     "gemma4_text": INPUTS_AROUND,
     "lfm2": {"model.embedding_norm.weight": "C"},
+    "lfm2_moe": {"model.embedding_norm.weight": "C"},
 }
 
 
@@ -325,5 +338,5 @@ def tensors(model_type: str) -> Tensors:
     layer |= (
         dict.fromkeys((f"mlp.{n}_proj.bias" for n in ("gate", "up", "down")), "?") if mlp else {}
     )
-    layer |= dict.fromkeys(CONVOLUTION_BIASES, "?") if model_type == "lfm2" else {}
+    layer |= dict.fromkeys(CONVOLUTION_BIASES, "?") if "lfm2" in model_type else {}
     return Tensors(layer, AROUND | MORE_AROUND.get(model_type, {}))

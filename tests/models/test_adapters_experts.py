@@ -21,7 +21,8 @@ from tests.models.test_adapters_peft import (
 from tests.models.tiny import CASES, reference
 from tigon import LoraConfig, from_pretrained
 
-KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss")
+KINDS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "gpt_oss", "lfm2_moe")
+PARENTS = {"lfm2_moe": "feed_forward."}
 BOTH = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
 PATTERNS: dict[str, Any] = {
     "target_parameters": BOTH,
@@ -39,10 +40,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 SOME = [("mixtral", name) for name in CONFIGS] + [(kind, "patterns") for kind in KINDS[1:]]
 
 
+def named(model_type: str, value: Any) -> Any:
+    """With the family's name of what holds experts."""
+    return json.loads(json.dumps(value).replace("mlp.", PARENTS.get(model_type, "mlp.")))
+
+
 @pytest.mark.parametrize(("model_type", "options"), SOME)
 def test_theirs_here(model_type: str, options: str, tmp_path: Path) -> None:
     base = reference(model_type, CASES[model_type]["plain"], tmp_path / "base")
-    how = {"r": 4, "lora_alpha": 10, "task_type": "CAUSAL_LM"} | CONFIGS[options]
+    how = {"r": 4, "lora_alpha": 10, "task_type": "CAUSAL_LM"}
+    how |= named(model_type, CONFIGS[options])
     theirs = get_peft_model(base, TheirConfig(**how)).eval()
     randomise(trained(theirs))
     check_theirs_here(theirs, tmp_path)
@@ -55,7 +62,7 @@ def test_ours_there(model_type: str, tmp_path: Path) -> None:
     config = LoraConfig(rank=5, alpha=7, targets=targets, rank_pattern={"experts.down_proj": 3})
     ours, _ = check_ours_there(base, config, tmp_path)
     written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert written["target_parameters"] == BOTH
+    assert written["target_parameters"] == named(model_type, BOTH)
     check_reloaded(ours, tmp_path)
 
 

@@ -46,8 +46,8 @@ PACKED |= dict.fromkeys(
     ("qwen3_5_text", "qwen3_5_moe_text"), ("q_proj", "in_proj_qkv", "in_proj_a")
 )
 PACKED |= {"qwen3_next": ("q_proj", "in_proj_qkvz", "in_proj_ba")}
-PACKED |= {"lfm2": ("q_proj", "in_proj", "w1")}
-OUT = {"lfm2": "out_proj"}  # others' o_proj
+PACKED |= dict.fromkeys(("lfm2", "lfm2_moe"), ("q_proj", "in_proj", "w1"))
+OUT = dict.fromkeys(("lfm2", "lfm2_moe"), "out_proj")  # others' o_proj
 
 
 def some(model_type: str) -> tuple[str, ...]:

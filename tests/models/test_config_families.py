@@ -51,6 +51,7 @@ DEEPSEEK_YARN = {
 }
 
 # What published configs say beside the keys that transformers writes, or in place of them
+LFM2_FULL = (2, 6, 10, 14, 18, 21)
 GPT_OSS_YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
 GPT_OSS_YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -121,6 +122,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "theta": 1000000.0,
         "torch_dtype": "bfloat16",
         "use_pos_enc": True,
+    },
+    "lfm2_moe": {
+        "eos_token_id": 7,
+        "layer_types": ["full_attention" if i in LFM2_FULL else "conv" for i in range(24)],
+        "num_hidden_layers": 24,
+        "rope_theta": 1000000.0,
+        "tie_embedding": True,
+        "torch_dtype": "bfloat16",
     },
     "hunyuan_v1_dense": {
         "attention_head_dim": 128,

@@ -1,14 +1,19 @@
-"""Short convolutions: what the tests of all families do not ask. B batch, T tokens."""
+"""LFM2 and its mixtures: what the tests of all families do not ask. B batch, T tokens."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
 
-from tests.models.tiny import CASES, load_case
+from tests.models.tiny import CASES, load_case, load_reference, reference
 from tests.support.contract import assert_same_gradients, gradients
+from tigon import from_pretrained
+from tigon.integrations.transformers import as_transformers
 from tigon.models.lfm2 import Lfm2Config
+from tigon.models.lfm2_moe import Lfm2MoeConfig
 from tigon.utils.config import ConfigError
 
 B, T = 2, 13
@@ -86,3 +91,70 @@ def test_keys_of_old_configs() -> None:
     assert written["tie_embedding"] and written["tie_word_embeddings"]
     assert written["block_ff_dim"] == 300 and written["norm_eps"] == 1e-3
     assert "rms_norm_eps" not in written
+
+
+# Mixtures
+
+BIAS = "model.layers.1.feed_forward.expert_bias"
+
+
+def test_an_expert_bias_stays_exact(tmp_path: Path) -> None:
+    """In conversions, in exports and in transformers' tree, where it is outside of the router."""
+    model, stored = (
+        load_case("lfm2_moe", "plain", tmp_path),
+        load_file(tmp_path / "model.safetensors"),
+    )
+    assert not torch.equal(stored[BIAS], stored[BIAS].bfloat16().float())
+    model.bfloat16().save_pretrained(tmp_path / "saved")
+    written = load_file(tmp_path / "saved/model.safetensors")
+    assert written.keys() == stored.keys() and torch.equal(written[BIAS], stored[BIAS])
+    assert torch.equal(load_reference(tmp_path / "saved").get_buffer(BIAS), stored[BIAS])
+    native = from_pretrained(tmp_path / "saved").train()
+    expected = native(tokens()).logits
+    split = as_transformers(native)
+    assert torch.equal(split.state_dict()[BIAS], stored[BIAS])
+    assert torch.equal(split(tokens()).logits, expected)
+    with torch.no_grad():
+        split.get_buffer(BIAS).neg_()  # which the router reads
+    assert not torch.equal(split(tokens()).logits, expected)
+    split.get_buffer(BIAS).neg_()
+    split.save_pretrained(tmp_path / "split")
+    assert load_file(tmp_path / "split/model.safetensors").keys() == stored.keys()
+
+
+def test_state_dicts_of_files_load_in_transformers_tree(tmp_path: Path) -> None:
+    """Experts that a file has one by one are stacked in the tree."""
+    split = as_transformers(load_case("lfm2_moe", "one of many, untied", tmp_path)).train()
+    expected = split(tokens()).logits
+    with torch.no_grad():
+        for p in split.parameters():
+            p.zero_()
+    split.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(split(tokens()).logits, expected)
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    """As transformers has them in memory; an export keeps the form."""
+    theirs = reference("lfm2_moe", CASES["lfm2_moe"]["plain"], tmp_path, save_original_format=False)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert "model.layers.1.feed_forward.experts.gate_up_proj" in names
+    model = from_pretrained(tmp_path)
+    with torch.no_grad():
+        found, expected = (m(tokens()).logits for m in (model, theirs))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "saved")
+    assert load_file(tmp_path / "saved/model.safetensors").keys() == names
+
+
+def test_configs_of_mixtures() -> None:
+    """transformers builds no model without layer_types, and reads no sizes of blocks."""
+    for types in ({}, {"layer_types": None}):
+        with pytest.raises(ConfigError, match="layer_types"):
+            Lfm2MoeConfig.from_dict({"num_hidden_layers": 2, **types})
+    values = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    config = Lfm2MoeConfig.from_dict(values | {"tie_embedding": False, "norm_eps": 1e-3})
+    assert config.mlp_size == config.intermediate_size == 7168
+    written = config.to_dict()
+    assert not {"block_dim", "conv_dim", "rms_norm_eps", "hidden_act"} & written.keys()
+    theirs = AutoConfig.for_model(**written)
+    assert not theirs.tie_word_embeddings and theirs.norm_eps == 1e-3

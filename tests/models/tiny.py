@@ -615,13 +615,47 @@ CASES |= {
         "biases": {**CONV, "conv_bias": True},
     }
 }
+# The first layer is dense
+MIXED: Overrides = {
+    **EXPERTS,
+    "layer_types": ["conv", FULL, "conv"],
+    "norm_eps": 1e-3,
+    "num_dense_layers": 1,
+    "routed_scaling_factor": 1.7,
+    "pad_token_id": 3,
+}
+CASES |= {
+    "lfm2_moe": {
+        "plain": MIXED,
+        "no expert bias, others": {
+            **MIXED,
+            "use_expert_bias": False,
+            "conv_bias": True,
+            "num_dense_layers": 0,
+            "layer_types": [FULL, "conv", FULL],
+            "rope_parameters": YARN,
+        },
+        "one of many, untied": {  # with its weight alone to divide by, a router learns nothing
+            **MIXED,
+            "num_experts": 90,
+            "num_experts_per_tok": 1,
+            "norm_topk_prob": False,
+            "conv_L_cache": 4,
+            "tie_word_embeddings": False,
+            "pad_token_id": None,
+        },
+    }
+}
 # What is chosen by a hair's breadth in fp32 is another in bf16: there all experts are taken
 IN_BF16: dict[str, Overrides] = {
     **{m: {"num_local_experts": 6, "num_experts_per_tok": 6} for m in ("mixtral", "gpt_oss")},
     "gemma4_text": {"num_experts": 6, "top_k_experts": 6},
     **{
         name: {"num_experts": 6, "num_experts_per_tok": 6}
-        for name in ("olmoe", "qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next")
+        for name in (
+            *("lfm2_moe", "olmoe"),
+            *("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next"),
+        )
     },
     "llama4_text": {"num_local_experts": 5, "num_experts_per_tok": 5},
     **{

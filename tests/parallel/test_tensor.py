@@ -144,6 +144,9 @@ TWO: dict[str, tuple[str, dict[str, Any]]] = {
 }
 CONV = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 6, "conv_bias": True}
 TWO["lfm2"] = "lfm2", CONV
+CONV_MOE = {"layer_types": CONV["layer_types"], "num_dense_layers": 1, "num_experts": 5}
+CONV_MOE |= {"num_experts_per_tok": 3, "moe_intermediate_size": 22}
+TWO["lfm2_moe"] = "lfm2_moe", CONV_MOE
 FOUR = {
     "short convolutions": ("lfm2", CONV),
     "kv heads on two ranks each": ("llama", {"attention_bias": True}),

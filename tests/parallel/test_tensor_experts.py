@@ -17,6 +17,7 @@ from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import (
     BALANCED,
     CHUNKED,
+    CONV_MOE,
     DELTA,
     LATENTS,
     MOE,
@@ -39,6 +40,7 @@ MODELS = {
     "qwen3_moe": ("qwen3_moe", EIGHT | {"mlp_only_layers": [0]}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 8, "swiglu_limit": 0.5, **BALANCED}),
     "deepseek_v3": ("deepseek_v3", LATENTS | {"n_routed_experts": 8, "n_group": 4}),
+    "lfm2_moe": ("lfm2_moe", CONV_MOE | {"num_experts": 8}),
     "qwen3_next": ("qwen3_next", DELTA | SHARED | EIGHT),
 }
 ALL = ("experts.gate_up_proj", "experts.down_proj", "shared_expert_gate", "q_proj", "o_proj")

@@ -6,7 +6,7 @@ import torch
 
 import tigon
 from tests.support.small import EXPERTS, LLAMA
-from tigon.layers import FusedLinear, GatedDeltaNet
+from tigon.layers import FusedLinear, GatedDeltaNet, ShortConv
 from tigon.train.throughput import PEAKS, model_flops, named_peak, peak_flops, positions_seen
 
 LLAMA_8B = {
@@ -103,6 +103,8 @@ def test_every_matrix_of_a_family_is_counted(family):
         values["num_local_experts"] = 5
     if "n_routed_experts" in known:
         values |= {"n_routed_experts": 5, "n_group": 1, "topk_group": 1}
+    if "num_dense_layers" in known:
+        values |= {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}
     if "num_kv_shared_layers" in known:
         values["num_kv_shared_layers"] = 0
     if "kv_lora_rank" in known:  # keys of every head
@@ -117,9 +119,8 @@ def test_every_matrix_of_a_family_is_counted(family):
     mixers = [layer.mixer for layer in model.model.layers]
     delta = [x for x in mixers if isinstance(x, GatedDeltaNet)]
     values = getattr(model.config, "v_head_dim", None)  # else those of keys
-    attention = sum(
-        6 * x.heads * (x.head_dim + (values or x.head_dim)) for x in mixers if x not in delta
-    )
+    softmax = [x for x in mixers if not isinstance(x, GatedDeltaNet | ShortConv)]
+    attention = sum(6 * x.heads * (x.head_dim + (values or x.head_dim)) for x in softmax)
     recurrence = sum(18 * x.value_heads * x.key_dim * x.value_dim for x in delta)
     expected = 6 * sum(matrices.values()) + attention + recurrence
     assert model_flops(model, [1]) == pytest.approx(expected, rel=1e-12)

@@ -37,12 +37,13 @@ def count_cpus() -> int:
 
 
 def tokenize(
-    sources: Sequence[Source], encoder: Encoder, *, workers: int | None = None
+    sources: Sequence[Source], encoder: Encoder, *, workers: int | None = None, check: bool = True
 ) -> list[Examples]:
     """Loads the examples of the sources from the cache, or tokenizes them; one item for each block.
 
     The first process of a host tokenizes; others that want the same wait for it. ValueError for a
-    source without rows, and for a bad row unless the encoder skips these.
+    source without rows, and for a bad row unless the encoder skips these; without `check` the cache
+    keeps what was tokenized all the same, and the next call raises it.
     """
     root = cache_root() / "data"
     with disk_errors(root):
@@ -58,21 +59,21 @@ def tokenize(
     if (parts := _load_examples(root / key, key, names)) is not None:
         with suppress(OSError):  # a cache that is only read
             os.utime(root / key)  # when it was last used
-        _check_parts(sources, parts, encoder)
-        return parts
-    with disk_errors(root), FileLock(root / f"{key}.lock"):
-        parts = _load_examples(root / key, key, names)
-        if parts is None:
-            shutil.rmtree(root / key, ignore_errors=True)
-            _build_dataset(root / key, sources, encoder, workers)
+    else:
+        with disk_errors(root), FileLock(root / f"{key}.lock"):
             parts = _load_examples(root / key, key, names)
-        if parts is None:
-            raise RuntimeError(f"something damages files below {root} while they are made")
-        try:
+            if parts is None:
+                shutil.rmtree(root / key, ignore_errors=True)
+                _build_dataset(root / key, sources, encoder, workers)
+                parts = _load_examples(root / key, key, names)
+            if parts is None:
+                raise RuntimeError(f"something damages files below {root} while they are made")
+    try:
+        if check:
             _check_parts(sources, parts, encoder)
-        except ValueError:
-            shutil.rmtree(root / key, ignore_errors=True)
-            raise
+    except ValueError:
+        shutil.rmtree(root / key, ignore_errors=True)
+        raise
     return parts
 
 
@@ -177,7 +178,7 @@ def _encode_shards(
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of the data set for each block of the runs; in place of a bad block one with its
     error, after which nothing follows unless bad rows are skipped."""
-    _exit_with_parent()
+    exit_with_parent()
     for run in runs:
         for i, first, last in run:
             for block in sources[i].blocks(first, last):
@@ -294,8 +295,8 @@ def one_tokenizer_thread() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def _exit_with_parent() -> None:
-    """Watch the parent in a thread, and end this worker process when the parent is killed."""
+def exit_with_parent() -> None:
+    """Watches the parent in a thread, and ends this worker process when the parent is killed."""
     import multiprocess  # type: ignore[import-untyped]
 
     if (parent := multiprocess.parent_process()) is not None:

@@ -31,7 +31,7 @@ from tigon.layers.rope import (
     rotated_dims,
     yarn_magnitude,
 )
-from tigon.layers.router import GroupRouter, ScaledRouter, TopKRouter
+from tigon.layers.router import GroupRouter, ScaledRouter, SigmoidRouter, TopKRouter
 from tigon.layers.short_conv import ShortConv
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "SavedModules",
     "ScaledRouter",
     "ShortConv",
+    "SigmoidRouter",
     "SoftmaxAttention",
     "SparseMoE",
     "StaticCache",

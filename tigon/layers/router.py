@@ -122,7 +122,8 @@ class GroupRouter(Router):
     reaches it. Without, scores are probabilities of all experts in the model's dtype.
     """
 
-    e_score_correction_bias: Tensor  # [E], fp32 in models of any dtype
+    eps = 1e-20  # added to the sum of a token's weights
+    e_score_correction_bias: Tensor | None  # [E], fp32 in models of any dtype
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class GroupRouter(Router):
         scale: float = 1.0,
     ):
         super().__init__(dim, experts)
-        if experts % groups or experts < 2 * groups:
+        if experts % groups or (groups > 1 and experts < 2 * groups):
             raise ValueError(f"n_group={groups} does not divide {experts} experts into two or more")
         if not 1 <= top_groups <= groups or per_token > top_groups * (experts // groups):
             raise ValueError(
@@ -146,9 +147,10 @@ class GroupRouter(Router):
             )
         self.per_token, self.sigmoid, self.normalize = per_token, sigmoid, normalize
         self.groups, self.top_groups, self.scale = groups, top_groups, scale
-        if sigmoid:
-            bias = torch.zeros(experts, dtype=torch.float32)
-            self.register_buffer("e_score_correction_bias", bias)
+        self.register_buffer(
+            "e_score_correction_bias",
+            torch.zeros(experts, dtype=torch.float32) if sigmoid else None,
+        )
 
     def logits(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         """Returns logits [N, E] of x [N, C], in fp32 with `sigmoid`."""
@@ -160,18 +162,16 @@ class GroupRouter(Router):
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
         """Returns the routing of x [N, C]."""
         logits = self.logits(x)
-        if self.sigmoid:
-            scores = logits.sigmoid()
-            ranked = scores.detach() + self.e_score_correction_bias
-        else:
-            scores = logits.softmax(-1)
-            ranked = scores.detach()
+        scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
+        ranked = scores.detach()
+        if self.e_score_correction_bias is not None:
+            ranked = ranked + self.e_score_correction_bias
         if self.top_groups < self.groups:
             ranked = self._mask_groups(ranked)
         experts = ranked.topk(self.per_token, sorted=False).indices
         weights = scores.gather(1, experts)
         if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.eps)
         probs = scores.float()
         if self.sigmoid:
             probs = probs / probs.sum(-1, keepdim=True)
@@ -194,3 +194,29 @@ class GroupRouter(Router):
             return move(x) if x is exact else fn(x)
 
         return super()._apply(convert, recurse)
+
+
+class SigmoidRouter(GroupRouter):
+    """LFM2's choice of k of E experts: as GroupRouter's in one group, by sigmoids in the model's
+    dtype, and with a correction bias only if `corrected`."""
+
+    eps = 1e-6
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        per_token: int,
+        *,
+        corrected: bool,
+        normalize: bool,
+        scale: float,
+    ):
+        sizes = dim, experts, per_token
+        super().__init__(*sizes, sigmoid=True, normalize=normalize, scale=scale)
+        if not corrected:
+            self.e_score_correction_bias = None
+
+    def logits(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
+        """Returns logits [N, E] of x [N, C], in its dtype."""
+        return Router.logits(self, x)

@@ -17,6 +17,7 @@ from tigon.models.granite import Granite as Granite
 from tigon.models.granite_swa import GraniteSWA as GraniteSWA
 from tigon.models.hunyuan_v1_dense import HunYuanV1Dense as HunYuanV1Dense
 from tigon.models.lfm2 import Lfm2 as Lfm2
+from tigon.models.lfm2_moe import Lfm2Moe as Lfm2Moe
 from tigon.models.llama import Llama as Llama
 from tigon.models.llama4 import Llama4 as Llama4
 from tigon.models.ministral3 import Ministral3 as Ministral3

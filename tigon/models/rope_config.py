@@ -56,7 +56,8 @@ RANGES = _range_of_names(
     ((1e-3, 1e3), "block_ffn_dim_multiplier"),
     (COUNT, "full_attn_idxs"),
     (COUNT, "max_window_layers mlp_only_layers no_rope_layers num_experts_per_tok"),
-    (COUNT, "first_k_dense_replace num_key_value_heads shared_expert_intermediate_size"),
+    (COUNT, "first_k_dense_replace num_dense_layers num_key_value_heads"),
+    (COUNT, "shared_expert_intermediate_size"),
     (COUNT, "sliding_window"),  # 0 where no layer slides
     ((0, 2**16), "head_dim"),
     ((0, MOST_ITEMS), "labels"),  # num_labels

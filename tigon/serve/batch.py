@@ -71,7 +71,7 @@ class Reading:
         """Reads up to PREFILL tokens of one prompt, or all of several; returns the logits [n, V]
         after the prompts once they are read."""
         if len(self.prompts) > 1:
-            ends = torch.tensor([*accumulate(map(len, self.prompts), initial=0)])
+            ends = torch.tensor([*accumulate(map(len, self.prompts), initial=0)], device="cpu")
             out = model(
                 torch.cat(self.prompts)[None],
                 past_key_values=self.view,

@@ -4,9 +4,9 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from tigon.models.pretrained.quantization import count_parameters
 from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
+from tigon.train.ahead import EarlyModel, tokenizing
 from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
@@ -136,13 +137,14 @@ class RunInputs:
 
 def read_inputs(
     config: Config, world: World, *, here: bool = True, sizes: MeshSizes | None = None,
-    device: torch.device | None = None,
+    device: torch.device | None = None, early: EarlyModel | None = None,
 ) -> RunInputs:  # fmt: skip
     """Reads and checks settings and data, and makes the choices of `resolve_choices`; every rank
     calls this.
 
     It writes only the lock of the run directory. `here`: check that this machine can run it;
-    `sizes` and `device` are those of the run, by default the world's.
+    `sizes` and `device` are those of the run, by default the world's. `early` builds the model
+    while data are tokenized, if that takes long.
     """
     sizes, device = sizes or world.sizes, device or world.device
     with world.raise_on_all_ranks():
@@ -170,9 +172,14 @@ def read_inputs(
         check_context(config, source)
         task.check_frozen_models(tokenizer, source)
         reason = set_share_prompts(task, source)
+        ahead = tokenizing(task, tokenizer) if early is not None else nullcontext()
     auto = open_settings(config)
-    config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
-    task.config = config
+    with ahead as process:
+        config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
+        task.config = config
+        if process is not None and early is not None:
+            early.build(process, task, source, choice)
+            process.wait()
     with world.raise_on_all_ranks():
         cursor = None if source is None else checkpoint.read_metadata(source).get("cursor")
         data = build_loader(task, config.data, tokenizer, cursor=cursor)
@@ -226,7 +233,8 @@ def prepare(config: Config, world: World) -> TrainingRun:
     config, world = resolve_parallel(config, world, world.size)
     with world.raise_on_all_ranks():
         check_ranks(config, world.data.size)
-    inputs = read_inputs(config, world)
+    early = EarlyModel(partial(build_seeded, world))
+    inputs = read_inputs(config, world, early=early)
     config, source = inputs.config, inputs.source
     has_adapter, is_new = config.lora is not None, source is None and world.size > 1
     with world.raise_on_all_ranks():
@@ -236,10 +244,9 @@ def prepare(config: Config, world: World) -> TrainingRun:
     if world.size > 1:
         check_same_models(config, digest if is_new else "", world)
     with world.raise_on_all_ranks():
-        seed_everything(config, world)
-        model = build_model(config, world, source)
-        if inputs.choice is not None:
-            inputs.choice.apply(model)
+        model = early.take(config)
+        if model is None:
+            model = build_seeded(world, config, source, inputs.choice)
         inputs.check_model(model)
         prompts = read_prompts(config, inputs.tokenizer, model)
         benchmarks = load_benchmarks(config, model, inputs.tokenizer, world)
@@ -258,6 +265,17 @@ def prepare(config: Config, world: World) -> TrainingRun:
     run = build_run(config, world, inputs, model, optimizer, ema, prompts, base)
     run.benchmarks = benchmarks
     return run
+
+
+def build_seeded(
+    world: World, config: Config, source: Path | None, choice: StepChoice | None
+) -> CausalLM:
+    """Seeds everything, and builds the run's model, which then computes as was chosen."""
+    seed_everything(config, world)
+    model = build_model(config, world, source)
+    if choice is not None:
+        choice.apply(model)
+    return model
 
 
 def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalLM) -> Iterator[str]:

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from tigon.data import (
+    Encoder,
     EncodingReport,
     Entry,
+    Examples,
     Loader,
     Mixture,
     Source,
@@ -60,13 +62,13 @@ def build_loader(
         )
     streaming = config.streaming and not held_out
     cursor = cursor if streaming and cursor else None
-    sources = find_entry_sources(config, entries, held_out=held_out, streaming=streaming)
     options: dict[str, Any] = {"size": config.shuffle_window, "weights": weights}
     windows: Stream | Mixture
     if streaming:
+        sources = find_entry_sources(config, entries, streaming=True)
         windows = Stream(sources, encoder, workers=config.workers, cursor=cursor, **options)
     else:
-        corpora = [tokenize(entry, encoder, workers=config.workers) for entry in sources]
+        corpora = tokenize_entries(config, entries, encoder, held_out=held_out)
         windows = Mixture(corpora, **options)
     has_dropout = config.lora is not None and config.lora.dropout > 0
     loader = Loader(
@@ -89,6 +91,19 @@ def build_loader(
     for line in lines:
         world.log_rank0(f"{name}: {line}")
     return loader
+
+
+def tokenize_entries(
+    config: Config,
+    entries: Sequence[Entry],
+    encoder: Encoder,
+    *,
+    held_out: bool,
+    check: bool = True,
+) -> list[list[Examples]]:
+    """Returns the examples of each entry, by `tokenize`; raises ValueError as that does."""
+    sources = find_entry_sources(config, entries, held_out=held_out)
+    return [tokenize(entry, encoder, workers=config.workers, check=check) for entry in sources]
 
 
 def find_entry_sources(

@@ -185,13 +185,15 @@ def free_gradients_in_backward(part: list[nn.Parameter], tracker: MemoryTracker)
         parameter.register_post_accumulate_grad_hook(arrived)
 
 
-def dummy_batch(rows: int, tokens: int, task: Task | type[Task] = Task) -> MicroBatch:
-    """Returns a micro-batch of full rows on the meta device, with a task's columns.
+def dummy_batch(
+    rows: int, tokens: int, task: Task | type[Task] = Task, *, device: str = "meta"
+) -> MicroBatch:
+    """Returns a micro-batch of full rows, by default on the meta device, with a task's columns.
 
     A shared prompt fills its row but for one token of each further answer: the case in which
     attention copies most keys and values.
     """
-    options: dict[str, Any] = {"device": "meta"}
+    options: dict[str, Any] = {"device": device}
     ids = torch.zeros(rows, tokens, dtype=torch.int64, **options)
     sequences, longest, prefixes = rows * task.group, -(-tokens // task.group), None
     if task.share_prompts:

@@ -57,6 +57,7 @@ def test_split_model_is_the_native_one(model_type: str, tmp_path: Path) -> None:
     native, split, reference = make_split(model_type, tmp_path)
     expected = [(name, p.shape) for name, p in reference.named_parameters()]
     assert [(name, p.shape) for name, p in split.named_parameters()] == expected
+    assert split.state_dict().keys() == reference.state_dict().keys()
     kinds = [{n for n, m in x.named_modules() if isinstance(m, LINEAR)} for x in (split, reference)]
     if model_type == "llama4_text":  # whose router is an nn.Linear that returns two tensors
         kinds[1] -= {name for name in kinds[1] if name.endswith(".router")}

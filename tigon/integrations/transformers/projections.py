@@ -256,10 +256,14 @@ def _rename(owner: nn.Module, kind: str, name: str, target: nn.Module, other: st
 
 
 def _move(model: nn.Module, path: str, module: nn.Module, names: CheckpointNames) -> None:
-    """Puts a module where transformers has it, or its parameters alone if transformers has them in
-    the module around it. What remains without anything is no longer in the tree."""
+    """Puts a module where transformers has it, or its parameters or buffers alone if transformers
+    has them in the module around it. What remains without anything is no longer in the tree."""
     parent_path, _, leaf = path.rpartition(".")
     parent = model.get_submodule(parent_path)
+    for name in module_buffers(module):
+        place, _, other = names.stored_name(f"{path}.{name}").rpartition(".")
+        if place == names.stored_name(parent_path):
+            _rename(module, "_buffers", name, parent, other)
     if not module._modules and isinstance(module._modules, Renamed):
         _hide(parent, leaf)
         return

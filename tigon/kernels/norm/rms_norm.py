@@ -150,8 +150,7 @@ def _forward(
     outputs = _outputs(x, residual, save, gate, weight, post_weight)
     y, total = outputs[0], None if residual is None else outputs[1]
     rstd = outputs[-1] if save else None
-    norm = eps, post_eps, offset, before
-    _launch(x, residual, gate, weight, post_weight, y, total, rstd, *norm)
+    _launch(x, residual, gate, weight, post_weight, y, total, rstd, eps, post_eps, offset, before)
     return outputs
 
 

@@ -203,7 +203,7 @@ def peft_config(
     base = config if config.base else LoraConfig(base=origin.name, revision=origin.revision)
     linear = [module.name for module in modules if not module.experts]
     experts = [module for module in modules if module.experts]
-    parameters = {f"mlp.experts.{module.projection}" for module in experts}
+    parameters = {re.split(r"\.\d+\.", module.name)[-1] for module in experts}  # within a layer
     selected = [
         m for m in find_target_modules(model) if m.experts and is_listed(m.name, parameters)
     ]

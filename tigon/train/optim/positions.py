@@ -95,10 +95,5 @@ def _intersect(run: PositionRun, begin: int, end: int) -> PositionRun:
     count = max(min(end - run.first, run.length) - skipped, 0)
     lines, rest = divmod(skipped, run.width)
     assert run.lines is None or not rest  # rows are divided, and lines are within rows
-    return PositionRun(
-        run.first + skipped - begin,
-        count,
-        run.position + lines * run.pitch + rest,
-        min(run.width, count),
-        run.pitch,
-    )
+    position, width = run.position + lines * run.pitch + rest, min(run.width, count)
+    return PositionRun(run.first + skipped - begin, count, position, width, run.pitch)

@@ -1,0 +1,172 @@
+"""Overlaps what a run does before its first step: data, model and kernels, on one rank.
+
+A process of its own tokenizes into the cache, while this one loads the model and compiles its
+kernels by a pass over tokens that mean nothing. The run then reads the data from the cache, and
+says what is wrong with them, as it does without.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tigon.data.cache import train_extra
+from tigon.data.sources import BLOCK_BYTES
+from tigon.data.tokenized import MIN_PARALLEL_BLOCKS, exit_with_parent
+from tigon.models import CausalLM
+from tigon.tokenizer import Tokenizer
+from tigon.train.choices import StepChoice
+from tigon.train.config import Config
+from tigon.train.data import as_entries, find_entry_sources, tokenize_entries
+from tigon.train.memory import dummy_batch
+from tigon.train.signals import handled_signals
+from tigon.train.tasks import CrossEntropyTask, Task
+
+Build: TypeAlias = Callable[[Config, Path | None, StepChoice | None], CausalLM]
+SMALL = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
+WARM_UP_TOKENS = 2**10  # of a pass whose kernels serve rows of any length
+
+
+class Tokenizing:
+    """The process that tokenizes a run's data; leaving its `with` block ends it."""
+
+    def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
+        import multiprocess  # type: ignore[import-untyped]  # as `datasets`, which comes with it
+
+        context = multiprocess.get_context("fork")
+        self._process: Any = context.Process(target=_tokenize, args=(task, tokenizer))
+
+    def __enter__(self) -> "Tokenizing":
+        self._process.start()
+        _make_group(self._process.pid)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process.is_alive():
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # with the workers that it has
+        self._process.join()
+
+    @property
+    def failed(self) -> bool:
+        """Returns whether it has found something wrong, which the next reader of the data says."""
+        return bool(self._process.exitcode)
+
+    def wait(self) -> None:
+        """Waits until the cache has the data, or the process has failed."""
+        with suppress(ImportError), train_extra():
+            import datasets  # noqa: F401  # takes a second, and comes next
+        self._process.join()
+
+
+class EarlyModel:
+    """The model of a run on one rank, built while its data are tokenized."""
+
+    def __init__(self, build: Build) -> None:
+        self._build = build
+        self._built: tuple[Config, CausalLM] | None = None
+
+    def build(
+        self, data: Tokenizing, task: Task, source: Path | None, choice: StepChoice | None
+    ) -> None:
+        """Builds the model and compiles its kernels, unless data are wrong. What is wrong with the
+        model is said when it is built again, after what is wrong with the data."""
+        if not data.failed:
+            with suppress(ValueError, OSError, ImportError):
+                self._built = task.config, self._build(task.config, source, choice)
+        if self._built is not None and self._built[1].device.type == "cuda" and not data.failed:
+            warm_up(self._built[1], task)
+
+    def take(self, config: Config) -> CausalLM | None:
+        """Returns the model if it was built with these settings, to which data may have added
+        tokens, and lets go of it."""
+        built, self._built = self._built, None
+        return built[1] if built is not None and built[0] == config else None
+
+
+def tokenizing(task: Task, tokenizer: Tokenizer) -> "Tokenizing | nullcontext[None]":
+    """Starts to tokenize the data of the task's run; there is nothing to start, and None, on
+    several ranks, for streams, and for data that are small or elsewhere.
+
+    Raises ValueError and OSError for data that are not there.
+    """
+    config = task.config
+    if task.world.size > 1 or config.streaming:
+        return nullcontext()
+    entries = as_entries(config, config.data)
+    sources = [source for entry in find_entry_sources(config, entries) for source in entry]
+    if sum(source.size() for source in sources) < SMALL:
+        return nullcontext()
+    return Tokenizing(task, tokenizer)
+
+
+def _tokenize(task: Task, tokenizer: Tokenizer) -> None:
+    """Tokenizes the data of a run into the cache and ends this process, which it owns; its status
+    says whether something is wrong with them, which is not printed."""
+    _make_group(0)
+    signal.set_wakeup_fd(-1)  # the parent's
+    for number in handled_signals():
+        signal.signal(number, signal.SIG_DFL)
+    exit_with_parent()
+    status = 1
+    try:
+        config = task.config
+        for items, held_out in ((config.data, False), (config.held_out, True)):
+            entries, encoder = as_entries(config, items), task.encoder(tokenizer)
+            if items:
+                corpora = tokenize_entries(config, entries, encoder, held_out=held_out, check=False)
+                wrong = any(part.report.errors for parts in corpora for part in parts)
+                if wrong and not encoder.skip_bad_rows:
+                    break
+        else:
+            status = 0
+    finally:
+        os._exit(status)
+
+
+def _make_group(process: int) -> None:
+    """Puts a process, 0 meaning this one, into a group of its own, unless it is in it already."""
+    with suppress(OSError):  # parent and child both do it, as neither may be late
+        os.setpgid(process, process)
+
+
+def warm_up(model: CausalLM, task: Task) -> None:
+    """Compiles the kernels of a training pass, by a pass over a row of made-up tokens.
+
+    Weights, gradients and random states are as before. Does nothing for weights that are sharded,
+    and for tasks with columns or pairs of their own; an error is left to the first step.
+    """
+    plain = isinstance(task, CrossEntropyTask) and not (task.per_token or task.one_prompt)
+    if not plain or isinstance(model, FSDPModule) or model.zero2 is not None:
+        return
+    gpus = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(gpus), suppress(Exception):
+        run_pass(model, task)
+    model.zero_grad()
+    torch.cuda.empty_cache()  # other sizes follow
+
+
+def run_pass(model: CausalLM, task: Task) -> None:
+    """Computes gradients for a row of two sequences of made-up tokens, all of them learned."""
+    tokens = min(task.config.seq_len, WARM_UP_TOKENS)
+    half, dummy = tokens // 2, dummy_batch(1, tokens, task, device="cpu")
+    spans = torch.tensor([[0, half], [half, tokens]])
+    batch = replace(
+        dummy,
+        position_ids=torch.cat([torch.arange(stop - start) for start, stop in spans.tolist()])[
+            None
+        ],
+        cu_seq_lens=torch.tensor([0, half, tokens], dtype=torch.int32),
+        longest=tokens - half,
+        spans=spans,
+        parts=torch.zeros(2, dtype=torch.int64),
+        host_spans=spans.numpy(),
+    )
+    inputs = task.resolve(model, batch.to(model.device))
+    task.loss(model, inputs, task.sums(model, inputs)).loss.backward()

@@ -155,17 +155,16 @@ def warm_up(model: CausalLM, task: Task) -> None:
 def run_pass(model: CausalLM, task: Task) -> None:
     """Computes gradients for a row of two sequences of made-up tokens, all of them learned."""
     tokens = min(task.config.seq_len, WARM_UP_TOKENS)
-    half, dummy = tokens // 2, dummy_batch(1, tokens, task, device="cpu")
-    spans = torch.tensor([[0, half], [half, tokens]])
+    half, host = tokens // 2, torch.device("cpu")
+    spans = torch.tensor([[0, half], [half, tokens]], device=host)
+    positions = torch.arange(tokens, device=host)
     batch = replace(
-        dummy,
-        position_ids=torch.cat([torch.arange(stop - start) for start, stop in spans.tolist()])[
-            None
-        ],
-        cu_seq_lens=torch.tensor([0, half, tokens], dtype=torch.int32),
+        dummy_batch(1, tokens, task, device="cpu"),
+        position_ids=torch.where(positions < half, positions, positions - half)[None],
+        cu_seq_lens=torch.tensor([0, half, tokens], dtype=torch.int32, device=host),
         longest=tokens - half,
         spans=spans,
-        parts=torch.zeros(2, dtype=torch.int64),
+        parts=torch.zeros(2, dtype=torch.int64, device=host),
         host_spans=spans.numpy(),
     )
     inputs = task.resolve(model, batch.to(model.device))

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.compiled.compiling import SHARED, WIDE, in_place
+from tests.compiled.specializations import DEFAULT_MOST, MODELS, MOST, OPERATORS
 from tigon.kernels import runtime
 from tigon.kernels.attention.decode import holds_tile
 from tigon.kernels.delta import gated_delta, gated_delta_backward
@@ -20,13 +21,18 @@ from tigon.kernels.delta.gated_delta_tiles import fits
 slow = pytest.mark.slow
 
 
-def compiled(*options: str) -> dict[str, Any]:
-    """What the command found of each kernel; all has to compile."""
+def run(module: str, *options: str) -> dict[str, Any]:
+    """What a command prints, in a process without the interpreter."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tests.compiled", *options]
+    command = [sys.executable, "-m", module, *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["compiled"]
+    return json.loads(done.stdout)
+
+
+def compiled(*options: str) -> dict[str, Any]:
+    """What the command found of each kernel; all has to compile."""
+    return run("tests.compiled", *options)["compiled"]
 
 
 @pytest.mark.timeout(1200)  # two minutes of both cores, more beside other tests
@@ -70,6 +76,23 @@ def test_large_launches_fit_into_shared_memory(capability: str, form: str, kerne
     launches = [counts for name in found if name.endswith(kernel) for counts in found[name]]
     assert launches
     assert all(20 << 10 < counts["shared"] <= SHARED[int(capability)] for counts in launches)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param((OPERATORS, "llama"), id="some"),
+        pytest.param(MODELS.keys() - {"llama"}, id="others", marks=slow),
+    ],
+)
+def test_shapes_compile_few_kernels_again(names: tuple[str, ...]) -> None:
+    """Nor does a server that is ready compile any."""
+    for name, found in run("tests.compiled.specializations", *names).items():
+        assert not found["late"], name
+        for kernel, (count, differences) in found["kernels"].items():
+            most = MOST.get(kernel, MOST.get(kernel.rpartition(".")[2], DEFAULT_MOST))
+            assert count <= most, (name, kernel, differences)
 
 
 @pytest.mark.parametrize("sm", SHARED)

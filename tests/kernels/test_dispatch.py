@@ -25,7 +25,8 @@ def path() -> None:
 @pytest.fixture(autouse=True)
 def auto(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_mode", "auto")
-    monkeypatch.setattr(runtime, "_served", {})
+    forgetful = runtime.device_fact(runtime._gpu_supported.__wrapped__)
+    monkeypatch.setattr(runtime, "_gpu_supported", forgetful)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old GPU")
 
@@ -57,8 +58,8 @@ def test_failing_triton_gets_a_warning_and_torch(monkeypatch: pytest.MonkeyPatch
         assert not runtime.runs_triton(OnDevice("cuda:0"))
 
 
-def test_what_the_modes_choose() -> None:
-    runtime._served[0] = True
+def test_what_the_modes_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_gpu_supported", lambda device: True)
     chosen = {}
     for mode in ("auto", "reference", "triton"):
         with tigon.kernels.use(mode):

@@ -17,7 +17,7 @@ from tigon.kernels.delta import gated_delta_backward as backward
 from tigon.kernels.delta import gated_delta_forward as forward
 from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS
 from tigon.kernels.delta.gated_delta_step import gated_delta_tokens
-from tigon.kernels.delta.gated_delta_tiles import MAX_DIM, Launch
+from tigon.kernels.delta.gated_delta_tiles import CHUNK, MAX_DIM, SEQUENCES, Launch, make_chunks
 
 Inputs = dict[str, Tensor]
 
@@ -124,6 +124,22 @@ def test_neighbors_do_not_matter(dim: int) -> None:
     for name, x in found.items():
         at = [0, 2] if name == "state" else (0, [*range(3), *range(70, 135)])
         torch.testing.assert_close(x[at], expected[name][at], rtol=1e-6, atol=1e-6)
+
+
+def test_chunks_of_many_sequences(kernels_only: None) -> None:
+    """More of them than are counted at once."""
+    lengths = [1 + 37 * i % 190 for i in range(2 * SEQUENCES + 3)]
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    starts = [
+        (bounds[i].item() + at, min(CHUNK, length - at))
+        for i, length in enumerate(lengths)
+        for at in range(0, length, CHUNK)
+    ]
+    made = make_chunks(torch.empty(1, sum(lengths), 1, 16), bounds)
+    counts = torch.tensor([-(-length // CHUNK) for length in lengths]).cumsum(0)
+    assert made.offsets.tolist() == [0, *counts.tolist()]
+    assert made.table[:, : len(starts)].T.tolist() == [[*each] for each in starts]
+    assert not made.table[:, len(starts) :].any()
 
 
 def test_rows_are_independent() -> None:

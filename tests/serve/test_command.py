@@ -6,9 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +21,12 @@ from tests.serve import loop
 from tests.serve.server import TEXT, chunks
 from tigon.cli import main
 from tigon.cli.serve import CPU_ROWS, GPU_ROWS
-from tigon.serve.run import listen
+from tigon.models import CausalLM
+from tigon.serve import Engine
+from tigon.serve.app import Service
+from tigon.serve.batch import DecodeBatch
+from tigon.serve.run import listen, make_server
+from tigon.tokenizer import Tokenizer
 
 
 @contextmanager
@@ -45,7 +53,7 @@ def started(
 
 def test_a_signal_lets_running_requests_end(directory: Path) -> None:
     with started(directory, TIGON_API_KEY="sesame") as (url, process):
-        assert httpx.get(url + "/v1/models").status_code == 401
+        assert httpx.get(url + "/v1/models", timeout=60).status_code == 401
         headers = {"authorization": "Bearer sesame"}
         body = {"prompt": [5], "max_tokens": 250, "stream": True, "temperature": 1.0, "top_k": 0}
         body |= {"seed": 1}
@@ -59,6 +67,49 @@ def test_a_signal_lets_running_requests_end(directory: Path) -> None:
         assert found[-1]["choices"][0]["finish_reason"]
         assert process.wait(10) == 0
         assert process.stderr is not None and process.stderr.read() == ""
+
+
+def test_the_first_line_says_that_requests_are_answered(
+    model: CausalLM, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine, which compiles kernels and captures graphs as it starts, is ready by then."""
+    order, start = [], Engine.start
+
+    def start_slowly(engine: Engine) -> None:
+        time.sleep(0.3)
+        start(engine)
+        order.append("started")
+
+    monkeypatch.setattr(Engine, "start", start_slowly)
+    service = Service(Engine(model, 2, 2), tokenizer, "tiny", (0,))
+    with listen("127.0.0.1", 0) as listener:
+        server = make_server(service, announce=lambda: order.append("ready"))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:  # it waits where it is not answered at once
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            order.append(httpx.get(url + "/v1/models", timeout=60).status_code)
+        finally:
+            server.should_exit = True
+            thread.join()
+    assert order == ["started", "ready", 200]
+
+
+def test_a_server_warms_up_by_all_that_requests_may_ask(
+    model: CausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, forward = [], type(model).forward
+
+    def noted(self: CausalLM, ids: torch.Tensor, **options: Any) -> Any:
+        read.append((ids.shape[1], options.get("cu_seq_lens") is not None))
+        return forward(self, ids, **options)
+
+    monkeypatch.setattr(type(model), "forward", noted)
+    batch = DecodeBatch(model, 3, 256)
+    with torch.inference_mode():
+        batch.warm_up(None)
+    assert {(255, False), (3 * 255, True), (16, False), (16, True), (1, False)} <= {*read}
+    assert not batch._cache.lengths.any()
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ class Chat:
 
         try:
             self.generate(
-                torch.tensor([ids]),
+                torch.tensor([ids], device="cpu"),
                 max_new_tokens=min(self.max_new_tokens, self.context - len(ids)),
                 streamer=lambda new: show(stream.step(int(new))),
                 **self.settings,
@@ -279,7 +279,7 @@ class GenerateCalls:
                 streamer(new)
             stop = self.interrupted
         finally:
-            flag = torch.tensor([int(stop)])
+            flag = torch.tensor([int(stop)], device="cpu")
             dist.broadcast(flag, 0, group=self.group)
         if flag:
             raise StopGeneration

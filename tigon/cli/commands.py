@@ -71,7 +71,7 @@ def generate(args: Namespace, world: World) -> int:
             print_text(stream.step(int(new)) or "")
 
     model.generate(
-        torch.tensor([ids]),
+        torch.tensor([ids], device="cpu"),
         max_new_tokens=min(args.max_new_tokens, context - len(ids)),
         eos_token_id=end_tokens(model, tokenizer),
         tokenizer=tokenizer,

@@ -2,6 +2,7 @@
 
 import os
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 from tigon.cli.commands import check_sequences, end_tokens
@@ -44,8 +45,9 @@ def serve(args: Namespace) -> int:
         engine = Engine(model, rows, args.max_queue, default)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        print(one_line(f"{name} at {url}: {rows} rows of {engine.capacity} tokens"), flush=True)
-        run(Service(engine, tokenizer, name, ends, [*adapters]), listener, key, local)
+        ready = one_line(f"{name} at {url}: {rows} rows of {engine.capacity} tokens")
+        service = Service(engine, tokenizer, name, ends, [*adapters])
+        run(service, listener, key, local, partial(print, ready, flush=True))
     return 0
 
 

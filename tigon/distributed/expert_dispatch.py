@@ -125,7 +125,7 @@ class ExpertShard:
         counts_ready = None
         if counts.is_meta:  # without numbers: as it would be on average
             each = self.rows(*experts.shape)
-            counts = torch.tensor([each] * (2 * ranks) + [experts.numel()])
+            counts = torch.tensor([each] * (2 * ranks) + [experts.numel()], device="cpu")
         if counts.is_cuda:
             if torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(

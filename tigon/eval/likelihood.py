@@ -165,9 +165,9 @@ def _score_packed(
     """Scores the requests of `members` in one packed row; returns the results by their indices."""
     rows, labels = [], []
     for context, continuation in (requests[i] for i in members):
-        rows.append(torch.tensor(context + continuation[:-1]))
-        labels.append(torch.full((len(rows[-1]),), IGNORE_INDEX))
-        labels[-1][len(context) - 1 :] = torch.tensor(continuation)
+        rows.append(torch.tensor(context + continuation[:-1], device="cpu"))
+        labels.append(torch.full((len(rows[-1]),), IGNORE_INDEX, device="cpu"))
+        labels[-1][len(context) - 1 :] = torch.tensor(continuation, device="cpu")
     targets, bounds = torch.cat(labels), _bounds(rows)
     nll, right = _score_labels(model, torch.cat(rows)[None], targets[None], cu_seq_lens=bounds)
     counts = [len(requests[i][1]) for i in members]
@@ -186,7 +186,7 @@ def _score_shared(
     continuations, each after a copy of its row; returns the results by the requests' indices."""
     longest = max(g.longest for g in groups)
     room = max(len(g.context) for g in groups) + longest
-    contexts = [torch.tensor(g.context) for g in groups]
+    contexts = [torch.tensor(g.context, device="cpu") for g in groups]
     bounds = _bounds(contexts)
     cache = model.static_cache(len(groups), room, chunk=longest) if longest else None
     logits = model(
@@ -197,9 +197,9 @@ def _score_shared(
     ).logits[0]
     # The first token of each continuation, by the last one of its context: [members]
     members = [i for g in groups for i in g.members]
-    counts = torch.tensor([len(g.members) for g in groups])
-    row = torch.arange(len(groups)).repeat_interleave(counts)
-    first = torch.tensor([requests[i][1][0] for i in members])
+    counts = torch.tensor([len(g.members) for g in groups], device="cpu")
+    row = torch.arange(len(groups), device="cpu").repeat_interleave(counts)
+    first = torch.tensor([requests[i][1][0] for i in members], device="cpu")
     logprobs = logits.float().log_softmax(-1)
     sums = logprobs[row.to(model.device), first.to(model.device)].cpu().double()
     greedy = logprobs.argmax(-1).cpu()[row] == first
@@ -210,16 +210,17 @@ def _score_shared(
     for batch in _batches([(room, True)] * len(order), tokens):
         assert cache is not None
         rows = order[batch]
-        continuations = [torch.tensor(requests[members[m]][1]) for m in rows]
+        continuations = [torch.tensor(requests[members[m]][1], device="cpu") for m in rows]
         ids = pad_sequence([s[:-1] for s in continuations], batch_first=True)
         targets = [s[1:] for s in continuations]
         labels = pad_sequence(targets, batch_first=True, padding_value=IGNORE_INDEX)
         fork = cache.rows(0, len(groups))
         fork.select(row[rows])
         # Padding gets its row's last position: some RoPE types depend on the largest one
-        last = torch.tensor([len(s) - 2 for s in continuations])[:, None]
-        start = torch.tensor([len(groups[g].context) for g in row[rows].tolist()])[:, None]
-        positions = start + torch.arange(ids.shape[1]).clamp(max=last)
+        last = torch.tensor([[len(s) - 2] for s in continuations], device="cpu")
+        lengths = [[len(groups[g].context)] for g in row[rows].tolist()]
+        start = torch.tensor(lengths, device="cpu")
+        positions = start + torch.arange(ids.shape[1], device="cpu").clamp(max=last)
         nll, right = _score_labels(
             model, ids, labels, past_key_values=fork, position_ids=positions.to(model.device)
         )
@@ -250,4 +251,4 @@ def _score_labels(
 def _bounds(rows: Sequence[Tensor]) -> Tensor:
     """Returns int64 [rows + 1], where each row begins and the last one ends when they are
     packed."""
-    return torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    return torch.tensor([0, *(len(row) for row in rows)], device="cpu").cumsum(0)

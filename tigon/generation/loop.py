@@ -120,11 +120,11 @@ class Continuations:
             self._complete += 1
             if self._criteria is not None:
                 scores = self._scores(self.tokens, self._complete)
-                for row in self._criteria(torch.tensor(column), scores):
+                for row in self._criteria(torch.tensor(column, device="cpu"), scores):
                     del self.tokens[row][self._complete :]
                     self.unfinished.discard(row)
             if self._emit is not None:
-                self._emit(torch.tensor(column))
+                self._emit(torch.tensor(column, device="cpu"))
 
     def _append_token(self, row: int, token: int) -> None:
         """Appends a token to a row, which leaves `unfinished` if it ends with it.
@@ -154,7 +154,7 @@ class Continuations:
         """Returns the tokens [B, length] on the CPU, with pad tokens behind the ends of rows."""
         length = self.length
         filled = [tokens + [self.pad] * (length - len(tokens)) for tokens in self.tokens]
-        return torch.tensor(filled, dtype=torch.long).view(len(filled), length)
+        return torch.tensor(filled, dtype=torch.long, device="cpu").view(len(filled), length)
 
 
 class HostCopies:
@@ -179,7 +179,7 @@ class HostCopies:
             return
         if self._slots is None:
             shape = self.lag + 1, *tokens.shape
-            self._slots = torch.empty(shape, dtype=tokens.dtype, pin_memory=True)
+            self._slots = torch.empty(shape, dtype=tokens.dtype, pin_memory=True, device="cpu")
             self._events = [torch.cuda.Event() for _ in range(self.lag + 1)]
         i = self._count % (self.lag + 1)
         self._slots[i].copy_(tokens, non_blocking=True)
@@ -225,7 +225,7 @@ def run_steps(
                 output.append(rows, tokens)
             unfinished = [i for i, row in enumerate(rows) if row in output.unfinished]
             if unfinished:
-                steps.select(torch.tensor(unfinished))
+                steps.select(torch.tensor(unfinished, device="cpu"))
                 rows = [rows[i] for i in unfinished]
                 copies = HostCopies(lag, in_step)
         if not output.unfinished:

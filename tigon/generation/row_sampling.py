@@ -85,7 +85,7 @@ class RowSampling:
         if sampled:
             generator = torch.Generator()
             generator.seed() if s.seed is None else generator.manual_seed(s.seed)
-            draws = torch.rand(tokens, generator=generator)
+            draws = torch.rand(tokens, generator=generator, device="cpu")
             self._draws[row, :tokens] = draws.to(self._draws.device)
         drawn = min(FEW, self._vocab) if top_k <= FEW else self._vocab
         filters = top_k < self._vocab or s.top_p < 1

@@ -98,7 +98,7 @@ class Sampling:
         ends = None
         eos = [token for token in settings.eos_token_id if 0 <= token < vocab]
         if settings.min_new_tokens and eos:
-            ends = torch.zeros(vocab, dtype=torch.bool)
+            ends = torch.zeros(vocab, dtype=torch.bool, device="cpu")
             ends[eos] = True
             ends = ends.to(device)
         values = {f.name: getattr(settings, f.name) for f in fields(cls) if f.name != "ends"}

@@ -68,7 +68,7 @@ def _read_prompts(
                 out = model(chunk, past_key_values=rows, logits_to_keep=1)
             logits.append(out.logits[:, -1])
             continue
-        ends = torch.tensor(bounds[start : stop + 1]) - bounds[start]
+        ends = torch.tensor(bounds[start : stop + 1], device="cpu") - bounds[start]
         out = model(
             ids[None],
             past_key_values=rows,
@@ -337,7 +337,7 @@ class DynamicSteps:
 
     def hold(self, ended: Mapping[int, int]) -> None:
         """Lets these rows read padding, since all rows of a KVCache grow alike."""
-        self._ended = torch.zeros(len(self._tokens), 1, dtype=torch.bool)
+        self._ended = torch.zeros(len(self._tokens), 1, dtype=torch.bool, device="cpu")
         self._ended[list(ended)] = True
         self._ended = self._ended.to(self._tokens.device)
 

@@ -355,8 +355,10 @@ class TigonLM(TemplateLM):
         if gathers_weights(self.model):  # a step at a time, as ranks run equal numbers of them
             options["cache_implementation"] = "dynamic"
         width = max(len(prompt.ids) for prompt in prompts)
-        ids = torch.tensor([[0] * (width - len(p.ids)) + p.ids for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p.ids)) + [1] * len(p.ids) for p in prompts])
+        ids = torch.tensor([[0] * (width - len(p.ids)) + p.ids for p in prompts], device="cpu")
+        mask = torch.tensor(
+            [[0] * (width - len(p.ids)) + [1] * len(p.ids) for p in prompts], device="cpu"
+        )
         sequences = self.model.generate(
             ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),

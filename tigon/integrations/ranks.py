@@ -68,7 +68,7 @@ class DataRanks:
 
     def largest(self, number: int) -> int:
         """Returns the largest of all processes' numbers."""
-        tensor = torch.tensor(number)
+        tensor = torch.tensor(number, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return int(tensor)
 

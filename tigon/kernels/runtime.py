@@ -9,7 +9,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 from weakref import WeakSet
 
 import torch
@@ -32,6 +32,7 @@ except ImportError:  # not on Linux
 
     triton = tl = cast(Any, _Absent())
 
+Find = TypeVar("Find", bound=Callable[..., Any])
 Mode = Literal["auto", "reference", "triton"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PDL_ELEMENTS = 1 << 20  # `pdl_options` applies to inputs of at most as many
@@ -79,21 +80,31 @@ def runs_triton(x: Tensor) -> bool:
     return _mode == "triton" and x.device.type in ("cpu", "meta")
 
 
-_served: dict[int, bool] = {}
+def device_fact(find: Find) -> Find:
+    """Remembers what a function finds out about a GPU, by its arguments; under torch.compile it is
+    a constant.
+
+    Dynamo cannot trace a question to a driver, and ignores `functools.cache` with any mark on it.
+    A fact is a number, a bool or a text.
+    """
+    remembered = functools.cache(find)
+
+    @functools.wraps(find)
+    def fact(*of: Any) -> Any:
+        return remembered(*of)
+
+    # What torch.compiler.assume_constant_result does, after a second spent importing Dynamo
+    fact._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return cast(Find, fact)
 
 
+@device_fact
 def _gpu_supported(device: int) -> bool:
     """Whether Triton kernels run on this GPU; warns once if not."""
-    if device not in _served:
-        problem = _gpu_problem(device)
-        _served[device] = problem is None
-        if problem is not None:
-            warnings.warn(f"{problem}: plain torch runs instead of Triton kernels", stacklevel=2)
-    return _served[device]
-
-
-# What torch.compiler.assume_constant_result does, after a second spent importing Dynamo
-_gpu_supported._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    problem = _gpu_problem(device)
+    if problem is not None:
+        warnings.warn(f"{problem}: plain torch runs instead of Triton kernels", stacklevel=3)
+    return problem is None
 
 
 def _gpu_problem(device: int) -> str | None:
@@ -145,7 +156,7 @@ def disable_pdl(model: object) -> None:
     _gathered.add(model)
 
 
-@functools.cache
+@device_fact
 def is_hopper(device: int) -> bool:
     """Whether a GPU is Hopper or newer, sm_90 or above."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
@@ -165,7 +176,7 @@ def pdl_options(x: Tensor) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True}
 
 
-@functools.cache
+@device_fact
 def _num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -175,13 +186,9 @@ def num_sms(x: Tensor) -> int:
     return _num_sms(x.device.index) if x.device.type == "cuda" else 3
 
 
-@functools.cache
+@device_fact
 def _shared_memory(device: int) -> int:
     return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]
-
-
-# What torch.compiler.assume_constant_result does, after a second spent importing Dynamo
-_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def shared_memory(x: Tensor) -> int:

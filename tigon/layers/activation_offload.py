@@ -38,7 +38,7 @@ class _OffloadedStorage:
             return
         source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(x.untyped_storage())
         gpu = self.device.type == "cuda"
-        self.host = torch.empty(self.size, dtype=torch.uint8, pin_memory=gpu)
+        self.host = torch.empty(self.size, dtype=torch.uint8, pin_memory=gpu, device="cpu")
         self.host.copy_(source, non_blocking=gpu)
 
     def fetch(self) -> None:

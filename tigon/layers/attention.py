@@ -103,7 +103,8 @@ class Attention(SoftmaxAttention):
         self.q_norm: RMSNorm | UnitRMSNorm | None = None
         self.k_norm: RMSNorm | UnitRMSNorm | None = None
         if qk_norm_eps is not None and not qk_norm_weight:
-            self.q_norm = self.k_norm = UnitRMSNorm(head_dim, qk_norm_eps)
+            # Two: Dynamo does not trace a function of autograd that gets one tensor twice
+            self.q_norm, self.k_norm = (UnitRMSNorm(head_dim, qk_norm_eps) for _ in "qk")
         elif qk_norm_eps is not None:
             q_dim, k_dim = parts[:2] if flat_qk_norm else (head_dim, head_dim)
             self.q_norm = RMSNorm(q_dim, qk_norm_eps, offset=offset, cast=cast)

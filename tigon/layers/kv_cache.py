@@ -122,7 +122,7 @@ class KVCache(Cache):
 
     def expand(self, n: int) -> None:
         """Repeats every row n times."""
-        self.select(torch.arange(self.rows).repeat_interleave(n))
+        self.select(torch.arange(self.rows, device="cpu").repeat_interleave(n))
 
     def crop(self, length: int) -> None:
         """Drops the tokens of all rows beyond `length`; a shorter cache stays as it is.
@@ -269,7 +269,7 @@ class StaticCache(Cache):
 
     def expand(self, n: int) -> None:
         """Repeats every row n times in new memory; the host waits."""
-        self.select(torch.arange(len(self.lengths)).repeat_interleave(n))
+        self.select(torch.arange(len(self.lengths), device="cpu").repeat_interleave(n))
 
     def grow(self, capacity: int) -> None:
         """Grows to `capacity` tokens in each row, in new memory; the host waits.

@@ -74,7 +74,7 @@ class QuantizedWeight(nn.Module, ABC):
 
     def check(self, change: Callable[[Tensor], Tensor]) -> None:
         """Raises ValueError if `change`, which `.to()` applies to tensors, converts `dtype`."""
-        new_dtype = change(torch.empty(0, dtype=self.dtype)).dtype
+        new_dtype = change(torch.empty(0, dtype=self.dtype, device="cpu")).dtype
         if new_dtype != self.dtype:
             raise ValueError(
                 f"the model's weights are quantized ({self.kind}) and are used in {self.dtype}: "

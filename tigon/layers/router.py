@@ -147,8 +147,10 @@ class GroupRouter(Router):
             )
         self.per_token, self.sigmoid, self.normalize = per_token, sigmoid, normalize
         self.groups, self.top_groups, self.scale = groups, top_groups, scale
-        bias = torch.zeros(experts, dtype=torch.float32) if sigmoid else None
-        self.register_buffer("e_score_correction_bias", bias)
+        self.register_buffer(
+            "e_score_correction_bias",
+            torch.zeros(experts, dtype=torch.float32) if sigmoid else None,
+        )
 
     def logits(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         """Returns logits [N, E] of x [N, C], in fp32 with `sigmoid`."""

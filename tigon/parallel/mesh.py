@@ -105,7 +105,7 @@ class Meshes:
                 experts = expert_mesh["replicate", "same"]
         rows = dist.group.WORLD
         if (same := sizes.context * sizes.tensor) > 1:
-            lists = torch.arange(sizes.ranks).view(-1, same).T.tolist()
+            lists = torch.arange(sizes.ranks, device="cpu").view(-1, same).T.tolist()
             rows, _ = dist.new_subgroups_by_enumeration(lists)
         assert rows is not None
         return cls(

@@ -21,6 +21,9 @@ from tigon.utils import memory
 from tigon.utils.memory import format_gib
 
 PREFILL = 4096  # prompt tokens between two steps: more would keep the texts being written waiting
+# Prompt tokens that are read, by one text and by several, before there are requests: much and
+# little, and one token, compile kernels of their own
+WARM_READINGS = (PREFILL, 128, 64, 16, 1)
 TOP = 20  # most alternatives to a token that a request can ask for
 GPU_SHARE, HOST_SHARE = 0.85, 0.5  # of a GPU's free memory, or of all of a host's, for the cache
 
@@ -68,7 +71,7 @@ class Reading:
         """Reads up to PREFILL tokens of one prompt, or all of several; returns the logits [n, V]
         after the prompts once they are read."""
         if len(self.prompts) > 1:
-            ends = torch.tensor([*accumulate(map(len, self.prompts), initial=0)])
+            ends = torch.tensor([*accumulate(map(len, self.prompts), initial=0)], device="cpu")
             out = model(
                 torch.cat(self.prompts)[None],
                 past_key_values=self.view,
@@ -112,9 +115,12 @@ class DecodeBatch:
         rows, work = len(self._work), SamplingNeeds()
         if settings is not None:
             work = self._sampling.set(0, settings, self._last[0], 1)
-        tokens = min(PREFILL, self.capacity - 1)
-        Reading(self._cache, 0, [[0] * tokens]).read(self.model)
-        self._cache.reset(0, 1)
+        most = self.capacity - 1
+        for total in WARM_READINGS:
+            part = min(max(total // 2, 1), most)
+            for lengths in [min(total, most)], [part] * min(rows, total // part):
+                Reading(self._cache, 0, [[0] * tokens for tokens in lengths]).read(self.model)
+                self._cache.reset(0, len(lengths))
         for needs in {SamplingNeeds(), work}:
             for _ in range(3):
                 for end in {1 << i for i in range(rows.bit_length())} | {rows}:

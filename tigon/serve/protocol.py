@@ -216,7 +216,7 @@ def choice_settings(settings: GenerationSettings, choice: int) -> GenerationSett
     if settings.seed is None or not choice:
         return settings
     generator = torch.Generator().manual_seed(settings.seed)
-    seeds = torch.randint(1 << 62, (choice,), generator=generator)
+    seeds = torch.randint(1 << 62, (choice,), generator=generator, device="cpu")
     return replace(settings, seed=int(seeds[-1]))
 
 

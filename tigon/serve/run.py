@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import sys
+from collections.abc import Callable
 
 import uvicorn
 
@@ -40,12 +41,20 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """A server whose clients are told of answers that FINISHING_SECONDS after a signal are not
-    written to their end."""
+    """A server that calls `announce` when it answers requests, and whose clients are told of
+    answers that FINISHING_SECONDS after a signal are not written to their end."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine):
+    def __init__(
+        self, config: uvicorn.Config, engine: Engine, announce: Callable[[], object] | None = None
+    ):
         super().__init__(config)
-        self._engine = engine
+        self._engine, self._announce = engine, announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts the engine, which compiles kernels and captures graphs, before it announces."""
+        await super().startup(sockets)
+        if self.started and self._announce is not None:
+            self._announce()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Waits for requests that are being answered, and ends those that take too long."""
@@ -55,7 +64,12 @@ class Server(uvicorn.Server):
         close.cancel()
 
 
-def make_server(service: Service, key: str | None = None, local: bool = True) -> Server:
+def make_server(
+    service: Service,
+    key: str | None = None,
+    local: bool = True,
+    announce: Callable[[], object] | None = None,
+) -> Server:
     """Returns the server of a service, whose `run` takes a list of sockets; `key` and `local` as of
     `make_app`."""
     config = uvicorn.Config(
@@ -70,15 +84,22 @@ def make_server(service: Service, key: str | None = None, local: bool = True) ->
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=FINISHING_SECONDS + 2,  # for the last event of those
     )
-    return Server(config, service.engine)
+    return Server(config, service.engine, announce)
 
 
-def run(service: Service, listener: socket.socket, key: str | None, local: bool) -> None:
-    """Answers requests until SIGTERM, after which running ones have FINISHING_SECONDS.
+def run(
+    service: Service,
+    listener: socket.socket,
+    key: str | None,
+    local: bool,
+    announce: Callable[[], object],
+) -> None:
+    """Answers requests, from `announce` on, until SIGTERM, after which running ones have
+    FINISHING_SECONDS.
 
     Raises KeyboardInterrupt after SIGINT.
     """
-    server = make_server(service, key, local)
+    server = make_server(service, key, local, announce)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECONDS)
     # uvicorn raises the signal that has ended it once more

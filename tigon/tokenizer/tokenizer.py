@@ -248,7 +248,7 @@ class Tokenizer:
         torch = import_module("torch")
         # The mask hides padding, so without a pad token any id will do
         fill = next((i for i in (self.pad_token_id, self.eos_token_id) if i is not None), 0)
-        rows = [torch.as_tensor(ids, dtype=torch.int64) for ids in list_of_ids]
+        rows = [torch.as_tensor(ids, dtype=torch.int64, device="cpu") for ids in list_of_ids]
         pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side=side)
         return pad(rows, padding_value=fill), pad([torch.ones_like(row) for row in rows])
 

@@ -343,9 +343,9 @@ class NamedSets(Callback):
             return None
         assert isinstance(loader.windows, Mixture)
         set_of_entry = [-1 if name is None else names.index(name) for name in entries]
-        set_of_part = torch.tensor([set_of_entry[i] for i in loader.windows.entry_of_part])
+        sets = [set_of_entry[i] for i in loader.windows.entry_of_part]
         by_sequence = config.loss_reduction == "sequence"
-        return cls(names, set_of_part.to(device), by_sequence=by_sequence)
+        return cls(names, torch.tensor(sets, device=device), by_sequence=by_sequence)
 
     def on_pass(self, context: PassContext) -> None:
         """Adds this rank's next micro-batch."""

@@ -129,7 +129,7 @@ class World:
 
     def all_reduce_max_int(self, number: int) -> int:
         """Returns the largest of all ranks' numbers, on the host: it waits for no GPU."""
-        return int(self.all_reduce_max(torch.tensor(number)))
+        return int(self.all_reduce_max(torch.tensor(number, device="cpu")))
 
     def any(self, flag: bool) -> bool:
         """Returns whether the flag is true on any rank; every rank calls this."""

@@ -106,7 +106,7 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
     half = slice(steps // 2, None)
     mean_seconds = fmean(seconds[half])
     highest = run.world.all_reduce_max(
-        torch.tensor([float(peak), mean_seconds], dtype=torch.double)
+        torch.tensor([float(peak), mean_seconds], dtype=torch.double, device="cpu")
     )
     return StepTiming(
         seconds=float(highest[1]),

@@ -161,7 +161,7 @@ def largest_weight(model: nn.Module, world: World, *, quantized: bool = False) -
     for layer in model.modules() if quantized else ():
         if isinstance(layer, Linear) and layer.quantized is not None:
             norms.append(torch.linalg.vector_norm(layer.values(), math.inf))
-    sizes = [norm.double() for norm in norms] or [torch.zeros((), dtype=torch.double)]
+    sizes = [norm.double() for norm in norms] or [torch.zeros((), dtype=torch.double, device="cpu")]
     largest = torch.stack(sizes).max().to(world.device)
     # A reduction of its own, as NCCL's maximum may lose a NaN
     bad = world.all_reduce_max(largest.isnan().double())

@@ -120,7 +120,7 @@ def compute_logprobs(
     """
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
-    values, tokens = torch.zeros(_tokens(corpus)), 0
+    values, tokens = torch.zeros(_tokens(corpus), device="cpu"), 0
     for window in _windows(corpus):
         rows = pack(window)
         tokens += int(np.diff(rows.spans).sum())

@@ -63,8 +63,10 @@ def generate(
     model is left in training mode, and no random number is drawn.
     """
     width = max(len(prompt.ids) for prompt in prompts)
-    ids = torch.tensor([[0] * (width - len(p.ids)) + p.ids for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p.ids)) + [1] * len(p.ids) for p in prompts])
+    ids = torch.tensor([[0] * (width - len(p.ids)) + p.ids for p in prompts], device="cpu")
+    mask = torch.tensor(
+        [[0] * (width - len(p.ids)) + [1] * len(p.ids) for p in prompts], device="cpu"
+    )
     greedy: dict[str, Any] = {"do_sample": False, "num_return_sequences": 1, "stop_strings": None}
     model.eval()
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):

@@ -350,7 +350,7 @@ def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
             tokens = run.config.sample_tokens
             texts = generate(run.model, run.prompts, run.tokenizer, tokens, run.world)
         # Whether the run ends here must not depend on a fault of one rank
-        loss = torch.tensor(row.get("eval_loss", math.inf), dtype=torch.double)
+        loss = torch.tensor(row.get("eval_loss", math.inf), dtype=torch.double, device="cpu")
         loss = run.world.same_loss(loss)
         run.state.note_evaluation(step, float(loss))
         export_best(run, step)
@@ -363,7 +363,7 @@ def read_known_eval_loss(run: TrainingRun, step: int) -> float | None:
     known = None
     if run.world.main:
         known = read_eval_loss(Path(run.config.run_dir, "metrics.jsonl"), step)
-    local = torch.tensor(-math.inf if known is None else known, dtype=torch.double)
+    local = torch.tensor(-math.inf if known is None else known, dtype=torch.double, device="cpu")
     loss = float(run.world.all_reduce_max(local))
     return None if loss == -math.inf else loss
 
@@ -436,7 +436,8 @@ class Deadline:
         """Returns whether a checkpoint that begins now would be complete in time; logs if not."""
         world = self.run.world
         local = [self.run.saver.expected(), -world.signals.left(self.seconds)]
-        needed, over = world.all_reduce_max(torch.tensor(local, dtype=torch.double)).tolist()
+        seconds = torch.tensor(local, dtype=torch.double, device="cpu")
+        needed, over = world.all_reduce_max(seconds).tolist()
         if needed + over <= 0:
             return True
         world.log_rank0(

@@ -26,7 +26,8 @@ from tigon.weights.read import Reader
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # The number of every code: looking it up takes half the time of torch's conversion on a CPU
-NUMBERS = {dtype: torch.arange(256, dtype=torch.uint8).view(dtype).float() for dtype in FP8}
+BYTES = torch.arange(256, dtype=torch.uint8, device="cpu")
+NUMBERS = {dtype: BYTES.view(dtype).float() for dtype in FP8}
 SCALES = (torch.float32, torch.bfloat16, torch.float16)
 SCALE, ACTIVATION = "_scale_inv", "activation_scale"  # endings of names
 BLOCK = (128, 128)
@@ -101,7 +102,7 @@ class Fp8Tensor(DecodedTensor):
 
     def _read(self, reader: Reader, info: TensorInfo, first: int, count: int) -> Tensor:
         """Reads `count` rows of a stored tensor from row `first` on, in the dtype of the file."""
-        out = torch.empty(count, *info.shape[1:], dtype=info.dtype)
+        out = torch.empty(count, *info.shape[1:], dtype=info.dtype, device="cpu")
         row_bytes = out[0].nbytes if count else 0
         reader.read(info.path, info.offset + first * row_bytes, info.dtype, out)
         return out

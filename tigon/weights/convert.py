@@ -129,7 +129,7 @@ def _read(
         shape, unit = (row_count(shape), shape[-1]), 1
         checkpoint = Checkpoint(checkpoint.name, {name: replace(info, shape=shape)})
     begin, end = first // unit, -(-(first + count) // unit)
-    rows = torch.empty((end - begin, *shape[1:]) if shape else (), dtype=dtype)
+    rows = torch.empty((end - begin, *shape[1:]) if shape else (), dtype=dtype, device="cpu")
     checkpoint.read_into(name, rows, row=begin)
     if dtype == torch.float16 != info.dtype and not all_finite([rows], rows.device):
         raise ValueError(

@@ -60,7 +60,7 @@ class RandomTensor(DecodedTensor):
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
         """Draws rows [first, first + count); the same rows are the same numbers on every rank."""
         generator = torch.Generator().manual_seed(self.seed)
-        values = torch.empty(self.shape).normal_(std=self.std, generator=generator)
+        values = torch.empty(self.shape, device="cpu").normal_(std=self.std, generator=generator)
         return values[first : first + count]
 
 
@@ -75,7 +75,7 @@ class ResizedTensor(DecodedTensor):
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
         """Reads rows [first, first + count); those beyond the file's, and those in `mean_rows`, are
         the mean of the file's rows."""
-        values = torch.empty(count, *self.shape[1:])
+        values = torch.empty(count, *self.shape[1:], device="cpu")
         stored = self.stored.shape[0]
         if (rest := min(stored - first, count)) > 0:
             read_rows(reader, self.stored, values[:rest], first)
@@ -87,11 +87,11 @@ class ResizedTensor(DecodedTensor):
     @cached_property
     def _mean(self) -> Tensor:
         """Returns the mean of the file's rows, summed in float64."""
-        total = torch.zeros(self.shape[1:], dtype=torch.float64)
+        total = torch.zeros(self.shape[1:], dtype=torch.float64, device="cpu")
         stored = self.stored.shape[0]
         with Reader() as reader:
             for first in range(0, stored, MEAN_ROWS):
-                chunk = torch.empty(min(MEAN_ROWS, stored - first), *self.shape[1:])
+                chunk = torch.empty(min(MEAN_ROWS, stored - first), *self.shape[1:], device="cpu")
                 read_rows(reader, self.stored, chunk, first)
                 total += chunk.sum(0, dtype=torch.float64)
         return (total / stored).float()

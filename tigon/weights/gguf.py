@@ -142,7 +142,7 @@ class GGMLTensor(DecodedTensor):
 
     def _read_rows(self, reader: Reader, first: int, count: int) -> Tensor:
         """Read and dequantize rows in the file's order, and subtract `plus`."""
-        stored = torch.empty(count * self.row_bytes, dtype=torch.uint8)
+        stored = torch.empty(count * self.row_bytes, dtype=torch.uint8, device="cpu")
         reader.read(self.path, self.offset + first * self.row_bytes, stored.dtype, stored)
         if self.kind in TORCH_DTYPES:
             values = stored.view(TORCH_DTYPES[self.kind]).float()

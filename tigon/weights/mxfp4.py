@@ -20,10 +20,11 @@ from tigon.weights.read import Reader
 BLOCKS, SCALES = "_blocks", "_scales"  # endings of names
 GROUP = 32  # codes of a block
 CHUNK = 512  # outputs that are decoded at a time
-POSITIVE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+POSITIVE = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")
 NUMBERS = torch.cat((POSITIVE, -POSITIVE)).bfloat16()  # of each code
-POWERS = torch.ldexp(torch.ones(255), torch.arange(255) - 127).bfloat16()  # of each scale
-PAIRS = NUMBERS[torch.stack((torch.arange(256) % 16, torch.arange(256) // 16), 1)]  # of each byte
+BYTES = torch.arange(256, device="cpu")
+POWERS = (2.0 ** (BYTES[:255] - 127)).bfloat16()  # of each scale
+PAIRS = NUMBERS[torch.stack((BYTES % 16, BYTES // 16), 1)]  # of each byte
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,15 @@ class Mxfp4Tensor(DecodedTensor):
         """Reads the matrices [count, K, O] of experts from `first` on, in bf16; raises ValueError
         for a scale that is not a number."""
         _, outputs, groups, _ = self.stored.shape
-        values = torch.empty(count, *self.shape[1:], dtype=self.dtype)
+        values = torch.empty(count, *self.shape[1:], dtype=self.dtype, device="cpu")
         for matrix, expert in zip(values, range(first, first + count), strict=True):
             for output in range(0, outputs, CHUNK):
                 rows = min(CHUNK, outputs - output)
                 start = (expert * outputs + output) * groups
-                codes = torch.empty(rows, groups * GROUP // 2, dtype=torch.uint8)
+                codes = torch.empty(rows, groups * GROUP // 2, dtype=torch.uint8, device="cpu")
                 at = self.stored.offset + start * GROUP // 2
                 reader.read(self.stored.path, at, torch.uint8, codes)
-                exponents = torch.empty(rows, groups, dtype=torch.uint8)
+                exponents = torch.empty(rows, groups, dtype=torch.uint8, device="cpu")
                 reader.read(self.scale.path, self.scale.offset + start, torch.uint8, exponents)
                 if (exponents == 255).any():
                     raise ValueError(

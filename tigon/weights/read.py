@@ -207,9 +207,8 @@ class Reader:
                 offset += sum(map(len, buffers))
         else:
             if self._buffer is None or len(self._buffer) < transfer.nbytes:
-                self._buffer = torch.empty(
-                    max(transfer.nbytes, min(STAGING, self._staging)), dtype=torch.uint8
-                )
+                size = max(transfer.nbytes, min(STAGING, self._staging))
+                self._buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
             buffer = self._buffer[: transfer.nbytes]
             self._preadv(transfer.path, transfer.offset, [buffer.numpy().data])
             _copy(buffer, transfer.spans)
@@ -291,7 +290,7 @@ def pinned_bytes(staging: int) -> int:
 
 def pinned_buffer(size: int) -> Tensor:
     """Allocates pinned host memory of `size` bytes."""
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
 
 def _copy(buffer: Tensor, spans: Sequence[ReadSpan]) -> None:

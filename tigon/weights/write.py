@@ -55,7 +55,7 @@ class StagingBuffer:
     """The host buffer of one thread, which turns rows of any dtype and device into bytes."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def __call__(self, rows: Tensor, dtype: torch.dtype) -> memoryview:
@@ -87,7 +87,7 @@ class StagingBuffer:
         """The first `nbytes` bytes of the buffer, allocated anew if it is smaller, or not pinned
         and has to be."""
         if len(self._buffer) < nbytes or (pinned and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
         return self._buffer[:nbytes]
 
 
@@ -313,7 +313,7 @@ def copy_to_host(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
         blocks = []
         for block in entry.blocks:
             columns = entry.shape[1:][-1:] if block.columns is None else [block.columns]
-            copy = torch.empty(block.rows, *columns, dtype=entry.dtype)
+            copy = torch.empty(block.rows, *columns, dtype=entry.dtype, device="cpu")
             blocks.append(block._replace(read=partial(copy.narrow, 0)))
             jobs += [(block, copy, *job) for job in row_chunks(block.rows, entry.row_bytes)]
         entries.append(entry._replace(blocks=blocks))

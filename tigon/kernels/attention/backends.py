@@ -12,6 +12,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from tigon.kernels.runtime import device_fact
+
 Backend = Literal["auto", "fa4", "cudnn", "flash", "triton", "flex", "sdpa", "reference"]
 HALF = (torch.bfloat16, torch.float16)
 MIN_KERNEL_TOKENS = 256  # fewer tokens are not worth compiling a kernel for
@@ -250,15 +252,11 @@ def flash_attn_4() -> Any:
     return package
 
 
-@functools.cache
+@device_fact
 def capability(device: int) -> int:
     """Returns the compute capability of a GPU times ten, or 0 if it is not NVIDIA's."""
     major, minor = torch.cuda.get_device_capability(device)
     return 0 if torch.version.hip else 10 * major + minor
-
-
-# As torch.compiler.assume_constant_result does, which takes a second to import Dynamo
-capability._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -291,12 +289,10 @@ def missed_speed(device: torch.device, head_dim: int, *, packed: bool) -> str | 
     )
 
 
+@device_fact
 def _missing_reason(name: str, device: int) -> str | None:
-    """Returns why the machine with this GPU lacks the backend, or None."""
+    """Returns why the machine with this GPU lacks the backend, or None; a dict is no fact."""
     return missing(device).get(name)
-
-
-_missing_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a dict cannot be a constant
 
 
 def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice]:

@@ -146,7 +146,10 @@ def append_attention_ref(
     return out.permute(0, 3, 1, 2, 4).reshape(b, t, h, d).to(q.dtype)
 
 
-@triton.jit
+# Other lengths of caches, steps and windows compile no other kernel, but for a step of one token
+@triton.jit(
+    do_not_specialize=["R", "key_scales", "value_scales"], do_not_specialize_on_alignment=["T"]
+)
 def _append_attention_kernel(
     q,  # these three: pointer, strides per row, token and head
     k, v,
@@ -156,10 +159,11 @@ def _append_attention_kernel(
     sinks,  # [H], or None
     y,  # [B, T, H, D]; of several splits [B, T, H, splits, D] in fp32
     logsums,  # [B, T, H, splits], base 2
-    R, window, scale, softcap,
-    T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    R, window, scale, softcap, T,
+    H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     PACKED: tl.constexpr, WHOLE: tl.constexpr,
+    MANY: tl.constexpr,  # T is above 1
     CHUNKED: tl.constexpr,  # a query sees its chunk of `window` positions
     HALF: tl.constexpr,  # of the dims that are rotated
     EVEN: tl.constexpr, LATE: tl.constexpr, PDL: tl.constexpr,
@@ -268,7 +272,7 @@ def _append_attention_kernel(
         else:
             k_scale, v_scale = None, None
         seen = (i < end)[None, :]
-        if window is not None and T > 1:
+        if window is not None and MANY:
             seen = seen & ((first + i)[None, :] >= least[:, None])
         tile, state = (k_tile, v_tile, k_scale, v_scale), (best, total, out, out_high)
         best, total, out, out_high = accumulate_tile(
@@ -390,10 +394,10 @@ def _forward(
         None if cos is None or sin is None else strided_angles(cos, sin),
         None if sinks is None else sinks.contiguous(), parts, logsums, slots,
         window, scale * LOG2E if softcap is None else scale / softcap,
-        None if softcap is None else softcap * LOG2E,
-        T=t, H=h, K=kv_heads, D=d, WIDTH=width, QUERIES=queries, TOKENS=MAX_QUERY_TOKENS,
+        None if softcap is None else softcap * LOG2E, t,
+        H=h, K=kv_heads, D=d, WIDTH=width, QUERIES=queries, TOKENS=MAX_QUERY_TOKENS,
         BLOCK=launch.block, STAGES=launch.stages, PACKED=key_scales is not None, WHOLE=unsplit,
-        CHUNKED=chunked, HALF=half, EVEN=math.gcd(half, 16), LATE=late,
+        MANY=t > 1, CHUNKED=chunked, HALF=half, EVEN=math.gcd(half, 16), LATE=late,
         num_warps=4, **pdl_options(q),
     )  # fmt: skip
     if logsums is not None:

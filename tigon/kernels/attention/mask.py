@@ -257,7 +257,8 @@ class AttentionMask:
         if real_lengths.sum() > MAX_REAL_SHARE * cu[-1]:
             return None
         index = real.repeat_interleave(lengths).nonzero()[:, 0]
-        segments = torch.arange(len(real_lengths)).repeat_interleave(real_lengths)[None]
+        places = torch.arange(len(real_lengths), device="cpu")
+        segments = places.repeat_interleave(real_lengths)[None]
         cu = F.pad(real_lengths.cumsum(0), (1, 0)).int().to(device)
         longest = int(real_lengths.max())
         bounds: dict[str, Any] = {"cu_seq_lens": cu, "longest": longest}

@@ -110,9 +110,9 @@ def _launch(x: Tensor, key_dim: int, elements: int, whole: bool = False) -> Conv
     rows = max(128 * elements // block, 1)
     for chunk in (T,) if whole else CHUNKS:
         chunks = B * -(-T // chunk)
-        fitting = min(rows, next_power_of_2(chunks))
-        if groups * (chunks // fitting) >= PER_SM * num_sms(x):
+        if groups * (chunks // rows) >= PER_SM * num_sms(x):
             break
+    fitting = rows if chunks >= rows else 1  # two sizes, so that few rows compile no other kernels
     warps = max(1, fitting * block // (32 * elements))
     step = 1 if whole else STEP
     return ConvLaunch(groups, width, block, fitting, chunk, chunks, step, min(warps, 8))

@@ -153,7 +153,7 @@ def _walk(
             x1 = x0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "T"], do_not_specialize_on_alignment=["L"])
 def conv_forward_kernel(
     x,  # these four: pointer and step from row to row
     q, k, v, weight,
@@ -296,7 +296,7 @@ def _walk_chunk_back(
     return carried[8], carried[9], carried[10], carried[11]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "T"])
 def conv_backward_kernel(
     x,  # these four: pointer and step from row to row
     dq, dk, dv, weight, starts, state, dx, dstate,

@@ -15,7 +15,6 @@ do errors^T, and all else follows chunk by chunk: first from these two, then fro
 the forward pass computed is computed again: only its inputs are saved.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -45,7 +44,7 @@ from tigon.kernels.delta.gated_delta_tiles import (
     store_rows,
     takes_boxes,
 )
-from tigon.kernels.runtime import operator, tl, triton
+from tigon.kernels.runtime import device_fact, operator, tl, triton
 
 SCANS = Launch(64, 4, 3)
 MIXED = Launch(0, 4, 2)
@@ -250,14 +249,10 @@ def _states_kernel(
     store_rows(dk, dkc, token, left, key_head, K, Dk, first, C, BK, False)
 
 
-@functools.cache
+@device_fact
 def _compiles(device: int) -> bool:
     old = [int(part) for part in triton.__version__.split(".")[:2]] < [3, 9]
     return not (old and torch.cuda.get_device_capability(device)[0] == 10)
-
-
-# As torch.compiler.assume_constant_result does, which takes a second to import Dynamo
-_compiles._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def gradients_compile(x: Tensor) -> bool:

@@ -13,7 +13,7 @@ from tigon.kernels.runtime import next_power_of_2, operator, pdl_options, pdl_wa
 COLUMNS, WARPS = 16, 4  # of the state, so that programs fill the GPU with a single row
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])
 def _step_kernel(
     q, k,  # [B, T, K, Dk]
     v,  # [B, T, H, Dv]

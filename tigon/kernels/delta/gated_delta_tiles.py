@@ -20,6 +20,7 @@ except ImportError:  # no Triton
     TensorDescriptor = None
 
 CHUNK = 64
+SEQUENCES = 256  # whose chunks are counted at once
 MAX_DIM = 128  # of heads: a state of [a part of Dv, Dk] stays in registers
 
 
@@ -99,12 +100,13 @@ class Chunks(NamedTuple):
 def _chunks_kernel(bounds, table, offsets, S, M, C: tl.constexpr, BLOCK: tl.constexpr):
     """Lists the chunks of a sequence; the last program empties those that nobody needs."""
     n = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    before = at < n
-    lengths = tl.load(bounds + at + 1, mask=before, other=0) - tl.load(
-        bounds + at, mask=before, other=0
-    )
-    first = tl.sum((lengths + C - 1) // C, 0)
+    chunks = tl.zeros([BLOCK], tl.int32)
+    for before in range(0, n, BLOCK):
+        at = before + tl.arange(0, BLOCK)
+        ends = tl.load(bounds + at + 1, mask=at < n, other=0)
+        lengths = ends - tl.load(bounds + at, mask=at < n, other=0)
+        chunks += (lengths + C - 1) // C
+    first = tl.sum(chunks, 0)
     start = tl.load(bounds + n)
     end = tl.load(bounds + tl.minimum(n + 1, S))
     count = tl.where(n < S, (end - start + C - 1) // C, M - first)
@@ -127,7 +129,7 @@ def make_chunks(q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
     S = len(bounds) - 1
     M = B * T // CHUNK + S
     made = Chunks(bounds.new_empty(2, M), bounds.new_empty(S + 1), bounds)
-    _chunks_kernel[(S + 1,)](bounds, made.table, made.offsets, S, M, CHUNK, next_power_of_2(S))
+    _chunks_kernel[(S + 1,)](bounds, made.table, made.offsets, S, M, CHUNK, SEQUENCES)
     return made
 
 

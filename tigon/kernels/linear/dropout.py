@@ -78,7 +78,7 @@ def keep_mask(streams, first, threshold, COLUMNS: tl.constexpr):
     return tl.interleave(even, odd) >= threshold
 
 
-@triton.jit(do_not_specialize=["seed", "threshold"])
+@triton.jit(do_not_specialize=["seed", "threshold", "N"])
 def _drop_kernel(
     y, x, keys, seed, threshold, N, C, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):

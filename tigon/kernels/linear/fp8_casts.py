@@ -100,7 +100,7 @@ def compute_scales(bits):
     return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, float("nan"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _rows_kernel(
     x, data, scales,
     column_bits,  # None, or int32 [C], which become the columns' maxima
@@ -143,7 +143,7 @@ def _wide_rows_kernel(x, data, scales, x_row, C: tl.constexpr, BLOCK: tl.constex
     tl.store(scales + row, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _maxima_kernel(
     x,
     row_bits,  # None, or int32 [R]: the largest magnitude of each row
@@ -203,7 +203,7 @@ def tile_of_program(C, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
     return strip, block, rows, block * TILE_C + tl.arange(0, TILE_C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _tiles_kernel(
     x, row_bits, column_bits,
     data,  # None, or [R, C], and the scales of the rows

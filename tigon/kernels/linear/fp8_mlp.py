@@ -69,7 +69,7 @@ STAGES = 3  # of these rows in flight, and in use
 BACKWARD_TILE = Tile(128, 64, 8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _gated_rows_kernel(
     x, data, scales, R, x_row,
     size: tl.constexpr, ACT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
@@ -98,7 +98,7 @@ def _rounded_gradients(d, gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
     return d_gate, d_up, product.to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _gated_maxima_kernel(
     dy,  # [R, I]
     x,  # [R, 2 I]
@@ -134,7 +134,7 @@ def _gated_maxima_kernel(
     atomic_max_columns(product_bits, columns, product_top, mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])
 def _gated_tiles_kernel(
     dy, x, row_bits, column_bits, product_bits,
     data,  # [R, 2 I], and the scales of the rows

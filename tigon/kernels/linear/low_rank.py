@@ -56,7 +56,7 @@ def supports_rank(x: Tensor, rank: int, widest: int) -> bool:
     return has_product and runs_triton(x) and _pad_rank(rank) * x.element_size() <= widest
 
 
-@triton.jit(do_not_specialize=["seed", "threshold"])
+@triton.jit(do_not_specialize=["seed", "threshold", "N"])
 def _low_rank_product_kernel(
     y, u, bs, bias, firsts, sizes, ranks, scales, keys, seed, threshold, N, K, u_row,
     PARTS: tl.constexpr, TRANSPOSED: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr,
@@ -208,7 +208,7 @@ def _sum_partials(shares, first, last, stride, at, inside, SHARES: tl.constexpr)
     return total
 
 
-@triton.jit(do_not_specialize=["N", "strips"])
+@triton.jit(do_not_specialize=["N", "strips", "runs"])
 def _low_rank_sums_kernel(
     u_shares, b_shares, du, dbs, sizes, ranks, scales, N, strips, runs,
     PARTS: tl.constexpr, R: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr,

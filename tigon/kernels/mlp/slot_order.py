@@ -13,7 +13,7 @@ from tigon.kernels.runtime import next_power_of_2, tl, triton
 
 # Flags of a program, one for each of its slots and experts, and warps
 FLAGS, WARPS = 1 << 13, 4
-MOST_SLOTS = 128  # of a program
+FEW_SLOTS, MOST_SLOTS = 16, 128  # of a program
 SUM = (128, 8)  # programs' counts that are summed at a time, and experts of a program
 
 
@@ -36,7 +36,7 @@ def _flags(experts, ids, S, BLOCK: tl.constexpr):
     return slot, (expert[:, None] == ids[None, :]).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _count_kernel(experts, counts, S, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
     """Counts the slots of each expert among those of a program."""
     ids = tl.arange(0, EXPERTS)
@@ -44,7 +44,7 @@ def _count_kernel(experts, counts, S, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
     tl.store(counts + tl.program_id(0) * EXPERTS + ids, tl.sum(flags, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["BLOCKS"])
 def _sum_kernel(
     counts, totals, BLOCKS, EXPERTS: tl.constexpr, SOME: tl.constexpr, COLUMNS: tl.constexpr
 ):
@@ -60,7 +60,7 @@ def _sum_kernel(
     tl.store(totals + ids, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _place_kernel(
     experts, counts, totals, order, inverse, ends, S, E,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -99,7 +99,8 @@ def sort_slots(
     order, inverse = experts.new_empty(slots), experts.new_empty(slots)
     ends = experts.new_empty(number, dtype=torch.int32)
     ids = max(SUM[1], next_power_of_2(number + absent))
-    block = min(next_power_of_2(slots), MOST_SLOTS, max(16, FLAGS // ids))
+    # Two sizes, so that few other numbers of slots compile a kernel
+    block = FEW_SLOTS if slots <= FEW_SLOTS else min(MOST_SLOTS, max(FEW_SLOTS, FLAGS // ids))
     blocks, counts, totals = triton.cdiv(slots, block), None, None
     sizes = {"EXPERTS": ids, "BLOCK": block, "num_warps": WARPS}
     if blocks > 1:

@@ -237,7 +237,7 @@ def _backward(
         _gates_of(gate, C),
         *(None if t is None else t.contiguous() for t in (weight, post_weight)),
         *(rstd, dx, dgate, dbranch, partials, *bits, N, C, offset, before),
-        *(launch.block, launch.rows, launch.stages, launch.late),
+        *(launch.block, launch.rows, N % launch.rows > 0, launch.stages, launch.late),
         num_warps=launch.warps,
     )
     if partials is not None and dweight is not None:

@@ -83,14 +83,17 @@ def load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS):
 
 
 @triton.jit
-def _row_tile(first, columns, N, C, BLOCK, ROWS):
-    """Returns the rows from `first` on, which of them exist, and which elements."""
+def _row_tile(first, columns, N, C, BLOCK, ROWS, CUT):
+    """Returns the rows from `first` on, which of them exist, and which elements.
+
+    CUT: the last tile may have rows that do not exist.
+    """
     rows = first + tl.arange(0, ROWS)[:, None]
     inside = rows < N
     mask = tl.full([ROWS, BLOCK], True, tl.int1)
     if BLOCK != C:
         mask &= columns < C
-    if ROWS > 1:
+    if CUT:
         mask &= inside
     return rows.to(tl.int64), inside, mask
 
@@ -135,7 +138,7 @@ def apply_scale(n, weight, scale, dtype, BEFORE, GATED):
     return n
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def norm_forward_kernel(
     x,  # these two: pointer and step from row to row
     residual,
@@ -155,7 +158,7 @@ def norm_forward_kernel(
     pdl_wait(PDL)
     dtype: tl.constexpr = x[0].dtype.element_ty
     columns = tl.arange(0, BLOCK)[None, :]
-    rows, inside, mask = _row_tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS)
+    rows, inside, mask = _row_tile(tl.program_id(0) * ROWS, columns, N, C, BLOCK, ROWS, ROWS > 1)
     h = _load_rows(x, rows, columns, mask).to(tl.float32)
     if residual is not None:
         t = _load_rows(residual, rows, columns, mask).to(tl.float32)
@@ -192,7 +195,7 @@ def norm_forward_kernel(
     tl.store(y + rows * C + columns, h.to(y.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def norm_backward_kernel(
     x,  # what is normed last; these four: pointer and step from row to row
     dy, dtotal,
@@ -202,7 +205,7 @@ def norm_backward_kernel(
     row_bits,  # these two: None, or int32 [N] and [C], which become the maxima of dx
     column_bits, N,
     C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
+    ROWS: tl.constexpr, CUT: tl.constexpr, STAGES: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """Walks over rows: writes the gradients of inputs, and partial sums of those of weights."""
     dtype: tl.constexpr = x[0].dtype.element_ty
@@ -219,7 +222,7 @@ def norm_backward_kernel(
         top = tl.zeros([1, BLOCK], tl.int32)
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
-        rows, inside, mask = _row_tile(first, columns, N, C, BLOCK, ROWS)
+        rows, inside, mask = _row_tile(first, columns, N, C, BLOCK, ROWS, CUT)
         n = _load_rows(x, rows, columns, mask)
         d = _load_rows(dy, rows, columns, mask)
         r = tl.load(rstd + rows, mask=inside, other=0.0)
@@ -296,5 +299,6 @@ def sum_partials(
     rows, to that; in few steps: the wait for memory is all."""
     grid = (-(-C // 16), 1 if out2 is None else 2)
     P2 = P if P2 is None else P2
-    rows = min(next_power_of_2(max(P, P2)), SUM_ROWS)
+    # Two sizes, so that few rows compile no other kernels
+    rows = min(256 if max(P, P2) <= 256 else 512, SUM_ROWS)
     _sum_kernel[grid](partials, out, out2, P, P2, C, rows, 16, num_warps=8)

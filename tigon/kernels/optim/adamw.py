@@ -53,7 +53,7 @@ class TensorTable:
         self._values: list[tuple[int, ...]] = []
         self._counts: list[int] = []
         self._firsts: list[int] = []
-        self._rows, self._owners = torch.empty(0), torch.empty(0)
+        self._rows, self._owners = torch.empty(0, device="cpu"), torch.empty(0, device="cpu")
 
     def update(
         self, rows: Sequence[tuple[int, ...]], device: torch.device
@@ -67,7 +67,7 @@ class TensorTable:
             if self._counts != counts or self._owners.device != device:
                 self._number(counts, device)
             table = [(first, *row) for first, row in zip(self._firsts, rows, strict=True)]
-            self._rows = _to_device(torch.tensor(table, dtype=torch.int64), device)
+            self._rows = _to_device(torch.tensor(table, dtype=torch.int64, device="cpu"), device)
             self._values = list(rows)
         return self._rows, self._owners
 
@@ -76,12 +76,12 @@ class TensorTable:
 
         Raises ValueError for more programs than a GPU takes.
         """
-        programs = torch.tensor([-(-count // self.chunk) for count in counts])
+        programs = torch.tensor([-(-count // self.chunk) for count in counts], device="cpu")
         ends = programs.cumsum(0)
         total = int(ends[-1])
         if total >= 1 << 31:
             raise ValueError(f"{total} programs of {self.chunk} elements are more than a GPU takes")
-        owners = torch.arange(len(counts), dtype=torch.int32)
+        owners = torch.arange(len(counts), dtype=torch.int32, device="cpu")
         self._owners = torch.repeat_interleave(
             _to_device(owners, device), _to_device(programs, device), output_size=total
         )

@@ -140,7 +140,7 @@ def _norm_heads_backward(
             store_rest(sums, row, row == 0, tl.sum(sum_rest, 0)[None, :], 2 * HALF, D, REST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "N", "T"])
 def _qk_norm_rope_backward_kernel(
     q,  # each of these three: upstream gradient, input and gradient, as `Heads`
     k, v,

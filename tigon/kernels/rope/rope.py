@@ -215,7 +215,7 @@ def _rotate_heads(
         store_rest(y, to_rows, keep, rest, 2 * HALF, D, REST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["T"])  # a token, as in decoding, needs no division
 def _rope_kernel(
     q,  # the six tensors as `Heads`; v and yv may be None, and yq and yk to write over q and k
     k, v, yq, yk, yv,

@@ -280,9 +280,9 @@ def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]
     for name, values in magnitudes.items():
         if values.is_meta or values.all():
             continue
-        indices = torch.arange(len(values))
+        indices = torch.arange(len(values), device="cpu")
         if (spec := model.shard_specs.get(f"{prefix}.{name}")) is not None:
-            indices = spec.take(torch.arange(spec.shape[0]))
+            indices = spec.take(torch.arange(spec.shape[0], device="cpu"))
         first = indices[int((values == 0).nonzero()[0])]
         part = name.removeprefix(MAGNITUDE)
         vector = f"row {first} of {part}" if part != name else f"column {first}"

@@ -103,7 +103,7 @@ def _fit_scaling(divisors: Tensor, theta: float, config: dict[str, Any]) -> dict
 
 def llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     """Computes the numbers [head_dim / 2] by which Llama 3's scaling divides RoPE's frequencies."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
     wavelengths = 2 * math.pi * rope["rope_theta"] ** exponents  # in tokens
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] / wavelengths

@@ -227,7 +227,7 @@ class _Rows:
     def __call__(self, first: int, count: int) -> Tensor:
         """Rows [first, first + count) in fp32 on the CPU, whole heads if `head` is given."""
         width = self.parts[0].shape[1:][-1:]
-        rows = torch.empty(count, *width)
+        rows = torch.empty(count, *width, device="cpu")
         start = 0
         for part in self.parts:
             for block in part.blocks:

@@ -417,7 +417,8 @@ def _resolve_tied_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelC
     info = tensors[head]
     rows = info.shape[0] if info.shape == tensors[embedding].shape else 0
     step = max(1, COMPARED_BYTES * rows // max(1, info.nbytes))
-    a, b = (torch.empty(min(rows, step), *info.shape[1:], dtype=info.dtype) for _ in "ab")
+    shape = 2, min(rows, step), *info.shape[1:]
+    a, b = torch.empty(shape, dtype=info.dtype, device="cpu")
     for row in range(0, rows, step):
         n = min(step, rows - row)
         checkpoint.read_into(head, a[:n], row=row)

@@ -51,7 +51,8 @@ def load(
             _check_dtypes(checkpoint, stored, metadata)
             _check_tensors(checkpoint, state, stored)
             reader = HuggingFaceStorageReader(str(checkpoint))
-            dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
+            with torch.device("cpu"):  # where safetensors puts what it has read, not on the default
+                dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
         except CheckpointException as error:
             raise ValueError(f"{checkpoint} cannot be read: {first_cause(error)}") from error
         check_values(checkpoint, state, metadata)

@@ -320,7 +320,9 @@ class CopyStager(AsyncStager):
         for name, rows in state_dict.items():
             if name not in self.buffers:
                 self.buffers[name] = [
-                    torch.empty(c.rows.shape, dtype=rows.dtype, pin_memory=c.rows.is_cuda)
+                    torch.empty(
+                        c.rows.shape, dtype=rows.dtype, pin_memory=c.rows.is_cuda, device="cpu"
+                    )
                     for c in rows.chunks
                 ]
             chunks = []

@@ -229,7 +229,7 @@ class LowPrecisionOptimizer(Optimizer):
     def _zeros(self, parameter: Tensor) -> dict[str, Tensor]:
         """Returns the states of a parameter before its first step."""
         shape, dtype = local(parameter).shape, self.dtype_of(parameter)
-        states = {"step": torch.zeros(())}
+        states = {"step": torch.zeros((), device="cpu")}
         for kind in self.state_names:
             if dtype == torch.uint8:
                 blocks = *shape[:-1], shape[-1] // block_size(shape[-1])
@@ -333,7 +333,7 @@ class LowPrecisionOptimizer(Optimizer):
 
     def _write(self, part: UpdateSlice, weight: Tensor, values: States) -> None:
         """Writes an updated slice back, rounded to the dtypes of weight and states."""
-        drawn = torch.empty(0)
+        drawn = torch.empty(0, device="cpu")
         rounds = self.stochastic and part.weight.dtype == torch.bfloat16
         if rounds or any(state.dtype == torch.bfloat16 for state in part.states.values()):
             end = part.first + weight.numel()

@@ -44,7 +44,7 @@ class InBackward:
         if self.tensor is not None:
             self.tensor.use_separate_group()
         self.under_way = False  # stays true after a failed backward
-        self.finite, self.scale = torch.tensor(True), torch.tensor(1.0)
+        self.finite, self.scale = torch.tensor(True, device="cpu"), torch.tensor(1.0, device="cpu")
         self._waited: bool | None = None  # `finite`, on the host
         self.parts = [BackwardBucket(i, each) for i, each in enumerate(parameter_buckets(model))]
         self._updated: list[Tensor] = []

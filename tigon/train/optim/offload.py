@@ -18,7 +18,7 @@ class HostMemory:
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a state of zeros, in pinned host memory or on the device."""
         if self.on_host:
-            return torch.zeros(shape, dtype=dtype, pin_memory=True)
+            return torch.zeros(shape, dtype=dtype, pin_memory=True, device="cpu")
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def visit(

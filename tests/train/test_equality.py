@@ -102,7 +102,7 @@ def test_cache_memory_and_stream(workspace, one, sources, monkeypatch):
     train_all([cached, [*streamed, "streaming=true"]])
     made = []
 
-    def in_memory(sources, encoder, workers):
+    def in_memory(sources, encoder, workers, check):
         opened = [encoder.open(source) for source in sources]
         parts = [join(list(map(encoder, source.blocks()))) for source in opened]
         made.extend(parts)

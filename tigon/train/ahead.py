@@ -37,7 +37,8 @@ class Tokenizing:
     """The process that tokenizes a run's data; leaving its `with` block ends it."""
 
     def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
-        import multiprocess  # type: ignore[import-untyped]  # as `datasets`, which comes with it
+        with train_extra():
+            import multiprocess  # type: ignore[import-untyped]  # as `datasets`, which has it
 
         context = multiprocess.get_context("fork")
         self._process: Any = context.Process(target=_tokenize, args=(task, tokenizer))

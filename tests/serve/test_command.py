@@ -76,9 +76,10 @@ def test_the_first_line_says_that_requests_are_answered(
     order, start = [], Engine.start
 
     def start_slowly(engine: Engine) -> None:
-        time.sleep(0.3)
-        start(engine)
-        order.append("started")
+        if "started" not in order:
+            time.sleep(0.3)
+            start(engine)
+            order.append("started")
 
     monkeypatch.setattr(Engine, "start", start_slowly)
     service = Service(Engine(model, 2, 2), tokenizer, "tiny", (0,))
@@ -182,3 +183,18 @@ def test_clients_of_every_kind_for_a_while(capfd: pytest.CaptureFixture[str]) ->
     counts = json.loads(capfd.readouterr().out.partition("\n{\n")[2].join(["{", ""]))["requests"]
     kinds = {"read 200", "stream 200", "stream left", "refuse 400", "refuse 413", "crowd 429"}
     assert kinds <= counts.keys()
+
+
+def test_a_start_without_memory_is_an_error(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def start(engine: Engine) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    monkeypatch.setattr(Engine, "start", start)
+    assert main(["serve", str(directory), "--port", "0", "--max-rows", "3"]) == 1
+    told = capfd.readouterr()
+    assert told.out == ""
+    assert told.err == (
+        "tigon serve: --max-rows 3: out of memory while kernels are compiled: give fewer rows\n"
+    )

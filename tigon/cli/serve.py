@@ -5,6 +5,8 @@ from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from tigon.cli.commands import check_sequences, end_tokens
 from tigon.cli.load import load_model_and_tokenizer, one_process
 from tigon.models import CausalLM
@@ -47,7 +49,12 @@ def serve(args: Namespace) -> int:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         ready = one_line(f"{name} at {url}: {rows} rows of {engine.capacity} tokens")
         service = Service(engine, tokenizer, name, ends, [*adapters])
-        run(service, listener, key, local, partial(print, ready, flush=True))
+        try:
+            run(service, listener, key, local, partial(print, ready, flush=True))
+        except torch.OutOfMemoryError:  # while it starts; later ones are answers
+            raise ValueError(
+                f"--max-rows {rows}: out of memory while kernels are compiled: give fewer rows"
+            ) from None
     return 0
 
 

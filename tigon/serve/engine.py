@@ -73,8 +73,10 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="tigon-engine", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread; waits until it is ready, and raises the error that it has met."""
-        self._thread.start()
+        """Starts the thread if it is not; waits until it is ready, and raises the error that it
+        has met."""
+        if not self._ready.is_set():
+            self._thread.start()
         self._ready.wait()
         if self._error is not None:
             raise self._error

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 import uvicorn
+from starlette.concurrency import run_in_threadpool
 
 from tigon.serve.app import Service, make_app
 from tigon.serve.engine import Engine
@@ -51,7 +52,11 @@ class Server(uvicorn.Server):
         self._engine, self._announce = engine, announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts the engine, which compiles kernels and captures graphs, before it announces."""
+        """Starts the engine, which compiles kernels and captures graphs, before it announces.
+
+        Raises the error that the engine has met.
+        """
+        await run_in_threadpool(self._engine.start)  # of the application's start uvicorn prints all
         await super().startup(sockets)
         if self.started and self._announce is not None:
             self._announce()

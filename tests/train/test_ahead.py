@@ -126,7 +126,14 @@ def test_a_warm_up_leaves_nothing(workspace, changes):
         assert trained
         assert all(p.grad is not None for p in trained)
         torch.set_rng_state(states[0])
+        model.zero_grad()
+        held = []
+        for p in trained:
+            p.register_post_accumulate_grad_hook(
+                lambda _: held.append(sum(p.grad is not None for p in trained))
+            )
         ahead.warm_up(model, task)
+    assert len(held) == len(trained) and max(held) == 1
     assert all(p.grad is None for p in model.parameters())
     assert_equal(dict(model.state_dict()), before)
     assert torch.equal(torch.get_rng_state(), states[0])

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from tigon.data.cache import train_extra
@@ -140,17 +141,28 @@ def _make_group(process: int) -> None:
 def warm_up(model: CausalLM, task: Task) -> None:
     """Compiles the kernels of a training pass, by a pass over a row of made-up tokens.
 
-    Weights, gradients and random states are as before. Does nothing for weights that are sharded,
-    and for tasks with columns or pairs of their own; an error is left to the first step.
+    Weights, gradients and random states are as before, and no more than one gradient is held at a
+    time. Does nothing for weights that are sharded, and for tasks with columns or pairs of their
+    own; an error is left to the first step.
     """
     plain = isinstance(task, CrossEntropyTask) and not (task.per_token or task.one_prompt)
     if not plain or isinstance(model, FSDPModule) or model.zero2 is not None:
         return
     gpus = [model.device] if model.device.type == "cuda" else []
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(_free_gradient)
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
     with torch.random.fork_rng(gpus), suppress(Exception):
         run_pass(model, task)
-    model.zero_grad()
+    for hook in hooks:
+        hook.remove()
     torch.cuda.empty_cache()  # other sizes follow
+
+
+def _free_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 def run_pass(model: CausalLM, task: Task) -> None:

@@ -16,6 +16,7 @@ from tests.support.contract import V, tiny_llama
 from tigon.generation import steps
 from tigon.generation.steps import pack_rows
 from tigon.models import from_pretrained
+from tigon.utils import graph_capture
 
 NEW = 24  # past the windows of 7
 CAUSAL = [(m, c) for m, c in EVERY if "use_bidirectional_attention" not in CASES[m][c]]
@@ -51,7 +52,7 @@ def test_a_capture_has_the_mode_of_its_call(mode: Any, monkeypatch: pytest.Monke
     """Whoever keeps a cache generates outside of inference mode, and without gradients."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", lambda *args, **kwargs: nullcontext())
-    monkeypatch.setattr(steps, "side_stream", lambda device: None)
+    monkeypatch.setattr(graph_capture, "capture_stream", lambda device: None)
     found = []
 
     def step() -> Tensor:

@@ -361,3 +361,16 @@ def test_a_device_that_is_not_the_current_one(ragged: Given) -> None:
     first, second = build(), build().to("cuda:1")
     ragged |= {"max_new_tokens": NEW, "eos_token_id": [], **SAMPLED}
     assert second.generate(**ragged).tolist() == first.generate(**ragged).tolist()
+
+
+def test_random_numbers_after_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, capture = build(), steps.GraphedStep._capture
+
+    def ask(self: steps.GraphedStep, step: Any) -> None:
+        capture(self, lambda: step() + float(step().sum()))
+
+    monkeypatch.setattr(steps.GraphedStep, "_capture", ask)
+    with pytest.raises(RuntimeError):
+        model.generate(torch.ones(2, 8, dtype=torch.long, device="cuda"), max_new_tokens=64)
+    assert torch.rand(4, device="cuda").isfinite().all()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()

@@ -21,6 +21,7 @@ from tigon.train import load, prepare, train
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.distributed import local
 from tigon.train.graph_checks import check_run
+from tigon.utils import graph_capture
 
 graphs = importlib.import_module("tigon.train.cuda_graphs")
 
@@ -385,9 +386,9 @@ def test_a_capture_that_fails_says_the_way_out(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", Broken)
-    monkeypatch.setattr(graphs, "side_stream", lambda _: None)
+    monkeypatch.setattr(graph_capture, "capture_stream", lambda _: None)
     left: list[Any] = []
-    monkeypatch.setattr(graphs, "_leave_failed_capture", lambda *given: left.append(given))
+    monkeypatch.setattr(graph_capture, "_leave_failed_capture", lambda *given: left.append(given))
 
     def fail(error: Exception) -> None:
         def run() -> None:

@@ -3,7 +3,6 @@
 # B rows at first, b rows now, T prompt tokens, N tokens of a pack, V vocab
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from tigon.generation.settings import MAX_INT32, CacheImplementation, Generation
 from tigon.kernels.runtime import runs_triton
 from tigon.layers import Cache, KVCache, StaticCache
 from tigon.layers.kv_state import Quantize
+from tigon.utils.graph_capture import capturing, on_capture_stream
 
 
 def pack_rows(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
@@ -212,8 +212,11 @@ class GraphedStep:
 
     def __init__(self, model: GenerationModel, generator: torch.Generator | None, pool: Any = None):
         weight = next(model.parameters())
-        self._device, self._generator, self._pool = weight.device, generator, pool
+        self._device, self._generator = weight.device, generator
         self._possible = self._device.type == "cuda" and runs_triton(weight)
+        if pool is None and self._possible:
+            pool = torch.cuda.graph_pool_handle()
+        self._pool = pool
         self._warm = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._result: Tensor | None = None
@@ -224,24 +227,13 @@ class GraphedStep:
             if not self._possible or remaining <= FEW_STEPS:
                 return step()
             if self._warm < WARM_UP:
-                return self._warm_up(step)
+                self._warm += 1
+                with on_capture_stream(self._device):
+                    return step()
             self._capture(step)
         assert self._graph is not None and self._result is not None
         self._graph.replay()
         return self._result
-
-    def _warm_up(self, step: Callable[[], Tensor]) -> Tensor:
-        """Runs the step on the capture stream, whose workspaces are then not in the graph's memory.
-
-        Returns its result.
-        """
-        self._warm += 1
-        here, side = torch.cuda.current_stream(self._device), side_stream(self._device)
-        side.wait_stream(here)
-        with torch.cuda.stream(side):
-            result = step()
-        here.wait_stream(side)
-        return result
 
     def _capture(self, step: Callable[[], Tensor]) -> None:
         """Captures the step in a CUDA graph, and the tensor that it returns, without running it."""
@@ -252,18 +244,9 @@ class GraphedStep:
         with torch.inference_mode(False):
             if self._generator is not None:
                 graph.register_generator_state(self._generator)
-            stream = side_stream(self._device)
-            # Other threads may allocate and sync meanwhile
-            capture = torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local")
-            with capture, mode:
+            with capturing(graph, self._device, self._pool), mode:
                 self._result = step()
         self._graph = graph
-
-
-@functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream for all captures on a device, shared since each stream has workspaces."""
-    return torch.cuda.Stream(device=device)
 
 
 # Dynamic steps

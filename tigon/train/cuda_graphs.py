@@ -13,13 +13,12 @@ one memory pool for all graphs: only one pass is under way at a time.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from tigon.generation.steps import side_stream
 from tigon.kernels.attention.mask import AttentionMask, pad_cu_seqlens
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import Attention
@@ -27,6 +26,7 @@ from tigon.models import CausalLM
 from tigon.models.decoder import Decoder
 from tigon.train.graph_checks import GraphKey, Recompute, ReplayGuard, check_model, graph_key
 from tigon.train.launch_meter import LaunchMeter
+from tigon.utils.graph_capture import capturing, on_capture_stream
 
 Replay = Callable[[], None]
 
@@ -247,14 +247,11 @@ def mask_tensors(mask: AttentionMask) -> tuple[Tensor | None, Tensor | None, Ten
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
     """Captures what `run` launches and returns a function that replays it; raises RuntimeError if
     it cannot be captured."""
-    graph, stream = torch.cuda.CUDAGraph(), side_stream(device)
-    # Other threads allocate and copy the next micro-batches meanwhile
-    capturing = torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local")
+    graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.stream(stream), capturing:  # which leaves its stream only at a good end
+        with capturing(graph, device, pool):
             run()
     except Exception as error:
-        _leave_failed_capture(device, pool)
         first: BaseException = error
         while first.__context__ is not None:  # the end of a capture that failed fails too
             first = first.__context__
@@ -264,35 +261,6 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
         reason = f"the step cannot be captured ({type(first).__name__}: {why})"
         raise CaptureError(reason) from first
     return graph.replay
-
-
-def _leave_failed_capture(device: torch.device, pool: Any) -> None:
-    """Undoes what torch leaves of a capture that failed, whose end raises before it has ended all:
-    random numbers of the GPU raise, and memory that another stream has used is never free again."""
-    generator = torch.cuda.default_generators[device.index]
-    generator.graphsafe_set_state(generator.clone_state())
-    with suppress(RuntimeError):  # torch has ended this
-        torch._C._cuda_endAllocateToPool(device.index, pool)
-
-
-@contextmanager
-def on_capture_stream(device: torch.device, *tensors: Tensor | None) -> Iterator[None]:
-    """Runs the `with` block on the capture stream, after the current one and before what this gets
-    next, so that its workspaces do not come from a graph's memory; on a CPU changes nothing.
-
-    `tensors` were made on the current stream.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    current, side = torch.cuda.current_stream(device), side_stream(device)
-    side.wait_stream(current)
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.record_stream(side)
-    with torch.cuda.stream(side):
-        yield
-    current.wait_stream(side)
 
 
 class Graphs:

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 from starlette.concurrency import run_in_threadpool
@@ -50,6 +51,12 @@ class Server(uvicorn.Server):
     ):
         super().__init__(config)
         self._engine, self._announce = engine, announce
+        self.interrupted = False  # by SIGINT
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Lets the signal end the server."""
+        self.interrupted |= sig == signal.SIGINT
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts the engine, which compiles kernels and captures graphs, before it announces.
@@ -111,6 +118,8 @@ def run(
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         server.run([listener])
+        if server.interrupted:  # which asyncio can lose where uvicorn raises it once more
+            raise KeyboardInterrupt
     finally:
         signal.signal(signal.SIGTERM, before)
         sys.setswitchinterval(interval)

@@ -152,12 +152,12 @@ def run_side(job: Job, root: Path, of: str, name: str) -> Record:
         *said, found = lines(arguments, limit, log, env=env, cwd=here)
         found["wall"] = time.monotonic() - began
     if "error" in found:
-        found |= far(said[-1], found["wall"]) if said else {}
+        found |= read_progress(said[-1], found["wall"]) if said else {}
         progress(f"{name}: {found['error']}")
     return found | {"commit": job.record["commit"], "asked": options.steps}
 
 
-def far(last: Record, wall: float) -> Record:
+def read_progress(last: Record, wall: float) -> Record:
     """The seconds of each phase until a side was stopped, by the last that its clock has said."""
     phases, now = last["phases"], last["phase"]
     phases[now] = phases.get(now, 0.0) + wall - sum(phases.values())

@@ -31,8 +31,8 @@ CLOCKS = {
     "tigon": {
         "tigon.train.build:load_tokenizer": DATA,
         "tigon.train.build:build_loader": DATA,
-        "tigon.train.ahead:Tokenizing.wait": DATA,
-        "tigon.train.ahead:warm_up": STEPS,
+        "tigon.train.overlap:TokenizerProcess.wait": DATA,
+        "tigon.train.overlap:warm_up": STEPS,
         "tigon.train.build:build_model": MODEL,
         "tigon.train.build:build_optimizer": MODEL,
         "tigon.train.trainer:train_steps": STEPS,

@@ -143,16 +143,16 @@ def stages(lengths: list[int]) -> dict[str, Callable[[], Any]]:
     scans = partial(backward.run_scans, q, k, v, do, prepared, chunks, None, None, dv, boxes)
     scanned = scans()
     dgates = q.new_empty(1 + D // backward.key_block(q), 2, *g.shape, dtype=torch.float32)
-    mixed = partial(backward.run_mixed, q, k, do, gates, chunks, scanned[0], dv, dgates[0], boxes)
+    mix = partial(backward.run_mix, q, k, do, gates, chunks, scanned[0], dv, dgates[0], boxes)
     return {
         "chunks": partial(make_chunks, q, bounds_of(lengths)),
         "prepare": partial(forward.prepare, q, k, g, beta, chunks),
         "scan": partial(forward.run_scan, q, k, v, prepared, chunks, None, o, final),
         "scans": scans,
-        "mixed": mixed,
+        "mix": mix,
         "states": partial(
             backward.run_states,
-            *(q, k, do, gates, chunks, scanned, mixed(), dv, dq, dk, dgates[1:], boxes),
+            *(q, k, do, gates, chunks, scanned, mix(), dv, dq, dk, dgates[1:], boxes),
         ),
     }
 

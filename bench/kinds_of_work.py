@@ -41,7 +41,7 @@ def kind_of(name: str) -> str:
     return next(fits, OTHER)
 
 
-def profiled(run: timing.Run, count: int = 1) -> list[Any]:
+def profile_run(run: timing.Run, count: int = 1) -> list[Any]:
     """The events of so many runs, which are one window, until the device has done them."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
@@ -53,14 +53,14 @@ def profiled(run: timing.Run, count: int = 1) -> list[Any]:
     return list(profiler.events() or ())
 
 
-def idle(run: timing.Run) -> dict[str, Any]:
+def measure_idle(run: timing.Run) -> dict[str, Any]:
     """Whether a run leaves the GPU idle: milliseconds in which the host has enqueued it, how often
     the host waits for the GPU, how long the GPU has no kernel, and the longest of these gaps."""
     begin = timing.now()
     run()
     host = 1e3 * (perf_counter() - begin)
     timing.wait()
-    events = profiled(run)
+    events = profile_run(run)
     ((begin, end),) = windows(events)
     calls = [e.name for e in events if begin <= e.time_range.start < end]
     waits = Counter(name for name in calls if re.search(WAITS, name))

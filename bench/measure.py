@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench import timing
 from bench.harness import Record, progress
-from bench.kinds_of_work import idle
+from bench.kinds_of_work import measure_idle
 from bench.timing import quantiles
 
 PATIENCE = 60.0  # seconds in which a provider must have compiled and run once
@@ -238,7 +238,7 @@ def training_steps(
         attempt.sample("ms", effort.times(step))
         attempt.result["peak_mib"] = timing.peak_mib(step)
         if updates is not None:
-            attempt.result |= idle(step)
+            attempt.result |= measure_idle(step)
 
     for name, make in makers.items():
         progress(name)

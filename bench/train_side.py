@@ -22,7 +22,7 @@ from torch import Tensor
 from bench import train_limit
 from bench.compare_side import laps
 from bench.harness import Record, progress
-from bench.kinds_of_work import by_kind, intervals, profiled, windows
+from bench.kinds_of_work import by_kind, intervals, profile_run, windows
 from bench.peers import imported
 from bench.processes import say
 from bench.timing import GIB, allocated, deadline, peaks, reset_peaks
@@ -136,7 +136,7 @@ class Training:
 
     def profiled(self) -> dict[str, float]:
         """Milliseconds of a step's kernels by kind; what ran beside other work counts once."""
-        events = profiled(self.step, PROFILED)
+        events = profile_run(self.step, PROFILED)
         found = by_kind(intervals(events, torch.cuda.is_available()), windows(events))
         return {kind: ms / PROFILED for kind, ms in found.items()}
 

@@ -375,9 +375,9 @@ def test_what_leaves_a_device_idle(monkeypatch: Patch) -> None:
     events += [event(name, i, i + 1, gpu=False) for i, name in enumerate(calls)]
     late = event("cudaStreamSynchronize", 12000, 12001, gpu=False)
     events += [late, event(kinds_of_work.STEP, 0, 10000, gpu=False)]
-    monkeypatch.setattr(kinds_of_work, "profiled", lambda _: events)
+    monkeypatch.setattr(kinds_of_work, "profile_run", lambda _: events)
     monkeypatch.setattr(kinds_of_work, "GAPS", 1)
-    found = kinds_of_work.idle(timing.nothing)
+    found = kinds_of_work.measure_idle(timing.nothing)
     assert found["waits"] == {"cudaStreamSynchronize": 1}
     assert found["idle_ms"] == pytest.approx(2.1)
     assert found["gaps"] == [{"ms": 2.0, "after": "b", "before": "c"}]
@@ -749,7 +749,7 @@ def test_ends_beside_the_best_peer() -> None:
     assert [line.partition(":")[0] for line in said] == ["met"] * 3
     assert "2.000" in said[0] and "0.500" in said[1] and "6.000" in said[2]
     last = {"phases": {"start": 6.0, "data": 3.0}, "phase": "data", "steps": 0}
-    late = {"error": "not done after 10 s"} | end_to_end.far(last, 10.0)
+    late = {"error": "not done after 10 s"} | end_to_end.read_progress(last, 10.0)
     assert (
         end_to_end.row("c", "s", late)[2] == "not done after 10 s; start 6.00; data 4.00, 0 steps"
     )

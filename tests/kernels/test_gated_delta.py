@@ -17,7 +17,13 @@ from tigon.kernels.delta import gated_delta_backward as backward
 from tigon.kernels.delta import gated_delta_forward as forward
 from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS
 from tigon.kernels.delta.gated_delta_step import gated_delta_tokens
-from tigon.kernels.delta.gated_delta_tiles import CHUNK, MAX_DIM, SEQUENCES, Launch, make_chunks
+from tigon.kernels.delta.gated_delta_tiles import (
+    CHUNK,
+    MAX_DIM,
+    SEQUENCES,
+    DeltaLaunch,
+    make_chunks,
+)
 
 Inputs = dict[str, Tensor]
 
@@ -250,11 +256,11 @@ def test_step_in_a_graph(kernels_only: None) -> None:
 
 # What Triton makes of each tile on a GPU
 
-SCANS = [Launch(*s) for s in ((64, 4, 2), (64, 4, 3), (128, 8, 2))]
+SCANS = [DeltaLaunch(*s) for s in ((64, 4, 2), (64, 4, 3), (128, 8, 2))]
 TILES: list[dict[str, Any]] = [
     *({"SCAN": s, "SCAN_FEW": s, "SCANS": s} for s in SCANS),
-    *({"MIXED": Launch(0, 4, n)} for n in (1, 2)),
-    *({"STATES": Launch(*s)} for s in ((64, 4, 2), (32, 4, 2))),
+    *({"MIX": DeltaLaunch(0, 4, n)} for n in (1, 2)),
+    *({"STATES": DeltaLaunch(*s)} for s in ((64, 4, 2), (32, 4, 2))),
 ]
 
 

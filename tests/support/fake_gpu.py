@@ -49,7 +49,7 @@ def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, return_aux: Any, **_: Any
 
 
 @contextmanager
-def indexing() -> Iterator[None]:
+def index_without_gpu() -> Iterator[None]:
     """Indexing makes a tensor's device the current one, which a torch without CUDA cannot: it does
     what it does on meta, which is nothing."""
     library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
@@ -72,7 +72,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     attention = import_module("tigon.kernels.attention.api")
     monkeypatch.setattr(attention, "flex_attention", flex_attention)
     torch._dynamo.reset()
-    with indexing(), FakeTensorMode():
+    with index_without_gpu(), FakeTensorMode():
         yield
     torch._dynamo.reset()
 

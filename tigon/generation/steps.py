@@ -18,7 +18,7 @@ from tigon.generation.settings import MAX_INT32, CacheImplementation, Generation
 from tigon.kernels.runtime import runs_triton
 from tigon.layers import Cache, KVCache, StaticCache
 from tigon.layers.kv_state import Quantize
-from tigon.utils.graph_capture import capturing, on_capture_stream
+from tigon.utils.graph_capture import capture_graph, on_capture_stream
 
 
 def pack_rows(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
@@ -244,7 +244,7 @@ class GraphedStep:
         with torch.inference_mode(False):
             if self._generator is not None:
                 graph.register_generator_state(self._generator)
-            with capturing(graph, self._device, self._pool), mode:
+            with capture_graph(graph, self._device, self._pool), mode:
                 self._result = step()
         self._graph = graph
 

@@ -20,7 +20,6 @@ from tigon.models.pretrained.quantization import count_parameters
 from tigon.parallel import MeshSizes
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.ahead import EarlyModel, tokenizing
 from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
@@ -52,6 +51,7 @@ from tigon.train.optim import (
     check_ranks,
 )
 from tigon.train.optim.groups import num_steps
+from tigon.train.overlap import EarlyModel, tokenizer_process
 from tigon.train.prefetch import Prefetcher
 from tigon.train.publish import lacks_token
 from tigon.train.resume import check_shared, claim
@@ -172,9 +172,9 @@ def read_inputs(
         check_context(config, source)
         task.check_frozen_models(tokenizer, source)
         reason = set_share_prompts(task, source)
-        ahead = tokenizing(task, tokenizer) if early is not None else nullcontext()
+        tokenizing = tokenizer_process(task, tokenizer) if early is not None else nullcontext()
     auto = open_settings(config)
-    with ahead as process:
+    with tokenizing as process:
         config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
         task.config = config
         if process is not None and early is not None:

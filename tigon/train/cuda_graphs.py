@@ -26,7 +26,7 @@ from tigon.models import CausalLM
 from tigon.models.decoder import Decoder
 from tigon.train.graph_checks import GraphKey, Recompute, ReplayGuard, check_model, graph_key
 from tigon.train.launch_meter import LaunchMeter
-from tigon.utils.graph_capture import capturing, on_capture_stream
+from tigon.utils.graph_capture import capture_graph, on_capture_stream
 
 Replay = Callable[[], None]
 
@@ -249,7 +249,7 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
     it cannot be captured."""
     graph = torch.cuda.CUDAGraph()
     try:
-        with capturing(graph, device, pool):
+        with capture_graph(graph, device, pool):
             run()
     except Exception as error:
         first: BaseException = error

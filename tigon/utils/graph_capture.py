@@ -16,7 +16,7 @@ def capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> Iterator[None]:
+def capture_graph(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> Iterator[None]:
     """Captures what the `with` block launches, into a graph whose memory is in `pool`; after an
     error torch is as before."""
     stream = capture_stream(device)

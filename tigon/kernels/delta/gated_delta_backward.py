@@ -31,7 +31,7 @@ from tigon.kernels.delta.gated_delta_forward import (
 from tigon.kernels.delta.gated_delta_tiles import (
     CHUNK,
     Chunks,
-    Launch,
+    DeltaLaunch,
     block_of,
     load_gate,
     load_matrix,
@@ -46,9 +46,9 @@ from tigon.kernels.delta.gated_delta_tiles import (
 )
 from tigon.kernels.runtime import device_fact, operator, tl, triton
 
-SCANS = Launch(64, 4, 3)
-MIXED = Launch(0, 4, 2)
-STATES = Launch(64, 4, 2)  # columns of keys, and heads in flight: Triton 3.6 miscompiles one
+SCANS = DeltaLaunch(64, 4, 3)
+MIX = DeltaLaunch(0, 4, 2)
+STATES = DeltaLaunch(64, 4, 2)  # columns of keys, and heads in flight: Triton 3.6 miscompiles one
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def _scans_kernel(
 
 
 @triton.jit(do_not_specialize=["N", "M"])
-def _mixed_kernel(
+def _mix_kernel(
     q, k,  # [N, K, Dk]
     table,  # [2, M]
     gates,  # [M, H, 4, C]
@@ -296,7 +296,7 @@ def run_scans(
     return errors, states, dstates
 
 
-def run_mixed(
+def run_mix(
     q: Tensor,
     k: Tensor,
     do: Tensor,
@@ -313,10 +313,10 @@ def run_mixed(
     given, taken = (q.new_empty(M, K, CHUNK, CHUNK) for _ in range(2))
     if boxes:
         do, dv, errors = row_boxes(do, BV), row_boxes(dv, BV), matrix_boxes(errors, BV, CHUNK)
-    _mixed_kernel[(M * K,)](
+    _mix_kernel[(M * K,)](
         q, k, chunks.table, gates, errors, do, dv, given, taken, dgates, B * T, M,
-        H, K, Dk, Dv, CHUNK, block_of(Dk), BV, MIXED.stages, precision_of(q), boxes,
-        num_warps=MIXED.warps,
+        H, K, Dk, Dv, CHUNK, block_of(Dk), BV, MIX.stages, precision_of(q), boxes,
+        num_warps=MIX.warps,
     )  # fmt: skip
     return given, taken
 
@@ -333,7 +333,7 @@ def run_states(
     gates: Tensor,
     chunks: Chunks,
     scanned: tuple[Tensor, Tensor, Tensor],  # what `run_scans` returns
-    mixed: tuple[Tensor, Tensor],  # what `run_mixed` returns
+    mixed: tuple[Tensor, Tensor],  # what `run_mix` returns
     dv: Tensor,
     dq: Tensor,
     dk: Tensor,
@@ -384,7 +384,7 @@ def gated_delta_backward(
     gates = prepared.gates
     del prepared  # whose memory the products may take
     dgates = q.new_empty(1 + -(-q.shape[3] // key_block(q)), 2, *g.shape, dtype=torch.float32)
-    mixed = run_mixed(q, k, do, gates, chunks, scanned[0], dv, dgates[0], boxes)
+    mixed = run_mix(q, k, do, gates, chunks, scanned[0], dv, dgates[0], boxes)
     run_states(q, k, do, gates, chunks, scanned, mixed, dv, dq, dk, dgates[1:], boxes)
     torch.sum(dgates[:, 0], 0, out=dg)
     dbeta.copy_(dgates[:, 1].sum(0))

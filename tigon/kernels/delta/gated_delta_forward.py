@@ -28,7 +28,7 @@ from torch import Tensor
 from tigon.kernels.delta.gated_delta_tiles import (
     CHUNK,
     Chunks,
-    Launch,
+    DeltaLaunch,
     block_of,
     fit_stages,
     is_wide,
@@ -49,7 +49,7 @@ from tigon.kernels.runtime import num_sms, operator, tl, triton
 PREPARE: dict[str, int] = {"num_warps": 4}
 # For so many programs that they take turns, and for fewer, which wait for memory alone; two stages
 # at least, as Triton 3.6 miscompiles one on Hopper
-SCAN, SCAN_FEW = Launch(64, 4, 2), Launch(64, 4, 3)
+SCAN, SCAN_FEW = DeltaLaunch(64, 4, 2), DeltaLaunch(64, 4, 3)
 
 
 @triton.jit
@@ -247,11 +247,13 @@ class Scan(NamedTuple):
 
     programs: int
     block: int  # columns of the state that a program takes
-    launch: Launch
+    launch: DeltaLaunch
     boxes: bool
 
 
-def plan_scan(many: Launch, few: Launch, k: Tensor, v: Tensor, chunks: Chunks, boxes: bool) -> Scan:
+def plan_scan(
+    many: DeltaLaunch, few: DeltaLaunch, k: Tensor, v: Tensor, chunks: Chunks, boxes: bool
+) -> Scan:
     """Chooses the launch for v [B, T, H, Dv] in chunks."""
     H, Dv = v.shape[2:]
     # Also of narrow heads, as Hopper multiplies so many rows; others have no registers for them

@@ -24,7 +24,7 @@ SEQUENCES = 256  # whose chunks are counted at once
 MAX_DIM = 128  # of heads: a state of [a part of Dv, Dk] stays in registers
 
 
-class Launch(NamedTuple):
+class DeltaLaunch(NamedTuple):
     """Launch parameters; tuned on an H200."""
 
     block: int  # columns of what a program computes

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from tests.train.adapters import weights
 from tests.train.checkpoints import assert_equal
-from tigon.train import ahead, main
+from tigon.train import main, overlap
 from tigon.train.build import load_tokenizer
 from tigon.train.config_file import load
 from tigon.train.distributed import start
@@ -26,20 +26,20 @@ LORA = {"lora.rank": 2, "lora.dropout": 0.2}
 
 @pytest.fixture
 def side_by_side(monkeypatch, tmp_path):
-    """Lets a function train with data tokenized ahead, of any size, or not; counts early models."""
+    """Lets a function train with a process that tokenizes, or without; counts early models."""
     taken: list[bool] = []
-    take = ahead.EarlyModel.take
+    take = overlap.EarlyModel.take
 
     def noting(self, config):
         model = take(self, config)
         taken.append(model is not None)
         return model
 
-    monkeypatch.setattr(ahead.EarlyModel, "take", noting)
+    monkeypatch.setattr(overlap.EarlyModel, "take", noting)
 
     def run(settings: list[str], *, on: bool) -> bool:
         monkeypatch.setenv("TIGON_CACHE", str(tmp_path / f"cache-{len(taken)}-{on}"))
-        monkeypatch.setattr(ahead, "SMALL", 0 if on else 1 << 60)
+        monkeypatch.setattr(overlap, "SMALL", 0 if on else 1 << 60)
         taken.clear()
         main(settings)
         return taken[-1]
@@ -121,7 +121,7 @@ def test_a_warm_up_leaves_nothing(workspace, changes):
         model, task = build_model(config, world), find_task("sft")(config, world)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         states = torch.get_rng_state(), random.getstate()
-        ahead.run_pass(model, task)  # which does compute gradients
+        overlap.run_pass(model, task)  # which does compute gradients
         trained = [p for p in model.parameters() if p.requires_grad]
         assert trained
         assert all(p.grad is not None for p in trained)
@@ -132,7 +132,7 @@ def test_a_warm_up_leaves_nothing(workspace, changes):
             p.register_post_accumulate_grad_hook(
                 lambda _: held.append(sum(p.grad is not None for p in trained))
             )
-        ahead.warm_up(model, task)
+        overlap.warm_up(model, task)
     assert len(held) == len(trained) and max(held) == 1
     assert all(p.grad is None for p in model.parameters())
     assert_equal(dict(model.state_dict()), before)
@@ -149,9 +149,9 @@ def test_an_error_of_a_warm_up_is_left_to_the_first_step(workspace, monkeypatch)
 
     with start("cpu") as world:
         model, task = build_model(config, world), find_task("sft")(config, world)
-        monkeypatch.setattr(ahead, "run_pass", fails)
+        monkeypatch.setattr(overlap, "run_pass", fails)
         before = torch.get_rng_state()
-        ahead.warm_up(model, task)
+        overlap.warm_up(model, task)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -166,13 +166,13 @@ def test_processes_end_with_the_run(workspace, monkeypatch):
         os.write(write, b"x")
         time.sleep(60)
 
-    monkeypatch.setattr(ahead, "tokenize_entries", lasts)
+    monkeypatch.setattr(overlap, "tokenize_entries", lasts)
     with start("cpu") as world:
         task = find_task("sft")(config, world)
         began = time.monotonic()
         with (
             pytest.raises(ValueError, match="stop"),
-            ahead.Tokenizing(task, load_tokenizer(config)),
+            overlap.TokenizerProcess(task, load_tokenizer(config)),
         ):
             os.read(read, 1)
             os.close(write)

@@ -34,7 +34,7 @@ SMALL = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a m
 WARM_UP_TOKENS = 2**10  # of a pass whose kernels serve rows of any length
 
 
-class Tokenizing:
+class TokenizerProcess:
     """The process that tokenizes a run's data; leaving its `with` block ends it."""
 
     def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
@@ -44,7 +44,7 @@ class Tokenizing:
         context = multiprocess.get_context("fork")
         self._process: Any = context.Process(target=_tokenize, args=(task, tokenizer))
 
-    def __enter__(self) -> "Tokenizing":
+    def __enter__(self) -> "TokenizerProcess":
         self._process.start()
         _make_group(self._process.pid)
         return self
@@ -75,7 +75,7 @@ class EarlyModel:
         self._built: tuple[Config, CausalLM] | None = None
 
     def build(
-        self, data: Tokenizing, task: Task, source: Path | None, choice: StepChoice | None
+        self, data: TokenizerProcess, task: Task, source: Path | None, choice: StepChoice | None
     ) -> None:
         """Builds the model and compiles its kernels, unless data are wrong. What is wrong with the
         model is said when it is built again, after what is wrong with the data."""
@@ -92,9 +92,9 @@ class EarlyModel:
         return built[1] if built is not None and built[0] == config else None
 
 
-def tokenizing(task: Task, tokenizer: Tokenizer) -> "Tokenizing | nullcontext[None]":
-    """Starts to tokenize the data of the task's run; there is nothing to start, and None, on
-    several ranks, for streams, and for data that are small or elsewhere.
+def tokenizer_process(task: Task, tokenizer: Tokenizer) -> "TokenizerProcess | nullcontext[None]":
+    """Returns the process that tokenizes the data of the task's run, which a `with` block starts;
+    a context of None on several ranks, for streams, and for data that are small.
 
     Raises ValueError and OSError for data that are not there.
     """
@@ -105,7 +105,7 @@ def tokenizing(task: Task, tokenizer: Tokenizer) -> "Tokenizing | nullcontext[No
     sources = [source for entry in find_entry_sources(config, entries) for source in entry]
     if sum(source.size() for source in sources) < SMALL:
         return nullcontext()
-    return Tokenizing(task, tokenizer)
+    return TokenizerProcess(task, tokenizer)
 
 
 def _tokenize(task: Task, tokenizer: Tokenizer) -> None:

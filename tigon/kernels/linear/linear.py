@@ -465,7 +465,7 @@ def _num_parts(x: Tensor, weight: Tensor) -> int:
 
 def _is_learned_product(x: Tensor, weight: Tensor) -> bool:
     """Whether the product is that of a plain parameter that learns, so that a graph has x."""
-    plain = type(weight) is torch.nn.Parameter and weight.requires_grad
+    plain = is_plain_parameter(weight) and weight.requires_grad
     return plain and not torch.compiler.is_compiling() and has_plain_operands(x, weight)
 
 

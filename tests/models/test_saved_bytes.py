@@ -31,7 +31,7 @@ KEPT: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({}, 2 * C + COMMON),
     "qwen3": ({}, 2 * C + COMMON),
     "gemma3_text": ({"sliding_window": 64}, C + 2 * C + COMMON),
-    "olmo2": ({}, 2 * C + 2 * C + COMMON),
+    "olmo2": ({}, C + 2 * C + COMMON),
     # The branch of the layer's own input is computed again from its gated product; beside it are
     # the gate, its activation, the input, and the projection that this is a norm of
     "gemma4_text": (

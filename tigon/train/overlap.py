@@ -22,6 +22,7 @@ from tigon.data.cache import train_extra
 from tigon.data.sources import BLOCK_BYTES
 from tigon.data.tokenized import MIN_PARALLEL_BLOCKS, exit_with_parent
 from tigon.kernels.precompile import compile_kernels
+from tigon.kernels.runtime import runs_triton
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
@@ -150,7 +151,8 @@ def compile_step(
     """
     config, world = task.config, task.world
     plain = isinstance(task, CrossEntropyTask) and not (task.per_token or task.one_prompt)
-    if not plain or world.size > 1 or world.device.type != "cuda":
+    on_gpu = world.device.type == "cuda" and runs_triton(torch.empty(0, device=world.device))
+    if not plain or world.size > 1 or not on_gpu:
         return nullcontext()
     compute = compute_dtype(config, world.device)
     model = meta_model(config, weights_dtype(config, world.device), source)
@@ -187,13 +189,15 @@ def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None
 
 
 def allocate(model: CausalLM, device: torch.device) -> None:
-    """Allocates a model on meta, also with fake tensors, unlike `materialize`."""
-    made: dict[Tensor | None, Tensor | None] = {None: None}  # tied ones once
+    """Allocates all tensors of a model, without values; as fake ones too, unlike `materialize`."""
+    made: dict[Tensor, Tensor] = {}  # tied ones once
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, x in held.items():
-                if x is not None and x.is_meta and x not in made:
+                if x is None:
+                    continue
+                if x not in made:
                     empty = torch.empty(x.shape, dtype=x.dtype, device=device)
                     learns = isinstance(x, nn.Parameter)
                     made[x] = nn.Parameter(empty, x.requires_grad) if learns else empty
-                held[name] = made.get(x, x)  # type: ignore[assignment]
+                held[name] = made[x]  # type: ignore[assignment]

@@ -36,6 +36,7 @@ from tigon.layers import (
 from tigon.layers.activation_offload import ActivationOffload
 from tigon.layers.context import SharedKV
 from tigon.layers.kv_state import KVState
+from tigon.layers.norm import add_normed
 from tigon.models.config import SLIDING, ModelConfig, WindowedConfig, activation
 from tigon.utils.random import as_int64, mix
 
@@ -219,7 +220,7 @@ class PostNormBlock(TransformerBlock):
         router's counts or None."""
         stream = x if residual is None else residual + x
         x = self.mixer(stream, rotation, state, ctx)
-        stream = stream + self.post_attention_layernorm(x)
+        stream = add_normed(x, stream, self.post_attention_layernorm)
         y, routing = self.mlp_forward(stream, ctx)
         return self.post_feedforward_layernorm(y), stream, routing
 

@@ -89,14 +89,21 @@ def test_the_last_checkpoint_is_written_during_the_evaluation(workspace, monkeyp
             threading.Timer(0.5, evaluated.set).start()
         return evaluate(run, step)
 
+    def load() -> None:
+        assert checkpoint.latest(workspace.root / "meanwhile/checkpoints") is None
+        loaded.append("matplotlib")
+
     monkeypatch.setattr(format, "_write", wait)
     monkeypatch.setattr(trainer, "evaluate", stopped)
+    loaded: list[str] = []
+    monkeypatch.setattr(trainer.report, "load_matplotlib", load)
     changes = {"steps": 1, "eval_data": workspace.held_out, "export": "true"}
     settings = workspace.settings("meanwhile", **changes)
     with pytest.raises(SystemExit, match="143"):
         main(settings)
     run = workspace.root / "meanwhile"
     checkpoint.verify(run / "checkpoints/step-00000001")
+    assert loaded == ["matplotlib"]
     assert "resume=auto goes on from step-00000001" in capsys.readouterr().out
     assert not (run / "hf").exists() and not workspace.metrics("meanwhile", "eval_loss")[1:]
     monkeypatch.undo()

@@ -75,7 +75,10 @@ def train(run: TrainingRun) -> int:
         with world.signals.deferred():
             step = run.start if over else train_steps(run, log)
             if not over and not should_stop(run):
-                evaluate_last(run, step, log)  # while the last checkpoint is written
+                # While the last checkpoint is written
+                evaluate_last(run, step, log)
+                if world.main:
+                    report.load_matplotlib()
             run.saver.wait()
         if signal := world.all_reduce_max_int(world.signals.received):
             log.close()

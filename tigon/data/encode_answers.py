@@ -112,18 +112,14 @@ class PairEncoder(AnswerEncoder):
         self.per_example = {"margin": np.float32} if margin else {}
 
     def options(self) -> dict[str, Any]:
-        """As the base's, and whether there is a column of margins."""
         # Not shared_prompt: rows that are no error without it are the same with it
         return super().options() | {"margin": "margin" in self.per_example}
 
     def ignored(self, row: Row, format: Format) -> set[str]:
-        """As the base's, and the margin if it is no column."""
         unread = set() if self.per_example else {format.column("margin")} & row.keys()
         return super().ignored(row, format) | unread
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Makes the examples of the chosen and of the rejected answer; ValueError if their tokens
-        are equal."""
         sample = parse_pair(row, format, shared_prompt=self.shared_prompt)
         prompt, (chosen, rejected) = self.tokenize_answers(sample)
         if chosen == rejected:
@@ -154,7 +150,6 @@ class LabelledEncoder(AnswerEncoder):
             return format.detect(row, self.formats)
 
     def ignored(self, row: Row, format: Format) -> set[str]:
-        """As the base's, and the margin of a pair."""
         return super().ignored(row, format) | ({format.column("margin")} & row.keys())
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
@@ -216,7 +211,6 @@ class RewardedEncoder(AnswerEncoder):
         self.scale = scale
 
     def options(self) -> dict[str, Any]:
-        """As the base's, and `scale`."""
         return super().options() | {"scale": self.scale}
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:

@@ -164,7 +164,6 @@ class GrowingKV(KVState):
     def store(
         self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """Stores k and v; returns those of all tokens [B, S, K, D]."""
         past = 0 if ctx.append is None else ctx.append.cached_tokens
         keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
         return keys.transpose(1, 2), values.transpose(1, 2)

@@ -75,7 +75,6 @@ class TopKRouter(Router):
         self.exact_weights = exact_weights
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
-        """Returns the routing of x [N, C]."""
         logits = self.logits(x)
         dtype = torch.float32 if self.exact_weights else logits.dtype
         if self.sigmoid:
@@ -160,7 +159,6 @@ class GroupRouter(Router):
             return F.linear(x.float(), self.weight.float())
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
-        """Returns the routing of x [N, C]."""
         logits = self.logits(x)
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         ranked = scores.detach()

@@ -82,6 +82,7 @@ class ModelConfig:
     wrapper_type: ClassVar[str] = ""
     default_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False  # whether partial_rotary_factor is supported
+    rotary_share: ClassVar[float | None] = None  # partial_rotary_factor of a source without one
     overflows_float16: ClassVar[bool] = False  # published models have activations above 65504
     rope_extras: ClassVar[Mapping[str, Any]] = {}  # additional keys of rope_parameters
     # Keys that may have any value: they change nothing, or the family reads them separately
@@ -177,6 +178,8 @@ class ModelConfig:
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
         """Reads the config's `rope_parameters` from config.json's content; `longest` is
         max_position_embeddings."""
+        if cls.rotary_share is not None:
+            source = {"partial_rotary_factor": cls.rotary_share, **source}
         return read_rope(
             source, cls.default_theta, longest, partial=cls.partial_rotary, extras=cls.rope_extras
         )
@@ -255,6 +258,13 @@ class ModelConfig:
     def _rope_keys(self) -> dict[str, Any]:
         """The keys of `to_dict` that describe RoPE."""
         return write_rope(dict(self.rope_parameters))
+
+
+def check_layer_thetas(thetas: list[float] | None, layers: int) -> None:
+    """Raises ConfigError unless `layer_rope_theta` is None or has a theta, or 0, for each layer."""
+    if thetas is not None and (len(thetas) != layers or min(thetas) < 0):
+        numbers = f"a number from 0 on for each of {layers} layers"
+        raise ConfigError(f"layer_rope_theta={quote(thetas)} is not {numbers}")
 
 
 def check_layer_kinds(name: str, kinds: list[str] | None, layers: int, *known: str) -> None:

@@ -60,6 +60,7 @@ class TransformerBlock(nn.Module):
 
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
     norm_cast: ClassVar[Cast] = "before_weight"  # where norms round to the model's dtype
+    rounded_angles: ClassVar[bool] = True  # cos and sin are in the model's dtype, else in fp32
     mlp: nn.Module
     mixer_name = "self_attn"  # in checkpoints
     # The layer whose keys and values attention reads, and whose state it uses; None: its own
@@ -240,8 +241,8 @@ class Decoder(nn.Module):
 
     `embedding_scale`, rounded to the model's dtype, multiplies the embeddings of token ids, and
     `embedding_eps` norms them. `input_scale` multiplies the input of the first block, also if it is
-    `inputs_embeds`. With `rounded_angles`, cos and sin are in the model's dtype, else in fp32. The
-    last norm multiplies by `norm_offset` + weight; None is the offset of the block's norms.
+    `inputs_embeds`. The last norm multiplies by `norm_offset` + weight; None is the offset of the
+    block's norms.
     """
 
     def __init__(
@@ -252,12 +253,11 @@ class Decoder(nn.Module):
         embedding_scale: float = 1.0,
         embedding_eps: float | None = None,
         input_scale: float = 1.0,
-        rounded_angles: bool = True,
         norm_offset: float | None = None,
     ):
         super().__init__()
         c = config
-        self.input_scale, self.rounded_angles = input_scale, rounded_angles
+        self.input_scale, self.rounded_angles = input_scale, block.rounded_angles
         self.embed_tokens = Embedding(
             c.vocab_size,
             c.hidden_size,

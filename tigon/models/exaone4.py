@@ -49,7 +49,6 @@ class Exaone4Config(WindowedConfig):
             )
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: by the pattern."""
         pattern = self.sliding_window_pattern
         if pattern is None:
             return False
@@ -63,7 +62,6 @@ class Exaone4Block(PostNormBlock):
     have windows without RoPE where there is none."""
 
     def make_mixer(self, c: Exaone4Config, layer: int) -> Attention:
-        """Makes attention with QK-norm per head and the layer's sliding window."""
         return self.make_attention(c, qk_norm_eps=c.rms_norm_eps, window=layer_window(c, layer))
 
     def layer_rope(self, c: Exaone4Config, layer: int) -> tuple[int, dict[str, Any]]:

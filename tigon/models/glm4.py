@@ -3,9 +3,7 @@
 Paper: arXiv 2406.12793; checked against transformers' modeling_glm4.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
@@ -22,6 +20,7 @@ class Glm4Config(ModelConfig):
     model_type = "glm4"
     architecture = "Glm4ForCausalLM"
     partial_rotary = True
+    rotary_share = 0.5
     ignored = frozenset({"partial_rotary_factor"})  # read with the RoPE
 
     vocab_size: int = 151552
@@ -35,11 +34,6 @@ class Glm4Config(ModelConfig):
     rms_norm_eps: float = 1.5625e-7
     pad_token_id: int | None = 151329
     attention_bias: bool = True
-
-    @classmethod
-    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """As ModelConfig's, with a partial_rotary_factor of 0.5 unless the source has one."""
-        return super()._read_rope({"partial_rotary_factor": 0.5, **source}, longest)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,8 +53,6 @@ class Glm4Block(SandwichBlock):
     )
 
     def make_mixer(self, c: Glm4Config, layer: int) -> Attention:
-        """Makes attention with interleaved RoPE, and biases, if the config has them, on queries,
-        keys and values alone."""
         bias = c.attention_bias
         return self.make_attention(c, bias=bias, out_bias=False, interleaved=True)
 

@@ -61,8 +61,6 @@ class GptOssConfig(MoEConfig, WindowedConfig):
         return super()._read_rope(source, longest)
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: layers 0, 2, 4 and so on
-        have."""
         return layer % 2 == 0
 
 
@@ -72,7 +70,6 @@ class GptOssBlock(PreNormBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: GptOssConfig, layer: int) -> Attention:
-        """Makes attention with sinks, the config's biases and the layer's sliding window."""
         window = layer_window(c, layer)
         return self.make_attention(c, bias=c.attention_bias, window=window, sinks=True)
 

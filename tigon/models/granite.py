@@ -37,8 +37,6 @@ class GraniteBlock(LlamaBlock):
         self.branch_scale = c.residual_multiplier
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Makes attention with the config's biases, and attention_multiplier as the scale of
-        scores."""
         return self.make_attention(c, bias=c.attention_bias, scale=c.attention_multiplier)
 
 
@@ -50,9 +48,7 @@ class Granite(CausalLM):
     block_class = GraniteBlock
 
     def make_decoder(self, c: GraniteConfig, **options: Any) -> Decoder:
-        """Makes a decoder that multiplies its input by embedding_multiplier."""
         return super().make_decoder(c, input_scale=c.embedding_multiplier, **options)
 
     def make_head(self, c: GraniteConfig, **options: Any) -> LMHead:
-        """Makes a head that divides the logits by logits_scaling."""
         return super().make_head(c, logit_scale=1 / c.logits_scaling, **options)

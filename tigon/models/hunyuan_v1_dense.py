@@ -39,7 +39,6 @@ class HunYuanV1DenseBlock(PreNormBlock):
     """A `PreNormBlock` whose attention norms heads after it has rotated them."""
 
     def make_mixer(self, c: HunYuanV1DenseConfig, layer: int) -> Attention:
-        """Makes attention with QK-norm per head after RoPE, and the config's biases."""
         bias, eps = c.attention_bias, c.rms_norm_eps
         return self.make_attention(c, bias=bias, qk_norm_eps=eps, rotates_first=True)
 

@@ -131,7 +131,6 @@ class Lfm2Block(PreNormBlock):
         return ShortConv(c.hidden_size, c.conv_L_cache, bias=c.conv_bias)
 
     def make_mlp(self, c: Any, layer: int) -> Any:
-        """Makes a gated MLP of `mlp_size`."""
         return GatedMLP(c.hidden_size, c.mlp_size, "silu")
 
 

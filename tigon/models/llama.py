@@ -35,11 +35,9 @@ class LlamaBlock(PreNormBlock):
     """A `PreNormBlock` with the biases of LlamaConfig."""
 
     def make_mixer(self, c: LlamaConfig, layer: int) -> Attention:
-        """Makes attention with the config's biases."""
         return self.make_attention(c, bias=c.attention_bias)
 
     def make_mlp(self, c: LlamaConfig, layer: int) -> GatedMLP:
-        """Makes a gated MLP with the config's biases."""
         return gated_mlp(c, bias=c.mlp_bias)
 
 

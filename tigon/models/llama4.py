@@ -10,7 +10,7 @@ from typing import Any
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import FULL, ConfigError, activation, check_layer_kinds
-from tigon.models.decoder import Decoder, PreNormBlock
+from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import ExpertsConfig, sparse_moe
 from tigon.models.pretrained.names import CheckpointNames
 from tigon.utils.json import quote
@@ -88,6 +88,8 @@ class Llama4Config(ExpertsConfig):
 class Llama4Block(PreNormBlock):
     """A `PreNormBlock` with attention in chunks, and with experts and a shared one, or an MLP."""
 
+    rounded_angles = False
+
     def make_mixer(self, c: Llama4Config, layer: int) -> Attention:
         """Makes attention in the layer's chunks; with RoPE, which is interleaved, heads are normed
         without weights. The norm commutes with the rotation, which it follows in transformers."""
@@ -97,7 +99,6 @@ class Llama4Block(PreNormBlock):
         return self.make_attention(c, bias=c.attention_bias, **options)
 
     def make_mlp(self, c: Llama4Config, layer: int) -> GatedMLP | SparseMoE:
-        """Makes the layer's experts with a shared one, or its MLP if it has none."""
         if not c.sparse(layer):
             return GatedMLP(c.hidden_size, c.intermediate_size_mlp, activation(c.hidden_act))
         size = c.intermediate_size
@@ -125,7 +126,3 @@ class Llama4(CausalLM):
             "mlp": "feed_forward",
         },
     )
-
-    def make_decoder(self, c: Llama4Config, **options: Any) -> Decoder:
-        """Makes a decoder with cos and sin of RoPE in fp32."""
-        return super().make_decoder(c, rounded_angles=False, **options)

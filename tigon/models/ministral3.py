@@ -76,7 +76,6 @@ class Ministral3Block(PreNormBlock):
     """A `PreNormBlock` whose attention has the config's sliding window."""
 
     def make_mixer(self, c: Ministral3Config, layer: int) -> Attention:
-        """Makes attention with the config's sliding window, the same in all layers."""
         return self.make_attention(c, window=c.sliding_window)
 
 

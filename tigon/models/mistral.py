@@ -43,7 +43,6 @@ class MistralBlock(PreNormBlock):
     """A `PreNormBlock` without biases, whose attention has the layer's sliding window."""
 
     def make_mixer(self, c: MistralConfig, layer: int) -> Attention:
-        """Makes attention with the layer's sliding window."""
         return self.make_attention(c, window=layer_window(c, layer))
 
 

@@ -40,11 +40,9 @@ class MixtralBlock(PreNormBlock):
     sum to 1."""
 
     def make_mixer(self, c: MixtralConfig, layer: int) -> Attention:
-        """Makes attention with the config's sliding window, the same in all layers."""
         return self.make_attention(c, window=c.sliding_window)
 
     def make_mlp(self, c: MixtralConfig, layer: int) -> SparseMoE:
-        """Makes experts of intermediate_size, with routing weights that sum to 1."""
         return sparse_moe(c, c.intermediate_size, normalize=True, exact_weights=True)
 
 

@@ -22,8 +22,6 @@ class Olmo3Config(Olmo2Config, TwoRopesConfig):
     default_theta = 5e5
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: all have but every
-        fourth."""
         return (layer + 1) % 4 != 0
 
 
@@ -35,7 +33,6 @@ class Olmo3Block(Olmo2Block):
         return super().make_mixer(c, layer, layer_window(c, layer))
 
     def layer_rope(self, c: Olmo3Config, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
         return c.head_dim, c.rope_parameters[c.layer_type(layer)]
 
 

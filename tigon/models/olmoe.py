@@ -42,14 +42,12 @@ class OlmoeBlock(PreNormBlock):
     """A `PreNormBlock` with norms of whole queries and keys, across heads, and with experts."""
 
     def make_mixer(self, c: OlmoeConfig, layer: int) -> Attention:
-        """Makes attention with norms of whole queries and keys, the config's biases and bound."""
         bias, eps = c.attention_bias, c.rms_norm_eps
         return self.make_attention(
             c, bias=bias, qk_norm_eps=eps, flat_qk_norm=True, clip=c.clip_qkv
         )
 
     def make_mlp(self, c: OlmoeConfig, layer: int) -> SparseMoE:
-        """Makes the layer's experts."""
         return sparse_moe(c, c.intermediate_size, normalize=c.norm_topk_prob)
 
 

@@ -30,8 +30,6 @@ class Qwen2Config(WindowedConfig):
     max_window_layers: int = 28
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: those from layer
-        max_window_layers on have."""
         return layer >= self.max_window_layers
 
 
@@ -39,8 +37,6 @@ class Qwen2Block(PreNormBlock):
     """A `PreNormBlock` with biases of queries, keys and values, and the layer's sliding window."""
 
     def make_mixer(self, c: Qwen2Config, layer: int) -> Attention:
-        """Makes attention with biases on queries, keys and values alone, and the layer's sliding
-        window."""
         window = layer_window(c, layer)
         return self.make_attention(c, bias=True, out_bias=False, window=window)
 

@@ -72,8 +72,6 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
             )
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: layers 0, 2, 4 and so on
-        below max_window_layers have."""
         return layer % 2 == 0 and layer < self.max_window_layers
 
 
@@ -82,13 +80,10 @@ class Qwen2MoeBlock(PreNormBlock):
     MLP."""
 
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
-        """Makes attention with biases, if `qkv_bias`, on queries, keys and values alone, and the
-        layer's sliding window."""
         window = layer_window(c, layer)
         return self.make_attention(c, bias=c.qkv_bias, out_bias=False, window=window)
 
     def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
-        """Makes the layer's experts with a shared expert, or its MLP if it has none."""
         return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)
 
 

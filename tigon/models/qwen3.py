@@ -26,8 +26,6 @@ class Qwen3Block(PreNormBlock):
     """A `PreNormBlock` with QK-norm per head, `attention_bias` and the layer's sliding window."""
 
     def make_mixer(self, c: Qwen3Config, layer: int) -> Attention:
-        """Makes attention with QK-norm per head, the config's biases and the layer's sliding
-        window."""
         bias, window = c.attention_bias, layer_window(c, layer)
         return self.make_attention(c, bias=bias, qk_norm_eps=c.rms_norm_eps, window=window)
 

@@ -27,6 +27,7 @@ class GatedDeltaConfig(ModelConfig):
     full_attention_interval-th, unless `layer_types` lists the kind of each layer."""
 
     partial_rotary = True
+    rotary_share = 0.25
     # Read with the RoPE; and always float32 here
     ignored = frozenset({"partial_rotary_factor", "mamba_ssm_dtype"})
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"attn_output_gate": (None, True)}
@@ -44,12 +45,6 @@ class GatedDeltaConfig(ModelConfig):
     linear_conv_kernel_dim: int = 4
     full_attention_interval: int = 4
     layer_types: list[str] | None = None
-
-    @classmethod
-    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """As ModelConfig's, with a partial_rotary_factor of 0.25 unless the source has one, or null
-        for whole heads."""
-        return super()._read_rope({"partial_rotary_factor": 0.25, **source}, longest)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +67,6 @@ class GatedDeltaBlock(PreNormBlock):
     packed = False  # whether checkpoints have the rows of each key head together
 
     def make_mixer(self, c: GatedDeltaConfig, layer: int) -> nn.Module:
-        """Makes attention with QK-norm and an output gate, or Gated DeltaNet."""
         if c.attends(layer):
             return self.make_attention(
                 c, bias=c.attention_bias, qk_norm_eps=c.rms_norm_eps, gate="q_proj"

@@ -37,8 +37,6 @@ class SeedOssBlock(LlamaBlock):
     attention's output."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Makes attention with the config's biases: `attention_bias` on queries, keys and values,
-        and `attention_out_bias`."""
         return self.make_attention(c, bias=c.attention_bias, out_bias=c.attention_out_bias)
 
 

@@ -54,8 +54,6 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
         return (layer + 1) % self.no_rope_layer_interval != 0
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: those without RoPE
-        have."""
         return not self.rotates(layer)
 
 
@@ -64,11 +62,9 @@ class SmolLM3Block(LlamaBlock):
     config."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Makes attention with the config's biases and the layer's sliding window."""
         return self.make_attention(c, bias=c.attention_bias, window=layer_window(c, layer))
 
     def layer_rope(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters, {} if it has no RoPE."""
         return c.head_dim, c.rope_parameters if c.rotates(layer) else {}
 
 

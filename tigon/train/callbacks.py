@@ -144,11 +144,9 @@ class UserCallback(Callback):
         return chosen.to(labels.device).flatten().nonzero().squeeze(1)
 
     def on_pass(self, context: PassContext) -> None:
-        """Calls the user's callable."""
         self._run(self._call, context)
 
     def on_evaluate(self, context: EvaluationContext) -> None:
-        """Calls the user's method, if there is one."""
         on_evaluate = getattr(self._call, "on_evaluate", None)
         if on_evaluate is not None:
             self._run(on_evaluate, context)
@@ -348,7 +346,6 @@ class NamedSets(Callback):
         return cls(names, torch.tensor(sets, device=device), by_sequence=by_sequence)
 
     def on_pass(self, context: PassContext) -> None:
-        """Adds this rank's next micro-batch."""
         micro_batch = context.micro_batch
         if not len(micro_batch.spans):
             return  # nothing but padding

@@ -46,8 +46,6 @@ class CrossEntropyTask(Task):
     predicts_tokens: ClassVar[bool] = True
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task does not use, or that `check_settings` does
-        not allow."""
         super().__init__(config, world)
         check_settings(config)
 
@@ -250,7 +248,6 @@ class SFT(CrossEntropyTask):
     learns = "chats, learning what the assistant says"
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of chats."""
         return self.chat_encoder(tokenizer)
 
 
@@ -260,7 +257,6 @@ class Pretrain(CrossEntropyTask):
     learns = "text"
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task does not use, those of chats too."""
         super().__init__(config, world)
         for name in ("chat_template", "chat_template_kwargs"):
             if value := getattr(config, name):
@@ -271,7 +267,6 @@ class Pretrain(CrossEntropyTask):
             raise ValueError("train_on_empty_thinking=true: task=pretrain has no chats")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of texts."""
         return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
     def rows(self, window: Window, **_: Any) -> PackedRows:

@@ -50,8 +50,6 @@ class AnswerTask(Task):
     losses: ClassVar[Sequence[str]] = ()  # the values of loss_type; the first is the default
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task does not use, and for a loss_type of another
-        task."""
         super().__init__(config, world)
         for name in ("loss_reduction", "train_on"):
             value = getattr(config, name)
@@ -75,8 +73,6 @@ class AnswerTask(Task):
         }
 
     def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
-        """Raises ValueError if the `reference` that the settings name has another vocabulary or a
-        shorter context."""
         if path := self.config.reference:
             check_frozen(self.config, path, tokenizer)
 

@@ -49,8 +49,6 @@ class PairTask(AnswerTask):
     alpha = 0.0  # weight of the chosen answers' cross-entropy
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task or its loss_type does not use, and for a
-        beta or label_smoothing out of range."""
         super().__init__(config, world)
         smoothing = config.label_smoothing
         if smoothing and self.loss_type not in SMOOTHED_LOSSES:
@@ -65,7 +63,6 @@ class PairTask(AnswerTask):
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of pairs of answers."""
         return PairEncoder(tokenizer, **self.encoder_options())
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
@@ -139,7 +136,6 @@ class DPO(PairTask):
     losses: ClassVar[Sequence[str]] = tuple(DPO_LOSSES)
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
-        """Returns each pair's loss [P] by `loss_type`, and no more values."""
         return DPO_LOSSES[self.loss_type](scores, self.beta, self.config.label_smoothing), {}
 
 
@@ -166,12 +162,10 @@ class CPO(PairTask):
     default_alpha: ClassVar[float] = 1.0
 
     def __init__(self, config: Config, world: World):
-        """Sets `alpha` to cpo_alpha, or the task's default; raises ValueError as PairTask does."""
         super().__init__(config, world)
         self.alpha = self.default_alpha if config.cpo_alpha is None else config.cpo_alpha
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
-        """Returns each pair's loss [P] by `loss_type`, and no more values."""
         return CPO_LOSSES[self.loss_type](scores, self.beta, self.config.label_smoothing), {}
 
     def logged_scores(self, scores: Scores) -> Scores:
@@ -189,7 +183,6 @@ class SimPO(CPO):
     default_alpha = 0.0
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
-        """Returns each pair's SimPO loss [P], and no more values."""
         smoothing, gamma = self.config.label_smoothing, self.config.simpo_gamma
         return simpo(scores, self.beta, smoothing, gamma=gamma), {}
 
@@ -212,8 +205,6 @@ class ORPO(PairTask):
         return {"labels": ids.masked_fill(~(supervised | chosen), IGNORE_INDEX)}
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
-        """Returns each pair's odds-ratio penalty [P], and its log odds ratio and the log of that's
-        sigmoid to log."""
         losses, log_odds = orpo(scores, self.beta)
         return losses, {"log_odds_chosen": log_odds, "log_odds_ratio": -losses / self.beta}
 

@@ -106,8 +106,7 @@ def chat(args: Namespace, world: World) -> int:
 
 
 def _sampling_settings(args: Namespace) -> dict[str, Any]:
-    """Returns the sampling options that are set, as arguments of model.generate. Without --seed,
-    seeds torch anew."""
+    """Returns the sampling options as arguments of model.generate; seeds torch without --seed."""
     names = (*SAMPLING, "repetition_penalty", "seed")
     if args.seed is None:
         torch.seed()  # otherwise every process draws the same tokens
@@ -231,8 +230,7 @@ def eval_tasks(args: Namespace, world: World) -> int:
 
 
 def eval_parity(args: Namespace) -> int:
-    """Runs `tigon eval parity`: prints its report; returns 1 if the model differs from
-    transformers', else 0."""
+    """Runs `tigon eval parity`: prints its report; returns 1 if the model differs, else 0."""
     device, revision = parse_device(args.device), args.revision
     place: AbstractContextManager[str] = nullcontext(args.model)
     if (checkpoint := find_checkpoint(args.model)) or is_adapter(args.model, revision):
@@ -292,8 +290,7 @@ def push(args: Namespace) -> int:
 
 
 def data_show(args: Namespace) -> int:
-    """Runs `tigon data show`: prints rows of data; returns 1 if a run would end at one of them,
-    else 0."""
+    """Runs `tigon data show`: prints rows of data; returns 1 if a run would end at one, else 0."""
     config = read_arguments(args.arguments)
     shown = preview(config, args.rows)
     output = raw_stream(sys.stdout)  # the colors are control characters; the text has none
@@ -309,7 +306,6 @@ def data_pack(args: Namespace) -> int:
 
 
 def data_clean(args: Namespace) -> int:
-    """Runs `tigon data clean`: removes what the data cache has not used for --days, by default all,
-    and prints how much that was."""
+    """Runs `tigon data clean`: removes what the cache has not used for --days."""
     print(clean_cache(args.days))
     return 0

@@ -188,8 +188,7 @@ def _is_float32(value: Any) -> bool:
 
 
 def read_number(row: Row, format: Format, name: str, default: float) -> float:
-    """Reads a finite number of the row; the default if it has none. Raises ValueError for any other
-    value."""
+    """Reads a finite number of the row; the default if it has none, ValueError for others."""
     value = format.get(row, name)
     if value is None:
         return default
@@ -242,8 +241,7 @@ def _check_same_kind(names: Sequence[str], values: Sequence[object]) -> None:
 def _check_shared_prompt(
     prompt: TextOrMessages | None, shared: TextOrMessages, answers: Sequence[TextOrMessages]
 ) -> None:
-    """Raises ValueError if chosen and rejected do not answer one prompt, the row's if it has
-    one."""
+    """Raises ValueError if chosen and rejected do not answer one prompt."""
     if not shared and prompt is not None:
         raise ValueError(
             f"the prompt {prompt!r:.100} is a text, and no message that chosen and rejected "

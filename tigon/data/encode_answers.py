@@ -142,8 +142,7 @@ class LabelledEncoder(AnswerEncoder):
     per_example = {"desired": np.bool_, "matched": np.bool_}
 
     def detect(self, row: Row, format: Format) -> Format:
-        """Finds the format of a row; one with the keys of both formats is an answer with its
-        label."""
+        """Finds the format of a row; one with the keys of both has a label."""
         try:
             return format.detect(row, ("unpaired",))
         except ValueError:
@@ -214,8 +213,7 @@ class RewardedEncoder(AnswerEncoder):
         return super().options() | {"scale": self.scale}
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Makes an example for each answer, with its advantage and reward, the one that the row
-        lacks as NaN."""
+        """Makes an example of each answer, with advantage and reward, NaN if unknown."""
         rewarded = parse_rewarded(row, format)
         logprobs = rewarded.old_logprobs
         if isinstance(rewarded.answers, AnswerSample):
@@ -261,8 +259,7 @@ def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray
 
 
 def append_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
-    """Returns the prompt, extended by the empty block of reasoning after it if all these texts go
-    on with the same."""
+    """Returns the prompt with the empty block of reasoning that all these texts begin with."""
     prompts = set()
     for text in texts:
         start = common_prefix_length(prompt, text)

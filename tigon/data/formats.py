@@ -328,8 +328,7 @@ def _convert_sharegpt(i: int, message: Any) -> dict[str, Any]:
 
 
 def _check_weight(value: Any, name: str) -> float:
-    """Returns the value as a float; raises ValueError unless it is 0 or in [MIN_WEIGHT,
-    MAX_WEIGHT]."""
+    """Returns the value as a float; ValueError unless 0 or in [MIN_WEIGHT, MAX_WEIGHT]."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, not {value!r:.100}")

@@ -147,6 +147,5 @@ def _normalize_tool(tool: Any) -> Any:
 
 
 def _drop_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy without the keys that are null, as Arrow and exports of it write keys that are
-    absent."""
+    """Copy without null keys, as Arrow and exports of it write keys that are absent."""
     return {key: value for key, value in values.items() if value is not None}

@@ -253,8 +253,7 @@ class Mixture(WindowSource):
         return cls([[examples]], size=size)
 
     def window(self, number: int) -> Window:
-        """Makes window `number`, counted through all epochs, of the groups that follow in the
-        order."""
+        """Makes window `number`, counted through all epochs."""
         epoch, index = divmod(number, self.per_epoch)
         start = index * self.size
         stop = min(start + self.size, self.order.epoch)

@@ -16,8 +16,7 @@ MIN_SHARED_FRACTION = 1 / 64  # of all tokens: sharing fewer costs as much as it
 
 @dataclass(frozen=True)
 class TruncationStats:
-    """Counts of truncated and dropped groups. A group over both limits counts as too long for its
-    row."""
+    """Counts of truncated and dropped groups; over both limits, one is too long for a row."""
 
     max_length_cuts: int = 0  # groups of which an example is longer than `max_length`
     max_length_drops: int = 0
@@ -206,8 +205,7 @@ def _duplicate_groups(
 def _reorder_by_row(
     spans: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sort spans and their shared lengths by the row that they are packed into, and count the spans
-    of each row."""
+    """Sorts spans and shared lengths by the row they are packed into; counts spans of each row."""
     rows = pack_best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
     groups = np.concatenate(rows)
     rank = np.argsort(groups)  # of each group, in the order of the rows

@@ -106,8 +106,7 @@ class _GatherFromGroup(torch.autograd.Function):
 
 
 class _ReduceFromGroup(torch.autograd.Function):
-    """All-reduce of partial sums to a replicated tensor, whose gradient is the same on every rank:
-    backward is the identity."""
+    """All-reduce of partial sums to a replicated tensor; backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -148,8 +147,7 @@ class _ScaleReplicatedGrad(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all of rows; backward sends their gradients back, those of all tensors even if a rank
-    uses only one."""
+    """All-to-all of rows; backward sends their gradients back."""
 
     @staticmethod
     def forward(

@@ -48,8 +48,7 @@ class GenerationModel(Protocol):
         quantize: Literal["int8"] | None = None,
         rollback: int = 0,
     ) -> StaticCache:
-        """Returns an empty cache with room for `capacity` tokens in each row; ValueError if it
-        does not fit."""
+        """Returns an empty cache of `capacity` tokens a row; ValueError if it does not fit."""
         ...
 
     def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any: ...
@@ -104,8 +103,7 @@ class CachingSteps(Steps, Protocol):
         ...
 
     def finish(self, tokens: Sequence[int]) -> Cache | None:
-        """Returns the cache, if there is one, with the prompt and all but the last of each row's
-        `tokens`."""
+        """Returns the cache, if any, with the prompt and all but each row's last token."""
         ...
 
 

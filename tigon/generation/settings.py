@@ -158,8 +158,7 @@ def resolve_settings(
 
 
 def set_do_sample(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a request with do_sample: not with temperature 0, and with any other
-    of SAMPLING."""
+    """Returns the settings with do_sample: not with temperature 0, but with another of SAMPLING."""
     if settings.get("temperature") == 0:
         return {**settings, "do_sample": False, "temperature": None}
     return {**settings} | ({"do_sample": True} if settings.keys() & {*SAMPLING} else {})
@@ -195,8 +194,7 @@ def file_prefix(model: GenerationModel) -> str:
 
 
 def check_generation_config(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a value of generation_config.json with a wrong type or range, used or
-    not."""
+    """Raises ConfigError for a value of generation_config.json of a wrong type or range."""
     known = {k: v for k, v in _drop_none(values).items() if k in DEFAULTS and k not in CALL_ONLY}
     tokens = {k: _tokens(known[k], None) for k in TOKEN_SETTINGS if k in known}
     read_settings(GenerationSettings, _drop_none(known | tokens))

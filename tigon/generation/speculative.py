@@ -211,8 +211,7 @@ class SpeculativeSteps:
         return self._tokens.gather(1, at)
 
     def _append(self, proposed: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
-        """Appends the accepted proposals and the token after them; returns these [B, k + 1], padded
-        with ABSENT."""
+        """Appends accepted proposals and the token after; returns [B, k + 1], ABSENT-padded."""
         column = torch.arange(self._k + 1, device=accepted.device)
         new = torch.cat((proposed, last[:, None]), 1)
         new = torch.where(column == accepted[:, None], last[:, None], new)

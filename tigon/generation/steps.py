@@ -54,8 +54,7 @@ def prefill(
 def _read_prompts(
     model: GenerationModel, cache: StaticCache, prompt: PromptBatch, max_tokens: int
 ) -> Tensor:
-    """Fills an empty cache with as many prompts at a time as fit into `max_tokens`; returns the
-    logits [B, V]."""
+    """Fills an empty cache by parts of at most `max_tokens`; returns logits [B, V]."""
     lengths = prompt.lengths()
     flat = prompt.ids.flatten() if prompt.mask is None else prompt.ids[prompt.mask]
     bounds = list(itertools.accumulate(lengths, initial=0))

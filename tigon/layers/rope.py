@@ -22,8 +22,7 @@ def _powers(dim: int, theta: float) -> Tensor:
 
 
 def rotated_dims(head_dim: int, p: Mapping[str, Any]) -> int:
-    """Returns how many dims of a head a RoPE rotates; a proportional one has them all, most of
-    them by angles of 0."""
+    """Returns how many dims of a head a RoPE rotates, all for a proportional one."""
     partial = 1.0 if p.get("rope_type") == "proportional" else p.get("partial_rotary_factor", 1.0)
     return int(head_dim * partial)
 
@@ -227,6 +226,5 @@ class NoRotary(nn.Module):
 
 
 def make_rotary(dim: int, rope: Mapping[str, Any], length: int) -> nn.Module:
-    """Makes the module for a layer's RoPE parameters; without a rope_type, one that rotates
-    nothing."""
+    """Makes the module for RoPE parameters; without a rope_type, one that rotates nothing."""
     return RotaryEmbedding(dim, rope, length) if "rope_type" in rope else NoRotary(dim, **rope)

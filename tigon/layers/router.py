@@ -184,8 +184,7 @@ class GroupRouter(Router):
         return groups.masked_fill(outside.unsqueeze(-1), fill).flatten(1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRouter":
-        """Converts the module, but the bias only to another device: rounded, it would choose other
-        experts."""
+        """Converts the module; the bias only moves: rounded, it would choose others."""
         exact, move = self._buffers.get("e_score_correction_bias"), keep_dtype(fn)
 
         def convert(x: Tensor) -> Tensor:

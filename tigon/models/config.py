@@ -57,8 +57,7 @@ for _value, _keys in (
 
 @dataclass(frozen=True)
 class ConfigOrigin:
-    """The checkpoint that a config was read from; `to_dict` of the config keeps its unknown
-    keys."""
+    """The checkpoint that a config was read from, with the keys that `to_dict` keeps."""
 
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json's content
     wrapper: Mapping[str, Any] = field(default_factory=dict)  # the config around a text_config
@@ -176,8 +175,7 @@ class ModelConfig:
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Reads the config's `rope_parameters` from config.json's content; `longest` is
-        max_position_embeddings."""
+        """Reads `rope_parameters`; `longest` is max_position_embeddings."""
         if cls.rotary_share is not None:
             source = {"partial_rotary_factor": cls.rotary_share, **source}
         return read_rope(
@@ -218,8 +216,7 @@ class ModelConfig:
 
     @property
     def transformers_class(self) -> str:
-        """The class name in config.json's architectures: the sequence classifier's if the config
-        has labels."""
+        """The class in config.json's architectures, a classifier's with labels."""
         return (self.classifier() if self.labels else None) or self.architecture
 
     def to_dict(self) -> dict[str, Any]:
@@ -268,8 +265,7 @@ def check_layer_thetas(thetas: list[float] | None, layers: int) -> None:
 
 
 def check_layer_kinds(name: str, kinds: list[str] | None, layers: int, *known: str) -> None:
-    """Raises ConfigError unless `kinds`, the key `name`, is None or has a known kind for each
-    layer."""
+    """Raises ConfigError unless `kinds`, the key `name`, is None or a known kind a layer."""
     if kinds is not None and (len(kinds) != layers or not set(kinds) <= {*known}):
         names = " or ".join(map(repr, known))
         raise ConfigError(f"{name}={quote(kinds)} is not {names} for each of {layers} layers")
@@ -295,8 +291,7 @@ class WindowedConfig(ModelConfig):
         return True
 
     def layer_type(self, layer: int) -> str:
-        """The layer's kind, "sliding_attention" or "full_attention", from `layer_types` or else
-        from `slides`."""
+        """The layer's kind, "sliding_attention" or "full_attention"."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return SLIDING if self.slides(layer) else FULL
@@ -316,8 +311,7 @@ class TwoRopesConfig(WindowedConfig):
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Reads the RoPEs of full and of sliding layers, by kind of layer, from config.json's
-        content."""
+        """Reads the RoPEs of full and of sliding layers, by kind of layer."""
         return read_two_ropes(source, cls.default_theta, cls._local_theta(source), longest)
 
     def _rope_keys(self) -> dict[str, Any]:
@@ -370,8 +364,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(hidden_act: str) -> Activation:
-    """Maps config.json's `hidden_act` to the name of a kernel; raises ConfigError if there is
-    none."""
+    """Maps config.json's `hidden_act` to the name of a kernel, or raises ConfigError."""
     if hidden_act not in ACTIVATIONS:
         raise ConfigError(f"hidden_act={quote(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[hidden_act]

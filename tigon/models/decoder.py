@@ -85,8 +85,7 @@ class TransformerBlock(nn.Module):
         return gated_mlp(c)
 
     def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
-        """The layer's head dim and RoPE parameters; {}, or options of `NoRotary`, if it has no
-        RoPE."""
+        """The layer's head dim and RoPE parameters; without RoPE {} or `NoRotary` options."""
         return c.head_dim, c.rope_parameters
 
     def make_attention(
@@ -99,8 +98,7 @@ class TransformerBlock(nn.Module):
         return Attention(*sizes, offset=self.norm_offset, cast=self.norm_cast, **options)
 
     def make_norm(self, c: ModelConfig) -> RMSNorm:
-        """Makes an RMSNorm over hidden_size, with the config's eps and the family's offset and
-        cast."""
+        """Makes an RMSNorm over hidden_size with the family's offset and cast."""
         return RMSNorm(c.hidden_size, c.rms_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
 
     def make_add_norm(self, c: ModelConfig) -> AddRMSNorm:
@@ -164,8 +162,7 @@ class PreNormBlock(TransformerBlock):
 
 
 def _unview(x: Tensor) -> Tensor:
-    """Returns x as a tensor that is no view to autograd, since FSDP2 warns of views in a block's
-    output."""
+    """Returns x as no view to autograd, since FSDP2 warns of views in a block's output."""
     if torch.compiler.is_compiling() or not x._is_view():
         return x
     return torch.ops.aten._unsafe_view(x, x.shape)
@@ -421,6 +418,5 @@ class Decoder(nn.Module):
         return replace(ctx, **changes) if changes else ctx
 
     def recomputable(self, block: nn.Module) -> Callable[..., BlockOutput]:
-        """The function that is checkpointed, and called again in backward, in place of the block;
-        here the block itself."""
+        """The function that is checkpointed in place of the block; here the block."""
         return block

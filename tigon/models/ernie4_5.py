@@ -13,8 +13,7 @@ from tigon.models.decoder import PreNormBlock, gated_mlp
 
 @dataclass(frozen=True, kw_only=True)
 class Ernie4_5Config(ModelConfig):
-    """The config of ERNIE 4.5's dense models: `ModelConfig` with biases of all projections
-    (`use_bias`)."""
+    """The config of ERNIE 4.5's dense models, with biases of all projections (`use_bias`)."""
 
     model_type = "ernie4_5"
     architecture = "Ernie4_5ForCausalLM"

@@ -14,8 +14,7 @@ from tigon.models.pretrained.names import QKV, CheckpointNames
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Config(ModelConfig):
-    """The config of GLM-4-0414: `ModelConfig` with `attention_bias` of queries, keys and values,
-    and RoPE on part of each head."""
+    """The config of GLM-4-0414, with biases of q, k, v and RoPE on part of each head."""
 
     model_type = "glm4"
     architecture = "Glm4ForCausalLM"
@@ -42,8 +41,7 @@ class Glm4Config(ModelConfig):
 
 
 class Glm4Block(SandwichBlock):
-    """A `SandwichBlock` with GLM's names of norms, interleaved RoPE, and no bias on attention's
-    output."""
+    """A `SandwichBlock` with GLM's names of norms, and interleaved RoPE."""
 
     NORMS = (
         "input_layernorm",

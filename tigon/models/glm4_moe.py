@@ -49,8 +49,7 @@ class Glm4MoeConfig(GroupMoEConfig):
 
 
 class Glm4MoeBlock(PreNormBlock):
-    """A `PreNormBlock` with experts chosen by groups or an MLP, and no bias on attention's
-    output."""
+    """A `PreNormBlock` with experts chosen by groups, or an MLP."""
 
     def make_mixer(self, c: Glm4MoeConfig, layer: int) -> Attention:
         eps = c.rms_norm_eps if c.use_qk_norm else None

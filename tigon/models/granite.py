@@ -15,8 +15,7 @@ from tigon.models.llama import LlamaBlock, LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(LlamaConfig):
-    """The config of Granite 3: Llama's with multipliers of embeddings, branches, scores and (as a
-    divisor) logits."""
+    """The config of Granite 3: Llama's with multipliers, and a divisor of logits."""
 
     model_type = "granite"
     architecture = "GraniteForCausalLM"
@@ -29,8 +28,7 @@ class GraniteConfig(LlamaConfig):
 
 
 class GraniteBlock(LlamaBlock):
-    """Llama's block whose branches are multiplied by residual_multiplier, and scores by
-    attention_multiplier."""
+    """Llama's block with branches times residual_multiplier, scores times attention_multiplier."""
 
     def __init__(self, c: GraniteConfig, layer: int):
         super().__init__(c, layer)
@@ -41,8 +39,7 @@ class GraniteBlock(LlamaBlock):
 
 
 class Granite(CausalLM):
-    """Granite 3: `GraniteBlock`s, with inputs times embedding_multiplier and logits divided by
-    logits_scaling."""
+    """Granite 3: `GraniteBlock`s, embedding_multiplier, and logits_scaling, a divisor."""
 
     config_class = GraniteConfig
     block_class = GraniteBlock

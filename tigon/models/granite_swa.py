@@ -14,8 +14,7 @@ from tigon.models.granite import Granite, GraniteBlock, GraniteConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteSWAConfig(GraniteConfig, WindowedConfig):
-    """The config of Granite with sliding windows: Granite's with rope_theta of each layer, 0 where
-    it has no RoPE."""
+    """The config of Granite with sliding windows: rope_theta of each layer, 0 without RoPE."""
 
     model_type = "granite_swa"
     architecture = "GraniteSWAForCausalLM"

@@ -14,8 +14,7 @@ from tigon.models.pretrained.names import CheckpointNames
 
 @dataclass(frozen=True, kw_only=True)
 class HunYuanV1DenseConfig(ModelConfig):
-    """The config of Hunyuan's dense models: `ModelConfig` with `attention_bias`, and `alpha` in
-    `rope_parameters` of type dynamic."""
+    """The config of Hunyuan's dense models, with `alpha` in a dynamic RoPE."""
 
     model_type = "hunyuan_v1_dense"
     architecture = "HunYuanDenseV1ForCausalLM"

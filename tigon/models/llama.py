@@ -14,8 +14,7 @@ from tigon.models.decoder import PreNormBlock, gated_mlp
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """The config of Llama: `ModelConfig` with biases of all attention projections
-    (`attention_bias`) and of the MLP."""
+    """The config of Llama: `ModelConfig` with `attention_bias` and `mlp_bias`."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"

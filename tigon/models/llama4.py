@@ -64,22 +64,19 @@ class Llama4Config(ExpertsConfig):
         check_layer_kinds("layer_types", self.layer_types, layers, CHUNKED, FULL)
 
     def sparse(self, layer: int) -> bool:
-        """Whether the layer has experts: by moe_layers, or else every
-        interleave_moe_layer_step-th."""
+        """Whether the layer has experts: by moe_layers, or else by the interval."""
         if self.moe_layers is not None:
             return layer in self.moe_layers
         return (layer + 1) % self.interleave_moe_layer_step == 0
 
     def rotates(self, layer: int) -> bool:
-        """Whether the layer has RoPE: by no_rope_layers, or else all but every
-        no_rope_layer_interval-th."""
+        """Whether the layer has RoPE: by no_rope_layers, or else by the interval."""
         if self.no_rope_layers:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
 
     def chunk(self, layer: int) -> int | None:
-        """The size of the layer's chunks; None: full attention. Without `layer_types`, those with
-        RoPE have chunks."""
+        """The size of the layer's chunks, by default those with RoPE; None: full attention."""
         types = self.layer_types
         chunked = self.rotates(layer) if types is None else types[layer] == CHUNKED
         return self.attention_chunk_size if chunked else None

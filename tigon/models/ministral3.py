@@ -80,8 +80,7 @@ class Ministral3Block(PreNormBlock):
 
 
 class Ministral3(CausalLM):
-    """Ministral 3: `Ministral3Block`s and nothing else; queries are scaled where RoPE is
-    applied."""
+    """Ministral 3: `Ministral3Block`s; queries are scaled where RoPE is applied."""
 
     config_class = Ministral3Config
     block_class = Ministral3Block

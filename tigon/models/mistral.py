@@ -14,8 +14,7 @@ from tigon.models.decoder import PreNormBlock, layer_window
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(WindowedConfig):
-    """The config of Mistral: `WindowedConfig` with a sliding window in all layers unless
-    sliding_window is None."""
+    """The config of Mistral: a window in all layers unless sliding_window is None."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
@@ -32,8 +31,7 @@ class MistralConfig(WindowedConfig):
 
 
 class MinistralConfig(MistralConfig):
-    """The config of Ministral: Mistral's fields for model_type "ministral", whose checkpoints
-    choose sliding layers with layer_types."""
+    """Mistral's config for model_type "ministral", which chooses layers by layer_types."""
 
     model_type = "ministral"
     architecture = "MinistralForCausalLM"

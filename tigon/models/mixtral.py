@@ -36,8 +36,7 @@ class MixtralConfig(MoEConfig):
 
 
 class MixtralBlock(PreNormBlock):
-    """A `PreNormBlock` with experts in place of the MLP, whose routing weights are normalized to
-    sum to 1."""
+    """A `PreNormBlock` with experts whose routing weights sum to 1."""
 
     def make_mixer(self, c: MixtralConfig, layer: int) -> Attention:
         return self.make_attention(c, window=c.sliding_window)

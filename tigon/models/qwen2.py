@@ -13,8 +13,7 @@ from tigon.models.decoder import PreNormBlock, layer_window
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(WindowedConfig):
-    """The config of Qwen2 and Qwen2.5: `WindowedConfig` whose windows count only with
-    use_sliding_window."""
+    """The config of Qwen2 and Qwen2.5: windows count only with use_sliding_window."""
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"

@@ -14,8 +14,7 @@ from tigon.models.moe import MoEConfig, sparse_moe
 
 @dataclass(frozen=True, kw_only=True)
 class QwenMoEConfig(MoEConfig):
-    """The config of Qwen's mixtures: every decoder_sparse_step-th layer has experts, unless it is
-    in mlp_only_layers."""
+    """The config of Qwen's mixtures: which layers have experts."""
 
     num_experts: int = 60
     moe_intermediate_size: int = 1408
@@ -36,8 +35,7 @@ class QwenMoEConfig(MoEConfig):
 
 
 def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | SparseMoE:
-    """Makes the layer's experts, or its MLP if it has none; `shared` is the shared expert's size, 0
-    for none."""
+    """Makes the layer's experts, with a `shared` one of this size, or its MLP."""
     if not c.sparse(layer):
         return gated_mlp(c)
     return sparse_moe(c, c.moe_intermediate_size, normalize=c.norm_topk_prob, shared=shared)
@@ -45,8 +43,7 @@ def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
-    """The config of Qwen2-MoE: Qwen's mixtures with a shared expert, sliding windows and
-    `qkv_bias`."""
+    """The config of Qwen2-MoE: a shared expert, sliding windows and `qkv_bias`."""
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
@@ -76,8 +73,7 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
 
 
 class Qwen2MoeBlock(PreNormBlock):
-    """A `PreNormBlock` with the layer's sliding window, and with experts and a shared one, or an
-    MLP."""
+    """A `PreNormBlock` with sliding windows, and experts and a shared one, or an MLP."""
 
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
         window = layer_window(c, layer)

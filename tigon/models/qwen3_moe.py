@@ -13,8 +13,7 @@ from tigon.models.qwen2_moe import QwenMoEConfig, experts_or_mlp
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(QwenMoEConfig):
-    """The config of Qwen3-MoE: Qwen's mixtures with `attention_bias`, and a sliding window in all
-    layers or none."""
+    """The config of Qwen3-MoE: `attention_bias`, and a window in all layers or none."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"

@@ -13,8 +13,7 @@ from tigon.models.llama import LlamaBlock, LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SeedOssConfig(LlamaConfig):
-    """The config of Seed-OSS: Llama's with another switch, attention_out_bias, for the bias of
-    attention's output."""
+    """The config of Seed-OSS: Llama's with attention_out_bias, a switch of its own."""
 
     model_type = "seed_oss"
     architecture = "SeedOssForCausalLM"
@@ -33,8 +32,7 @@ class SeedOssConfig(LlamaConfig):
 
 
 class SeedOssBlock(LlamaBlock):
-    """Llama's block with separate switches for biases of queries, keys and values, and of
-    attention's output."""
+    """Llama's block with a switch of its own for the bias of attention's output."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
         return self.make_attention(c, bias=c.attention_bias, out_bias=c.attention_out_bias)

@@ -16,8 +16,7 @@ from tigon.utils.json import quote
 
 @dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(LlamaConfig, WindowedConfig):
-    """The config of SmolLM3: Llama's with a choice of layers that have no RoPE, and sliding
-    windows."""
+    """The config of SmolLM3: Llama's with layers without RoPE, and sliding windows."""
 
     model_type = "smollm3"
     architecture = "SmolLM3ForCausalLM"
@@ -47,8 +46,7 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
             )
 
     def rotates(self, layer: int) -> bool:
-        """Whether the layer has RoPE: by no_rope_layers, or else all but every
-        no_rope_layer_interval-th."""
+        """Whether the layer has RoPE: by no_rope_layers, or else by the interval."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
@@ -58,8 +56,7 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
 
 
 class SmolLM3Block(LlamaBlock):
-    """Llama's block with the layer's sliding window, and without RoPE in the layers of the
-    config."""
+    """Llama's block with sliding windows, and without RoPE in some layers."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
         return self.make_attention(c, bias=c.attention_bias, window=layer_window(c, layer))

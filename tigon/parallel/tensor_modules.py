@@ -255,8 +255,7 @@ class DispatchedMoE(SparseMoE):
     experts: DispatchedExperts
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
-        """As in the base for the region's tokens x; routing is of this rank's tokens alone, but in
-        decoding of all."""
+        """As in the base for the region's tokens x; routes this rank's alone, in decoding all."""
         region = self.tensor.region
         if self.experts.has_all_tokens:
             return super().forward(x)

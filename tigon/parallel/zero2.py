@@ -276,8 +276,7 @@ class Zero2:
             group.missing = len(group.trained)
 
     def gradient_holder(self, whole: nn.Parameter) -> tuple[Any, str]:
-        """The object and the attribute that hold a whole parameter's gradient between the backward
-        passes of a step."""
+        """The object and attribute with a parameter's gradient between backward passes."""
         weight = self.weights[whole]
         return (weight.whole, "grad") if self.sums == self.compute else (weight, "sum")
 

@@ -105,8 +105,7 @@ def _arguments(lines: list[str]) -> dict[str, str]:
 
 
 def _type_schema(hint: Any, subject: str) -> dict[str, Any]:
-    """Returns the JSON schema of a type hint; ValueError, which names the `subject`, for types that
-    JSON lacks."""
+    """Returns the JSON schema of a type hint of `subject`; ValueError for what JSON lacks."""
     kind, arguments = get_origin(hint) or hint, get_args(hint)
     if kind is Any:
         return {}

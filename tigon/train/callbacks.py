@@ -74,8 +74,7 @@ class CallbackContext:
 
 @dataclass(frozen=True, kw_only=True)
 class PassContext(PassOutput, CallbackContext):
-    """Holds what a callback is called with after a pass; `logits_at` has the positions that this
-    callback chose."""
+    """Holds what a callback gets after a pass, with `logits_at` of its own positions."""
 
     at: Tensor | None  # int64 [n]: these positions, in the flattened batch
     index: int  # of the micro-batch, among those of this rank
@@ -208,8 +207,7 @@ class CallbackHandler:
 
 
 def _import_function(name: str) -> Any:
-    """Returns what module:function or file.py:function names; ValueError if it cannot be
-    imported."""
+    """Returns what module:function or file.py:function names, or raises ValueError."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ValueError(f"hooks={name}: give module:function or file.py:function")
@@ -276,8 +274,7 @@ class PredictionsWriter(Callback):
             self._opened.__exit__(*error)
 
     def on_pass(self, context: PassContext) -> None:
-        """Writes the next micro-batch of every rank, once for ranks with the same rows; all ranks
-        call it."""
+        """Writes the next micro-batch of every rank, equal rows once; all ranks call it."""
         rows = prediction_rows(context) if self.world.is_data_leader else []
         for row in rows:
             for name in ("target", "predicted"):

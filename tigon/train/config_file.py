@@ -134,8 +134,7 @@ def _setting_names(values: dict[str, Any], groups: Container[str], parse: Parse)
 
 
 def _named_eval_data(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
-    """Returns eval_data={NAME: path or entry, ...} as a list of entries with a name; {} for any
-    other eval_data."""
+    """Returns eval_data={NAME: ...} as a list of entries with names; {} for others."""
     value = values.get("eval_data")
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = parse(value)

@@ -76,8 +76,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
 
 
 def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | None]:
-    """Returns the model without its adapter, on the meta device, and its weights to load, None if
-    they are random."""
+    """Returns the meta model without adapter, and its weights, None if they are random."""
     if config.init:
         return _from_config(_init_path(config), dtype, config), None
     options: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
@@ -94,8 +93,7 @@ def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoin
 def _load_or_init_weights(
     model: CausalLM, config: Config, weights: Checkpoint | None, dtype: torch.dtype
 ) -> None:
-    """Loads the weights into the model, or without any draws those of `init`, equally on any number
-    of ranks."""
+    """Loads the weights, or without any draws those of `init`, equally on any ranks."""
     if weights is not None:
         load_weights(model, weights)
         return
@@ -155,8 +153,7 @@ def weights_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def parallelize(model: CausalLM, config: Config, world: World) -> None:
-    """Shards the model over the ranks, in place, as `parallel` and `sharding` say; on one rank,
-    only if `is_sharded`."""
+    """Shards the model in place as `parallel` and `sharding` say; one rank if `is_sharded`."""
     compute = compute_dtype(config, world.device)
     if world.size == 1 and not is_sharded(config, 1, compute):
         return
@@ -339,8 +336,7 @@ def check_fp8(config: Config, device: torch.device) -> None:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Returns the dtype of activations and products: by default bfloat16 on a GPU, else
-    param_dtype."""
+    """Returns the dtype of activations: by default bfloat16 on a GPU, else param_dtype."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     return torch.bfloat16 if device.type == "cuda" else getattr(torch, config.param_dtype)

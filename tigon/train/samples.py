@@ -105,8 +105,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> SamplePrompt:
-    """Returns the prompt of a row, {"prompt": text} or {"messages": [...]}; ValueError, naming
-    `where`, for any other."""
+    """Returns the prompt of a row {"prompt"} or {"messages"}; ValueError names `where`."""
     fields = row if isinstance(row, dict) else {}
     text, messages = fields.get("prompt"), fields.get("messages")
     try:

@@ -448,8 +448,7 @@ class Deadline:
 
 
 def export_pending(run: TrainingRun) -> bool:
-    """Returns whether an export after `run.start`, the step of the last checkpoint, is due by
-    hf_every and missing."""
+    """Returns whether an export of hf_every after `run.start` is due and missing."""
     config, step = run.config, run.start
     latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
     due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0

@@ -45,8 +45,7 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(config: Config) -> Vocabulary | None:
-    """Returns the ids that new_tokens get in the tokenizer of the settings; None without
-    new_tokens."""
+    """Returns the ids that new_tokens get in the tokenizer; None without new_tokens."""
     if not config.new_tokens:
         return None
     tokenizer = read_tokenizer(config)

@@ -33,8 +33,7 @@ def require_space(directory: Path, needed: int) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Rewords an OSError inside that says too little: a full disk with sizes, others with
-    `path`."""
+    """Rewords an OSError that says too little: a full disk with sizes, others with `path`."""
     try:
         yield
     except OSError as error:
@@ -48,8 +47,7 @@ def explain_full_disk(path: Path, needed: int | None = None) -> Iterator[None]:
 def full_disk_error(
     path: Path, error: OSError, needed: int | None = None, remedy: str = ""
 ) -> DiskFullError:
-    """Makes the error that says how much is free where `path` was to be written, and how to
-    help."""
+    """Makes the error that says how much is free for `path`, and how to help."""
     free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
     quota = " (a quota)" if error.errno == errno.EDQUOT else ""
     text = f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
@@ -310,8 +308,7 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
 
 @contextmanager
 def read_lock(directory: Path) -> Iterator[None]:
-    """Keeps writers from removing or replacing a directory in the body of a `with`, if the file
-    system has locks."""
+    """Keeps writers from removing a directory in the body of a `with`, if there are locks."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -323,8 +320,7 @@ def read_lock(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _unread(directory: Path) -> Iterator[bool]:
-    """Keeps readers from locking a directory in the body of a `with`; yields False if one has it
-    locked."""
+    """Keeps readers from a directory in the body of a `with`; yields False if one has it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         free = True

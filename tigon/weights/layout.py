@@ -228,8 +228,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shard(name: str, parameter: Tensor) -> LocalShard:
-    """This rank's shard of a parameter: rows, columns or both. Raises ValueError for placements
-    that are no contiguous shard."""
+    """This rank's shard of a parameter; ValueError for placements that are not contiguous."""
     parameter, shape = parameter.detach(), tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return LocalShard(parameter, shape, (0,) * len(shape))

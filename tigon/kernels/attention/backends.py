@@ -179,8 +179,7 @@ def _reason_against(name: str, r: AttentionRequest) -> str | None:
 
 
 def check_backend(name: str) -> None:
-    """Raises ValueError for a name that is none of `Backend`, ImportError for "fa4" if
-    flash-attn-4 cannot be used."""
+    """Raises ValueError for no name of `Backend`, ImportError for "fa4" that cannot be used."""
     _check_name(name)
     if name == "fa4" and isinstance(flash_attn_4(), str):
         raise ImportError(f"attention='fa4': {flash_attn_4()}")

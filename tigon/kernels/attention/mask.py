@@ -343,9 +343,7 @@ class AttentionMask:
         return seen[:, None]
 
     def blocks(self, window: int | None, device: torch.device) -> BlockMask:
-        """Returns the mask for FlexAttention, without a cache: [T / 128, S / 128] blocks and a
-        mask_mod.
-        """
+        """Returns the mask for FlexAttention: [T / 128, S / 128] blocks and a mask_mod."""
         return self._once(("blocks", window), lambda: self._build_blocks(window, device))
 
     def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:

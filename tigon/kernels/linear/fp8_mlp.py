@@ -229,8 +229,7 @@ def cast_gated_gradients(dy: Tensor, gate_up: Tensor, act: Activation) -> GatedC
 
 
 class MLPState:
-    """Holds what the nodes of one pass share: maxima of the columns, and gate_up for a late
-    product."""
+    """Holds what the nodes of one pass share: maxima of columns, and gate_up for a late product."""
 
     def __init__(self) -> None:
         self.up, self.down = ColumnMaxima(), ColumnMaxima()

@@ -160,8 +160,7 @@ def _list_tokens(
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """Scores by which llama.cpp merges pairs in the order of the merges: SentencePiece's own are
-    minus the rank, too."""
+    """Scores by which llama.cpp merges pairs in the order of the merges, as SentencePiece."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model["merges"]):
         ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)

@@ -103,8 +103,7 @@ def parse_any_config(content: Mapping[str, Any], models: Mapping[str, type[M]]) 
 def parse_config(
     cls: type[M], content: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> ModelConfig:
-    """Reads the config of this class from config.json's content, which may be a multimodal one, but
-    for the `ignored` keys."""
+    """Reads this class's config from config.json's content, even a multimodal one."""
     source = {k: v for k, v in _text_config(content).items() if k not in ignored}
     config = cls.config_class.from_dict(source)
     if content.get("model_type") not in MULTIMODAL:

@@ -137,8 +137,7 @@ class LowPrecisionOptimizer(Optimizer):
         return FusedAdamW(self.stochastic, codes)
 
     def uses_kernel(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns whether the kernel updates all of these parameters;
-        tigon.kernels.use("reference") disables it."""
+        """Returns whether the kernel, unless it is turned off, updates all of these."""
         return self.has_kernel and all(map(_fits_kernel, parameters))
 
     def is_copied(self, parameter: Tensor) -> bool:
@@ -355,8 +354,7 @@ def _step_counters(counts: Sequence[float], device: torch.device) -> list[Tensor
 
 
 def _fits_kernel(parameter: Tensor) -> bool:
-    """Returns whether Triton kernels run on the parameter's device, and the fused kernel takes it
-    with its gradient."""
+    """Returns whether the fused kernel takes the parameter with its gradient on its device."""
     own = local(parameter)
     return (
         runs_triton(own)

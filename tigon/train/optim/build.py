@@ -23,8 +23,7 @@ class OptimizerSpec(NamedTuple):
 
 
 def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
-    """Freezes the parameters that the settings do not train, and returns the optimizer of the
-    others."""
+    """Freezes what the settings do not train, and returns the optimizer of the rest."""
     freeze(model, config)
     return OPTIMIZERS[config.optimizer].build(model, config)
 

@@ -95,8 +95,7 @@ class BucketedNorm:
 
 
 def _rank_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns parameters with their gradients; a rank may have no rows of some, which are left
-    out."""
+    """Returns parameters with their gradients, without those this rank has no rows of."""
     pairs = [(p, local(p.grad)) for p in parameters if p.grad is not None]
     return [(p, g) for p, g in pairs if g.numel()]
 

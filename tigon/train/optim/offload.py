@@ -50,7 +50,6 @@ class HostMemory:
         self._outward.synchronize()  # a checkpoint reads them without the device
 
     def _fetch(self, group: Sequence[Tensor]) -> list[Tensor]:
-        """Begins to copy tensors to the device, on the stream of incoming copies; returns the
-        copies."""
+        """Begins to copy tensors to the device on the incoming stream; returns the copies."""
         with torch.cuda.stream(self._inward):
             return [host.to(self.device, non_blocking=True) for host in group]

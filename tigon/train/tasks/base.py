@@ -197,8 +197,7 @@ class Task:
     def balance(
         self, model: CausalLM, output: CausalLMOutput, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> Tensor | float:
-        """Returns this micro-batch's part of the loss that balances experts; 0 in evaluation, and
-        for models without it."""
+        """Returns this micro-batch's part of the loss that balances experts, 0 without it."""
         coef = aux_loss_coef(model.config)
         if coef is None or output.aux_loss is None or not inputs.training:
             return 0.0

@@ -125,8 +125,7 @@ class Distill(CrossEntropyTask):
         return self._divergence(inputs), CrossEntropy(coefficient=self.weight)
 
     def _divergence(self, inputs: StepInputs) -> LossTerm:
-        """Returns the KL term, from the live teacher's hidden states or from stored
-        distributions."""
+        """Returns the KL term, from the teacher's hidden states or stored distributions."""
         options: dict[str, Any] = {"beta": self.beta, "temperature": self.config.temperature}
         columns = inputs.micro_batch.per_token
         if self.teacher is not None:

@@ -76,8 +76,7 @@ class GRPO(AnswerTask):
         return RewardedEncoder(tokenizer, scale=scale, **self.encoder_options())
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
-        """Returns notes on data that GRPO would learn little from, such as groups of equal
-        rewards."""
+        """Returns notes on data that GRPO would learn little from."""
         corpus = data.corpus
         rows = idle = without = 0
         for part in range(len(corpus.parts)):

@@ -95,8 +95,7 @@ class CrossEntropyTask(Task):
     def evaluate(
         self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
-        """Returns this micro-batch's part of the cross-entropy, without the balance of experts, and
-        of the metrics."""
+        """Returns this micro-batch's part of cross-entropy, without the balance, and metrics."""
         criteria = tuple(self.criteria(inputs) or (CrossEntropy(),))
         if inputs.request is not None and inputs.request.losses:
             # The loss stays the same sum; copies of its terms return the summands
@@ -174,8 +173,7 @@ class CrossEntropyTask(Task):
         return MicroBatchLoss(loss, means, pass_output)
 
     def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Replaces expert_load by expert_imbalance: the load of the busiest expert over the
-        mean."""
+        """Replaces expert_load by expert_imbalance: the busiest expert's load over the mean."""
         metrics = dict(metrics)
         if "expert_load" in metrics:
             load = metrics.pop("expert_load")  # [layers, E]

@@ -77,8 +77,7 @@ class AnswerTask(Task):
             check_frozen(self.config, path, tokenizer)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
-        """Prepares the reference's log-probabilities: computes and stores them, or computes each
-        step's."""
+        """Computes and stores the reference's log-probabilities, or each step's."""
         config, world = self.config, self.world
         if not self.refers:
             return
@@ -145,8 +144,7 @@ class AnswerTask(Task):
         return model.active_adapter is not None and not self.config.reference
 
     def _reference_model(self) -> CausalLM:
-        """Returns the frozen model that `reference` names, or else the run's initial model, loaded
-        besides the trained one."""
+        """Returns the frozen model of `reference`, or else the run's initial model."""
         config, world = self.config, self.world
         with world.raise_on_all_ranks():
             if config.reference:
@@ -156,8 +154,7 @@ class AnswerTask(Task):
         return other
 
     def reference_logprobs(self, inputs: StepInputs) -> Tensor:
-        """Returns the reference's log-probabilities, fp32 [B, T], at the same positions as the
-        model's."""
+        """Returns the reference's log-probabilities, fp32 [B, T]."""
         if self.live is not None:
             return self.live(inputs)
         return inputs.micro_batch.per_token[reference.COLUMN]
@@ -218,8 +215,7 @@ def sum_per_sequence(micro_batch: MicroBatch, values: Tensor) -> Tensor:
 
 
 def sequence_indices(micro_batch: MicroBatch, like: Tensor) -> Tensor:
-    """Returns the index of each position's sequence, int64 [B, T]; padding has that of the next
-    one, or n."""
+    """Returns each position's sequence, int64 [B, T]; padding has the next one's, or n."""
     indices = torch.arange(like.numel(), device=like.device)
     stops = micro_batch.spans[:, 1].contiguous()
     return torch.searchsorted(stops, indices, right=True).view(like.shape)

@@ -114,8 +114,7 @@ class PairTask(AnswerTask):
 
 
 def pair_scores(inputs: StepInputs, values: Tensor, tokens: Tensor) -> Scores:
-    """Returns each answer's sum of values [B, T] over the positions in the mask `tokens`, and the
-    number of these positions."""
+    """Returns sums of values [B, T] over `tokens` of each answer, and their numbers."""
     both = sum_per_sequence(inputs.micro_batch, torch.where(tokens, values, 0))
     counts = sum_per_sequence(inputs.micro_batch, tokens)
     return Scores(*(x.unflatten(0, (-1, 2))[:, i] for x in (both, counts) for i in (0, 1)))
@@ -154,8 +153,7 @@ class APO(DPO):
 
 
 class CPO(PairTask):
-    """Contrastive preference optimization: no reference, and `cpo_alpha` times the
-    cross-entropy."""
+    """Contrastive preference optimization: no reference, `cpo_alpha` times cross-entropy."""
 
     serves = COMMON_SETTINGS | {"beta", "loss_type", "label_smoothing", "cpo_alpha"}
     losses: ClassVar[Sequence[str]] = tuple(CPO_LOSSES)

@@ -70,7 +70,6 @@ def load_model_and_tokenizer(args: Namespace, world: World) -> tuple[CausalLM, T
 
 
 def refuse_base(args: Namespace) -> None:
-    """Raises ValueError if --base is set, for a model that is no adapter."""
     if args.base is not None:
         raise ValueError(f"--base {args.base}: {args.model} is no adapter, and needs no base")
 
@@ -99,7 +98,6 @@ def load_tokenizer(args: Namespace) -> Tokenizer:
 
 
 def parse_dtype(args: Namespace) -> torch.dtype | Literal["auto"]:
-    """Returns the torch dtype of `--dtype`, or "auto"."""
     return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
 
 

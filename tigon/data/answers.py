@@ -183,7 +183,6 @@ def _check_numbers(values: Any, name: str, count: int | None = None) -> list[flo
 
 
 def _is_float32(value: Any) -> bool:
-    """Whether the value is an int or float, no bool, in the range of float32."""
     return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
 
 
@@ -232,7 +231,6 @@ def _text_or_messages(value: Any, name: str) -> TextOrMessages:
 
 
 def _check_same_kind(names: Sequence[str], values: Sequence[object]) -> None:
-    """Raises ValueError unless both values are texts, or both are lists of messages."""
     if isinstance(values[0], list) != isinstance(values[1], list):
         first, second = (f"{n!r} is {type_name(v)}" for n, v in zip(names, values, strict=True))
         raise ValueError(f"{first} and {second}: both must be texts, or both lists of messages")

@@ -138,7 +138,6 @@ class TextEncoder(FormatEncoder):
             yield weighted_example(self.append_eos(ids), text.weight)
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Makes the example of the row's text."""
         text = parse_text(row, format)
         ids = self.append_eos(self.tokenizer.encode(text.completion))
         return weighted_example(ids, text.weight)

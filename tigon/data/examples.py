@@ -219,11 +219,8 @@ class Encoder:
     grouped = True  # whether the examples of a row have to share a micro-batch
 
     def open(self, source: Source) -> Source:
-        """Returns the source with what its first rows decide; ValueError if they cannot be read.
-        Here it is returned as it is.
-
-        The blocks and the digest of this one are those to use.
-        """
+        """Returns the source with what its first rows decide, or raises ValueError; here as it
+        is."""
         return source
 
     def digest(self) -> str:

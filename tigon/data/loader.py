@@ -130,10 +130,7 @@ class Loader:
         return None if self.steps_per_epoch is None else steps / self.steps_per_epoch
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Collates this rank's part of the global batch of a step.
-
-        Every rank gets the same number: one that has run out of rows gets a line of padding.
-        """
+        """Collates this rank's part of a step's global batch, padding where rows run out."""
         with self._lock:
             pieces = self._window_slices(step)
             columns = pieces[0][0].window.corpus

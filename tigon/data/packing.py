@@ -46,10 +46,7 @@ class TruncationStats:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Row r holds the token ranges spans[offsets[r] : offsets[r + 1]].
-
-    Packed, they follow each other in one line of a batch; otherwise each has a line of its own.
-    """
+    """Row r holds spans[offsets[r] : offsets[r + 1]], in one line if packed, else each its own."""
 
     spans: np.ndarray  # int64 [S, 2], start and stop in the tokens of the corpus
     offsets: np.ndarray  # int64 [R + 1]

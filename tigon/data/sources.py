@@ -79,10 +79,7 @@ def is_held_out(row: Row, format: Format, fraction: float) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one file or data set, or a range of them.
-
-    A kind of file implements `read_all`, or `read` where it can skip rows without reading them.
-    """
+    """The rows of a file or data set, or a range; a kind implements `read_all` or `read`."""
 
     name: str  # for messages; a file's path
     format: Format

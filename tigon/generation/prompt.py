@@ -96,10 +96,7 @@ class CachingSteps(Steps, Protocol):
     """Steps whose cache can be used after them."""
 
     def hold(self, ended: Mapping[int, int]) -> None:
-        """Lets the cache of rows that have ended be; `ended`: row -> its tokens after the prompt.
-
-        All steps of these rows are computed for nothing.
-        """
+        """Lets the cache of rows that have ended be; `ended`: row -> tokens after the prompt."""
         ...
 
     def finish(self, tokens: Sequence[int]) -> Cache | None:
@@ -154,10 +151,8 @@ def check_prompt(
 
 
 def check_past(cache: Any, prompt: PromptBatch) -> list[int]:
-    """Returns how many tokens of each row the cache holds.
-
-    Raises TypeError for what is no cache, and ValueError if the prompts do not continue them.
-    """
+    """Returns how many tokens of each row the cache holds; raises if it does not fit the
+    prompts."""
     if not isinstance(cache, KVCache | StaticCache):
         raise TypeError(
             f"past_key_values is a {type(cache).__name__}: give a tigon.layers.KVCache, or what "

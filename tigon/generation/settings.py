@@ -234,10 +234,7 @@ def _check_unsupported(
 
 
 def _tokens(value: Any, none: Any) -> Any:
-    """Returns a list of token ids without None and -1, which old files use for no token.
-
-    A single id is returned as it is, or as `none` if it is no token.
-    """
+    """Returns token ids as a list without None and -1, a single id as it is or `none`."""
 
     def is_token(i: Any) -> bool:
         return i is not None and not (isinstance(i, Integral) and i == -1)

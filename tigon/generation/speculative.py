@@ -154,10 +154,7 @@ class SpeculativeSteps:
         self._max_generated += new
 
     def _step(self) -> Tensor:
-        """Proposes tokens with the assistant and verifies them with the model.
-
-        Returns what `_append` does, the new tokens [B, k + 1].
-        """
+        """Proposes with the assistant and verifies; returns new tokens [B, k + 1]."""
         proposed, q, seen = self._propose()
         lengths = self._prompt_lengths + self._generated
         self._cache.crop(lengths - 1)  # all but the last token

@@ -389,7 +389,6 @@ class StaticCache(Cache):
             )
 
     def _check_batch(self, batch: int) -> None:
-        """Raises ValueError for a batch with other rows than the cache."""
         if batch != len(self.lengths):
             raise ValueError(f"the cache holds {len(self.lengths)} rows, this batch has {batch}")
 

@@ -24,10 +24,8 @@ from tigon.kernels.linear.quantized import (
 
 
 class QuantizedWeight(nn.Module, ABC):
-    """A weight [K, C] that stacks matrices [K_p, C], each quantized on its own.
-
-    `dtype` is that of the dequantized weight.
-    """
+    """A weight [K, C] of matrices [K_p, C], each quantized on its own; `dtype` is what it stands
+    for."""
 
     kind: ClassVar[str]
 

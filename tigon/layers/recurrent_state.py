@@ -34,10 +34,7 @@ class RecurrentState(LayerState):
         )
 
     def read(self, lengths: Tensor | int) -> tuple[Tensor, ...]:
-        """Returns the tensors [R, ...] of rows of `lengths` [R] tokens.
-
-        They are copies if there is a history, and zeros where a row is empty.
-        """
+        """Returns the tensors [R, ...] of rows of `lengths` [R] tokens, zeros of empty ones."""
         if self.history is None:
             return tuple(x[:, 0] for x in self.tensors)
         index = self._index(lengths)

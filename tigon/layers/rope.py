@@ -162,10 +162,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def _at(self, position_ids: Tensor) -> Tensor:
-        """Returns the angles per position [D / 2] for a batch that has these positions.
-
-        They depend on the largest one in dynamic RoPE and longrope; the host does not wait.
-        """
+        """Returns the angles per position [D / 2] for a batch, without waiting for the device."""
         if self.turn == math.inf:
             return self.inv_freq
         length = position_ids.max() + 1
@@ -181,10 +178,7 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
     ) -> Rotation:
-        """Returns the rotation of `position_ids` [B or 1, T] in `dtype`.
-
-        `of`: all positions of the batch, if `position_ids` are a part of them.
-        """
+        """Returns the rotation of `position_ids` in `dtype`; `of`: all positions of the batch."""
         inv_freq = self._at(position_ids if of is None else of)
         angles = position_ids[..., None].float() * inv_freq
         cos, sin = angles.cos(), angles.sin()

@@ -86,10 +86,7 @@ class TopKRouter(Router):
 
 
 class ScaledRouter(Router):
-    """Gemma 4's choice of k of E experts for tokens that it norms, and scales by dimension.
-
-    The weights of a token sum to 1, and are then multiplied by a number of each expert.
-    """
+    """Gemma 4's choice of experts for normed, scaled tokens, with a factor of each expert."""
 
     one_init = ("scale", "per_expert_scale")  # parameters that begin as ones
 

@@ -273,10 +273,7 @@ def check_layer_kinds(name: str, kinds: list[str] | None, layers: int, *known: s
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedConfig(ModelConfig):
-    """The config of a family with sliding-window layers.
-
-    `layer_types` lists the kind of each layer; without it, `slides` decides.
-    """
+    """The config of a family with sliding-window layers, by `layer_types` or else `slides`."""
 
     sliding_window: int | None = 4096
     layer_types: list[str] | None = None

@@ -71,7 +71,6 @@ class TransformerBlock(nn.Module):
         return self.make_attention(c)
 
     def add_mixer(self, c: ModelConfig, layer: int) -> None:
-        """Makes the layer's mixer and adds it as the submodule `mixer_name`."""
         mixer = self.make_mixer(c, layer)  # may set mixer_name
         self.add_module(self.mixer_name, mixer)
 

@@ -65,7 +65,6 @@ class Exaone4Block(PostNormBlock):
         return self.make_attention(c, qk_norm_eps=c.rms_norm_eps, window=layer_window(c, layer))
 
     def layer_rope(self, c: Exaone4Config, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters, {} in full layers among sliding ones."""
         rotates = c.sliding_window is None or c.layer_type(layer) == SLIDING
         return c.head_dim, c.rope_parameters if rotates else {}
 

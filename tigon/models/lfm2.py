@@ -69,7 +69,6 @@ class ShortConvConfig(ModelConfig):
 
     @property
     def mlp_size(self) -> int:
-        """The size of an MLP."""
         return self.intermediate_size
 
 
@@ -105,7 +104,6 @@ class Lfm2Config(ShortConvConfig):
         return out | {key: out.get(key, self.hidden_size) for key in ("block_dim", "conv_dim")}
 
     def attends(self, layer: int) -> bool:
-        """Whether the layer has attention: by layer_types, or else full_attn_idxs, or else all."""
         if self.layer_types is None and self.full_attn_idxs is not None:
             return layer in self.full_attn_idxs
         return super().attends(layer)

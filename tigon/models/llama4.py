@@ -70,7 +70,6 @@ class Llama4Config(ExpertsConfig):
         return (layer + 1) % self.interleave_moe_layer_step == 0
 
     def rotates(self, layer: int) -> bool:
-        """Whether the layer has RoPE: by no_rope_layers, or else by the interval."""
         if self.no_rope_layers:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0

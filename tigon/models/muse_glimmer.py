@@ -49,7 +49,6 @@ class MuseGlimmerConfig(WindowedConfig):
         check_layer_thetas(self.layer_rope_theta, self.num_hidden_layers)
 
     def rotates(self, layer: int) -> bool:
-        """Whether the layer has RoPE: by layer_rope_theta, or else by the rule of `slides`."""
         thetas = self.layer_rope_theta
         return self.slides(layer) if thetas is None else thetas[layer] != 0
 

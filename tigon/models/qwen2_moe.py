@@ -29,13 +29,11 @@ class QwenMoEConfig(MoEConfig):
         super().__post_init__()
 
     def sparse(self, layer: int) -> bool:
-        """Whether this layer has experts."""
         on_step = (layer + 1) % self.decoder_sparse_step == 0
         return self.num_experts > 0 and on_step and layer not in (self.mlp_only_layers or ())
 
 
 def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | SparseMoE:
-    """Makes the layer's experts, with a `shared` one of this size, or its MLP."""
     if not c.sparse(layer):
         return gated_mlp(c)
     return sparse_moe(c, c.moe_intermediate_size, normalize=c.norm_topk_prob, shared=shared)

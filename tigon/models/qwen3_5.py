@@ -53,7 +53,6 @@ class GatedDeltaConfig(ModelConfig):
             raise ConfigError(f"hidden_act={quote(self.hidden_act)}: Gated DeltaNet has silu alone")
 
     def attends(self, layer: int) -> bool:
-        """Whether the layer has attention."""
         if self.layer_types is not None:
             return self.layer_types[layer] == FULL
         return (layer + 1) % self.full_attention_interval == 0

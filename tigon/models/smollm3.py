@@ -46,7 +46,6 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
             )
 
     def rotates(self, layer: int) -> bool:
-        """Whether the layer has RoPE: by no_rope_layers, or else by the interval."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0

@@ -45,7 +45,6 @@ class Column:
         return [s for s, v in zip(self.steps, self.values, strict=True) if math.isnan(v)]
 
     def last(self) -> float:
-        """Returns the last finite value, or NaN."""
         return next((value for value in reversed(self.values) if not math.isnan(value)), math.nan)
 
     def lowest(self) -> tuple[int, float] | None:

@@ -104,7 +104,6 @@ class TextRequest(Request):
 
     @property
     def top(self) -> int | None:
-        """Returns `logprobs`."""
         return self.logprobs
 
 
@@ -236,10 +235,7 @@ def _room(prompt: Sequence[int], limit: int | None, capacity: int, param: str) -
 
 
 def encode_messages(messages: Sequence[Any], tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens of a conversation by the model's chat template.
-
-    Raises RequestError for messages that are none, and for what the template refuses.
-    """
+    """Returns the tokens of a conversation by the chat template, or raises RequestError."""
     if tokenizer.chat_template is None:
         raise RequestError(
             "the model has no chat template: use /v1/completions", "messages", status=404
@@ -287,10 +283,7 @@ def _part_text(part: Any, name: str) -> str:
 
 
 def encode_prompts(prompt: Any, tokenizer: Tokenizer, vocab: int) -> list[list[int]]:
-    """Returns the tokens of a prompt, which is a text or token ids, or a list of either.
-
-    Raises RequestError for anything else, and for ids outside of the vocabulary.
-    """
+    """Returns the tokens of a text or token ids, or a list of either, or raises RequestError."""
     several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     prompts = prompt if several else [prompt]
     if len(prompts) > 128:

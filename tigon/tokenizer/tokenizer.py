@@ -152,10 +152,7 @@ class Tokenizer:
         self._files.read_all()
 
     def use_chat_template_kwargs(self, variables: Mapping[str, Any]) -> None:
-        """Sets the defaults of template variables for all chats.
-
-        Raises ValueError for a variable that the template does not read.
-        """
+        """Sets defaults of template variables; ValueError for one that it does not read."""
         check_variables(variables, "chat_template_kwargs")
         if unread := [name for name in variables if not self.template_reads(name)]:
             raise ValueError(
@@ -351,10 +348,7 @@ class Tokenizer:
         return EncodedChat(encoded, rewritten, missing_opener)
 
     def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
-        """Encodes a text with special tokens, and returns its token ids and their weights.
-
-        The weight of a token is the largest of the spans that overlap it, or 0.
-        """
+        """Encodes a text and returns ids and weights, each the largest of spans over it."""
         encoding = self._encode(text, add_special_tokens=True)
         text_tokens = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
         # The offsets of special tokens at the end are (0, 0), as of those at the start
@@ -449,12 +443,10 @@ class Tokenizer:
         return variables | {"strftime_now": self.strftime_now}
 
     def _templates(self) -> list[str]:
-        """Lists the texts of all chat templates."""
         templates = self.chat_template or {}
         return [*templates.values()] if isinstance(templates, dict) else [templates]
 
 
 def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    """The ids of the added tokens that are special."""
     added = backend.get_added_tokens_decoder()
     return frozenset(number for number, token in added.items() if token.special)

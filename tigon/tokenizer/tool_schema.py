@@ -86,10 +86,7 @@ def _sections(doc: str) -> dict[str, list[str]]:
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:
-    """Returns the descriptions in an `Args:` section by argument.
-
-    Lines indented deeper than the first one continue a description.
-    """
+    """Returns the descriptions in an `Args:` section by argument; deeper lines continue one."""
     descriptions: dict[str, str] = {}
     lines = [line for line in lines if line.strip()]
     indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0

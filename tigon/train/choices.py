@@ -101,7 +101,6 @@ def spaced_blocks(count: int, layers: int) -> frozenset[int]:
 
 
 def open_settings(config: Config) -> frozenset[str]:
-    """Returns the settings of BY_MEMORY that are auto."""
     return frozenset(name for name in BY_MEMORY if getattr(config, name) == "auto")
 
 

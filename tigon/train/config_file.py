@@ -200,7 +200,6 @@ def load_aliases() -> Aliases:
 
 
 def _invert(answers: dict[str, list[str]]) -> dict[str, str]:
-    """Returns the answer for each name, from the names for each answer."""
     return {name: text for text, names in answers.items() for name in names}
 
 

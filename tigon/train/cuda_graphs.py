@@ -240,7 +240,6 @@ class CapturedGraph:
 
 
 def mask_tensors(mask: AttentionMask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns cu_seq_lens, segment_ids and key_mask of a mask."""
     return mask.cu_seq_lens, mask.segment_ids, mask.key_mask
 
 

@@ -148,10 +148,7 @@ def is_broken(size: float) -> bool:
 
 @torch.no_grad()
 def largest_weight(model: nn.Module, world: World, *, quantized: bool = False) -> float:
-    """Returns the largest absolute weight over all ranks; NaN if any is. Waits for the device.
-
-    `quantized`: includes quantized weights, which are dequantized one by one.
-    """
+    """Returns the largest absolute weight of all ranks, `quantized` ones too; NaN if any is."""
     weights = [local(p) for p in model.parameters()]
     norms = [*torch._foreach_norm([p for p in weights if p.numel()], math.inf)]
     for layer in model.modules() if quantized else ():
@@ -210,10 +207,7 @@ def stop_error(
 
 
 def rollback(run: TrainingRun, step: int, bad_step: BadStep) -> int:
-    """Loads the last checkpoint and skips the rows up to `step`. Returns the checkpoint's step.
-
-    Raises FloatingPointError if there is none, or if max_rollbacks are used up.
-    """
+    """Loads the last checkpoint and skips rows up to `step`; returns its step, or raises."""
     state, config = run.state, run.config
     if state.rollbacks >= config.max_rollbacks:
         raise stop_error(run, step, bad_step, f"max_rollbacks={config.max_rollbacks} are used up")

@@ -132,10 +132,7 @@ def sampled_digest(path: str, revision: str | None = None) -> str:
 def build_adapted_model(
     config: Config, dtype: torch.dtype | None, device: str | torch.device
 ) -> CausalLM:
-    """Builds the base of a LoRA run with its weights, and an uninitialized adapter, in one process.
-
-    The base has `dtype`, by default that of its config.json; the adapter has param_dtype.
-    """
+    """Builds a LoRA run's base in `dtype`, and an uninitialized adapter, in one process."""
     outlined = meta_model(config, torch.float32)
     dtype = dtype or torch_dtype(outlined.config.dtype or "float32")
     model, weights = _build_base(config, dtype)
@@ -379,10 +376,7 @@ def _from_config(path: Path, dtype: torch.dtype, settings: Config | None = None)
 
 
 def add_lora(model: CausalLM, config: Config) -> None:
-    """Adds the settings' adapter in param_dtype, uninitialized, with a reward model's head.
-
-    Quantizes the base first if lora.quantize says so and it is not quantized yet.
-    """
+    """Adds the settings' adapter in param_dtype, uninitialized, to a base quantized if need be."""
     assert config.lora is not None
     if config.lora.quantize and not quantized_bytes(model):
         quantize_model(model, config.lora.quantize)

@@ -80,7 +80,6 @@ def lacks_token(config: Config) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Returns whether a directory has config.yaml and metrics.jsonl, as a run's has."""
     return (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file()
 
 

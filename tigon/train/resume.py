@@ -179,10 +179,7 @@ def start_time(source: Path | None, world: World) -> datetime:
 
 
 def check_adapter(source: Path, config: Config) -> None:
-    """Raises ValueError for another adapter, and for another model under the same one.
-
-    The first check of all: other errors may follow from such a change.
-    """
+    """Raises ValueError for another adapter or base; first, as others may follow from it."""
     before, now, changed = _find_changes(source, config)
     was, new = ({"quantize": None, **(c["lora"] or {}), "merge": False} for c in (before, now))
     names = ("model", "revision", "init") if before["lora"] and now["lora"] else ()

@@ -329,11 +329,7 @@ def measure_held_out(run: TrainingRun, data: Loader, step: int) -> dict[str, flo
 
 
 def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
-    """Evaluates, samples, exports the best weights and logs. If metrics.jsonl has the row already,
-    only notes its loss in `run.state`.
-
-    A pending signal ends it; the evaluation is then made when the run resumes.
-    """
+    """Evaluates, samples, exports the best weights and logs; stops at a pending signal."""
     known = read_known_eval_loss(run, step)
     if known is not None:  # a run that ended may have evaluated after the step's checkpoint
         run.state.note_evaluation(step, known)
@@ -458,10 +454,8 @@ def export_pending(run: TrainingRun) -> bool:
 
 
 def finish(run: TrainingRun, step: int, log: RunLog) -> None:
-    """Makes the last evaluation, the exports, the report and the push, where they are missing.
-
-    Raises FloatingPointError before that if most of the steps were skipped.
-    """
+    """Makes the last evaluation, exports, report and push where missing, unless most was
+    skipped."""
     config, world, state = run.config, run.world, run.state
     guard.check_skipped(run, step)
     if state.is_out_of_patience(config.patience):

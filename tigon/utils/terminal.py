@@ -54,7 +54,6 @@ class _Escaping:
         return len(text)
 
     def writelines(self, lines: Iterator[str]) -> None:
-        """Writes each of the lines as `write` does."""
         for line in lines:
             self.write(line)
 

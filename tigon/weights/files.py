@@ -236,10 +236,7 @@ def _locked(target: Path) -> Iterator[bool]:
 
 
 def remove_leftovers(parent: Path, names: str) -> None:
-    """Removes what killed writers of directories left in `parent`, unless they are being written.
-
-    `names`: a regular expression for the directories' names.
-    """
+    """Removes what killed writers of directories with such `names`, a pattern, left in `parent`."""
     pattern = re.compile(rf"\.({names})\.(?:lock|(?:tmp|old)-[0-9a-f]{{16}})")
     matches = map(pattern.fullmatch, os.listdir(parent) if parent.is_dir() else ())
     for name in sorted({match[1] for match in matches if match is not None}):
@@ -249,10 +246,7 @@ def remove_leftovers(parent: Path, names: str) -> None:
 
 
 def _recover(target: Path) -> None:
-    """Remove what killed writers left, and put an old directory back that one had moved away.
-
-    Call it with the lock.
-    """
+    """Removes what killed writers left, or puts an old directory back; call it with the lock."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-[0-9a-f]{{16}}")
     for path in sorted(target.parent.iterdir()):
         if not (name := pattern.fullmatch(path.name)) or path.is_symlink():

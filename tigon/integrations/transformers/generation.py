@@ -110,10 +110,7 @@ class TigonGeneration(GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
-        """Gives transformers' loop a growing cache of Tigon's, unless the call has one or none.
-
-        Raises ValueError for one that is quantized or offloaded.
-        """
+        """Gives transformers' loop a growing cache of Tigon's, unless the call has one."""
         implementation = generation_config.cache_implementation
         if implementation not in GROWING:
             raise ValueError(

@@ -197,7 +197,6 @@ def check_training(
 
 
 def _check_name(name: str) -> None:
-    """Raises ValueError unless `name` is one of `Backend`."""
     if name not in get_args(Backend):
         raise ValueError(f"attention={name!r} is not one of {', '.join(get_args(Backend))}")
 

@@ -187,7 +187,6 @@ def _cast_gated_rows(gate_up: Tensor, act: str) -> list[Tensor]:
 
 
 def cast_gated_rows(gate_up: Tensor, act: Activation) -> ScaledMatrix:
-    """Returns `cast_rows` of `gated_act(gate_up, act)` for gate_up [R, 2 I]."""
     return ScaledMatrix(*_cast_gated_rows(as_rows(gate_up), act))
 
 

@@ -234,7 +234,6 @@ def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
 
 
 def changes_embedding_or_head(model: LanguageModel, config: LoraConfig) -> bool:
-    """Whether the adapter changes the embedding or the head."""
     targets = {part.name for parts in resolve_targets(model, config).values() for part in parts}
     return not targets.isdisjoint(savable_modules(model)) or bool(config.modules_to_save)
 

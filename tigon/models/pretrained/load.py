@@ -373,10 +373,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def map_weights(model: LanguageModel, checkpoint: Checkpoint) -> set[str]:
-    """Memory-map the meta parameters that files hold unchanged, and return their names.
-
-    `load_weights` fills the others.
-    """
+    """Memory-maps the meta parameters that files hold unchanged, and returns their names."""
     parameters = dict(model.named_parameters())
     mapped = map_parameters(parameters, **match_arguments(model, checkpoint))
     for name, tensor in mapped.items():

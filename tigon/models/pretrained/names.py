@@ -72,7 +72,6 @@ class CheckpointNames(NamedTuple):
 
     @property
     def embedding(self) -> str:
-        """The name of the embedding."""
         return self.stored_name(EMBEDDING)
 
     def stored_name(self, name: str) -> str:
@@ -91,11 +90,8 @@ class CheckpointNames(NamedTuple):
 
 
 def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> Layout:
-    """Maps each parameter, stored buffer and quantized weight to the checkpoint tensors that store
-    its rows.
-
-    The model's `shard_specs` say which rows and columns of a parameter this rank has.
-    """
+    """Maps each parameter, stored buffer and quantized weight to the tensors with this rank's
+    rows."""
     slices: Layout = {}
     specs: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     seen: set[int] = set()

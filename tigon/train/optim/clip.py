@@ -155,5 +155,4 @@ def _sum_over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
 
 
 def _factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Returns the factor that clips a norm to `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

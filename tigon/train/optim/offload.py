@@ -24,10 +24,8 @@ class HostMemory:
     def visit(
         self, groups: Sequence[Sequence[Tensor]], use: Callable[[int, list[Tensor]], None]
     ) -> None:
-        """Calls use(i, tensors) with each group's tensors on the device, and writes changes back.
-
-        While a group is used, the next is copied in and the last copied out.
-        """
+        """Calls use(i, tensors) with each group's tensors on the device, copying the next
+        meanwhile."""
         if not self.on_host:
             for i, group in enumerate(groups):
                 use(i, list(group))

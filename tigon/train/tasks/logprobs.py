@@ -140,7 +140,6 @@ class AnswerTask(Task):
         return other
 
     def _keeps_to_base(self, model: CausalLM) -> bool:
-        """Returns whether the reference is the model without its adapter."""
         return model.active_adapter is not None and not self.config.reference
 
     def _reference_model(self) -> CausalLM:
@@ -204,10 +203,7 @@ def answer_mask(inputs: StepInputs) -> Tensor:
 
 
 def sum_per_sequence(micro_batch: MicroBatch, values: Tensor) -> Tensor:
-    """Returns the sums [n] of values [B, T] over each sequence.
-
-    They are added up in fp64, so that the rest of a row has no effect. Values of padding must be 0.
-    """
+    """Returns fp64 sums [n] of values [B, T], 0 on padding, over each sequence."""
     sequence = sequence_indices(micro_batch, values)
     sums = values.new_zeros(len(micro_batch.spans) + 1, dtype=torch.float64)
     sums = sums.index_add(0, sequence.flatten(), values.flatten().double())

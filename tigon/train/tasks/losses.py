@@ -161,7 +161,6 @@ class Clip:
 
     @property
     def high(self) -> float:
-        """`epsilon_high`, or `epsilon` if that is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 

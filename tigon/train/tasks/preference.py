@@ -186,10 +186,7 @@ class SimPO(CPO):
 
 
 class ORPO(PairTask):
-    """Odds ratio preference optimization: fine-tuning on the chosen answer, and an odds ratio.
-
-    The cross-entropy includes the prompt, as in TRL and the paper's code.
-    """
+    """Odds ratio preference optimization, with cross-entropy of the prompt too, as in TRL."""
 
     serves = COMMON_SETTINGS | {"beta"}
     alpha = 1.0

@@ -15,13 +15,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.recompute import recompute_above
 from tigon.kernels import fp8_linear, gated_act, grouped_mlp, lora_linear, rms_norm, sandwich_norm
 from tigon.kernels.linear.dropout import Dropout
 from tigon.kernels.linear.linear import linear
 from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.mlp.gated_act import _backward_product, _forward
 from tigon.kernels.norm.rms_norm import recompute_norm
-from tigon.kernels.recompute import find_recompute, recompute_above
+from tigon.kernels.recompute import find_recompute
 from tigon.layers import GatedMLP, Linear
 
 # What opcheck asks of ops without gradients of their own

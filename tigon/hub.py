@@ -123,8 +123,7 @@ class Repository:
             return file.read(count), os.fstat(file.fileno()).st_size
 
     def listing(self, folder: str = "") -> list[str]:
-        """Returns the sorted names of the files in the repository, or in a folder of it, for
-        messages; none if they cannot be listed."""
+        """Returns the sorted names of the files, for messages; none if they cannot be listed."""
         root, revision = self.directory, self._commit or self.revision
         if root is None and self._is_offline():
             repository = self.cache_dir / f"models--{self.name.replace('/', '--')}"

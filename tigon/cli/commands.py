@@ -169,8 +169,7 @@ def end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
 
 @on_ranks
 def eval_perplexity(args: Namespace, world: World) -> int:
-    """Runs `tigon eval perplexity`: prints perplexity, loss, accuracy, the number of tokens and
-    bits per byte, of all files and then of each."""
+    """Runs `tigon eval perplexity`: prints the measures of all files and then of each."""
     with world.raise_on_all_ranks():
         model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:

@@ -154,8 +154,7 @@ class Format:
         return f"needs the keys of one of the formats {expected}; its keys are {names}; {hint}"
 
     def _fits(self, row: Row, kind: str) -> bool:
-        """Whether the row has a value for each required key of a kind; messages and sharegpt are
-        told apart by a key `from` in the first message."""
+        """Whether the row has a kind's required keys; a key `from` tells sharegpt from messages."""
         if any(self.get(row, key) is None for key in REQUIRED_KEYS[kind]):
             return False
         if kind in ("messages", "sharegpt"):

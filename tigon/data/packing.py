@@ -219,8 +219,7 @@ def _pack_shared_prompts(
     min_fraction: float,
     truncation: TruncationStats,
 ) -> PackedRows:
-    """Makes rows of single examples; those with the same prompt, next to each other in the data,
-    share it if they are in one row."""
+    """Makes rows of examples; neighbors with the same prompt share it within a row."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     common = shared_prompt_lengths(corpus, spans, np.array([len(spans)]), min_fraction)
     rows = pack_prompts(np.diff(spans)[:, 0], common, seq_len)

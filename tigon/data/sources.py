@@ -430,8 +430,7 @@ def check_columns(name: str, columns: Sequence[str]) -> None:
 
 
 def measure(value: Any, scalar: int = 0) -> int:
-    """Counts the characters of all texts among the values of a row or a record (bytes of bytes);
-    any other value, such as a number, counts `scalar`."""
+    """Counts the characters of all texts in a row or record; any other value counts `scalar`."""
     if isinstance(value, str | bytes):
         return len(value)
     values = value.values() if isinstance(value, dict) else value

@@ -148,8 +148,7 @@ class Stream(WindowSource):
         return queue
 
     def _window(self, number: int, encoded: EncodedWindow) -> Window:
-        """Make window `number` of the examples that were encoded for it, in the order of the
-        weights, and keep the state at its beginning."""
+        """Makes window `number` of its encoded examples, and keeps the state at its beginning."""
         state, last, entries = encoded
         parts = [part for examples in entries for part in examples]
         corpus = Corpus(parts, extra_columns=self.encoder.per_token)

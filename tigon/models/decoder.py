@@ -68,7 +68,7 @@ class TransformerBlock(nn.Module):
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
         """Makes the layer's attention, or another module that mixes tokens."""
-        return self.make_attention(c)
+        return self.make_layer_attention(c, layer)
 
     def add_mixer(self, c: ModelConfig, layer: int) -> None:
         mixer = self.make_mixer(c, layer)  # may set mixer_name
@@ -86,6 +86,12 @@ class TransformerBlock(nn.Module):
     def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
         """The layer's head dim and RoPE parameters; without RoPE {} or `NoRotary` options."""
         return c.head_dim, c.rope_parameters
+
+    def make_layer_attention(self, c: ModelConfig, layer: int, **options: Any) -> Attention:
+        """Makes attention with the config's `attention_bias` and the layer's window, if any."""
+        window = layer_window(c, layer) if isinstance(c, WindowedConfig) else None
+        config: dict[str, Any] = {"bias": getattr(c, "attention_bias", False), "window": window}
+        return self.make_attention(c, **(config | options))
 
     def make_attention(
         self, c: ModelConfig, *, bias: bool = False, out_bias: bool | None = None, **options: Any

@@ -11,7 +11,7 @@ from typing import Any, Self
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import SLIDING, ConfigError, WindowedConfig
-from tigon.models.decoder import PostNormBlock, layer_window
+from tigon.models.decoder import PostNormBlock
 from tigon.utils.json import quote
 
 
@@ -62,7 +62,7 @@ class Exaone4Block(PostNormBlock):
     have windows without RoPE where there is none."""
 
     def make_mixer(self, c: Exaone4Config, layer: int) -> Attention:
-        return self.make_attention(c, qk_norm_eps=c.rms_norm_eps, window=layer_window(c, layer))
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
 
     def layer_rope(self, c: Exaone4Config, layer: int) -> tuple[int, dict[str, Any]]:
         rotates = c.sliding_window is None or c.layer_type(layer) == SLIDING

@@ -11,7 +11,7 @@ from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.layers import Attention, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.decoder import PreNormBlock, layer_window
+from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import MoEConfig, sparse_moe
 from tigon.models.pretrained.names import CheckpointNames
 
@@ -70,8 +70,7 @@ class GptOssBlock(PreNormBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: GptOssConfig, layer: int) -> Attention:
-        window = layer_window(c, layer)
-        return self.make_attention(c, bias=c.attention_bias, window=window, sinks=True)
+        return self.make_layer_attention(c, layer, sinks=True)
 
     def make_mlp(self, c: GptOssConfig, layer: int) -> SparseMoE:
         """Makes experts with biases and the clamped SwiGLU; softmax is over those that are chosen,

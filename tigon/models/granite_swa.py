@@ -8,7 +8,6 @@ from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.config import WindowedConfig, check_layer_thetas
-from tigon.models.decoder import layer_window
 from tigon.models.granite import Granite, GraniteBlock, GraniteConfig
 
 
@@ -48,8 +47,7 @@ class GraniteSWABlock(GraniteBlock):
     """Granite's block with sinks, and the layer's sliding window and RoPE."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        options = {"bias": c.attention_bias, "scale": c.attention_multiplier}
-        mixer = self.make_attention(c, window=layer_window(c, layer), sinks=True, **options)
+        mixer = self.make_layer_attention(c, layer, scale=c.attention_multiplier, sinks=True)
         mixer.zero_init = ("sinks",)
         return mixer
 

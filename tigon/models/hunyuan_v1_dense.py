@@ -38,8 +38,7 @@ class HunYuanV1DenseBlock(PreNormBlock):
     """A `PreNormBlock` whose attention norms heads after it has rotated them."""
 
     def make_mixer(self, c: HunYuanV1DenseConfig, layer: int) -> Attention:
-        bias, eps = c.attention_bias, c.rms_norm_eps
-        return self.make_attention(c, bias=bias, qk_norm_eps=eps, rotates_first=True)
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, rotates_first=True)
 
 
 class HunYuanV1Dense(CausalLM):

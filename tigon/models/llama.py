@@ -6,7 +6,7 @@ against transformers' modeling_llama.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention, GatedMLP
+from tigon.layers import GatedMLP
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import PreNormBlock, gated_mlp
@@ -31,10 +31,7 @@ class LlamaConfig(ModelConfig):
 
 
 class LlamaBlock(PreNormBlock):
-    """A `PreNormBlock` with the biases of LlamaConfig."""
-
-    def make_mixer(self, c: LlamaConfig, layer: int) -> Attention:
-        return self.make_attention(c, bias=c.attention_bias)
+    """A `PreNormBlock` with `mlp_bias`."""
 
     def make_mlp(self, c: LlamaConfig, layer: int) -> GatedMLP:
         return gated_mlp(c, bias=c.mlp_bias)

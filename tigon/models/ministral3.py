@@ -76,7 +76,7 @@ class Ministral3Block(PreNormBlock):
     """A `PreNormBlock` whose attention has the config's sliding window."""
 
     def make_mixer(self, c: Ministral3Config, layer: int) -> Attention:
-        return self.make_attention(c, window=c.sliding_window)
+        return self.make_layer_attention(c, layer, window=c.sliding_window)
 
 
 class Ministral3(CausalLM):

@@ -6,10 +6,9 @@ modeling_mistral and modeling_ministral.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.decoder import PreNormBlock, layer_window
+from tigon.models.decoder import PreNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +36,11 @@ class MinistralConfig(MistralConfig):
     architecture = "MinistralForCausalLM"
 
 
-class MistralBlock(PreNormBlock):
-    """A `PreNormBlock` without biases, whose attention has the layer's sliding window."""
-
-    def make_mixer(self, c: MistralConfig, layer: int) -> Attention:
-        return self.make_attention(c, window=layer_window(c, layer))
-
-
 class Mistral(CausalLM):
-    """Mistral 7B and Nemo: `MistralBlock`s and nothing else."""
+    """Mistral 7B and Nemo: `PreNormBlock`s and nothing else."""
 
     config_class = MistralConfig
-    block_class = MistralBlock
+    block_class = PreNormBlock
 
 
 class Ministral(Mistral):

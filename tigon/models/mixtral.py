@@ -39,7 +39,7 @@ class MixtralBlock(PreNormBlock):
     """A `PreNormBlock` with experts whose routing weights sum to 1."""
 
     def make_mixer(self, c: MixtralConfig, layer: int) -> Attention:
-        return self.make_attention(c, window=c.sliding_window)
+        return self.make_layer_attention(c, layer, window=c.sliding_window)
 
     def make_mlp(self, c: MixtralConfig, layer: int) -> SparseMoE:
         return sparse_moe(c, c.intermediate_size, normalize=True, exact_weights=True)

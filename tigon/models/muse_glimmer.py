@@ -10,7 +10,7 @@ from typing import Any
 from tigon.layers import Attention, GatedMLP, LMHead, RMSNorm
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig, activation, check_layer_thetas
-from tigon.models.decoder import Decoder, SandwichBlock, gated_mlp, layer_window
+from tigon.models.decoder import Decoder, SandwichBlock, gated_mlp
 from tigon.models.pretrained.names import CheckpointNames
 
 
@@ -65,8 +65,8 @@ class MuseGlimmerBlock(SandwichBlock):
 
     def make_mixer(self, c: MuseGlimmerConfig, layer: int) -> Attention:
         options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "qk_norm_weight": False}
-        options |= {"bias": c.attention_bias, "gate": "gate_proj", "window": layer_window(c, layer)}
-        return self.make_attention(c, scale=c.qk_scale_factor * c.head_dim**-0.5, **options)
+        options |= {"scale": c.qk_scale_factor * c.head_dim**-0.5, "gate": "gate_proj"}
+        return self.make_layer_attention(c, layer, **options)
 
     def make_mlp(self, c: MuseGlimmerConfig, layer: int) -> GatedMLP:
         return gated_mlp(c, activation(c.hidden_activation))

@@ -4,6 +4,7 @@ Paper: arXiv 2501.00656; checked against transformers' modeling_olmo2.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
@@ -35,9 +36,8 @@ class Olmo2Block(PostNormBlock):
     norm_cast = "after_weight"
     rounded_angles = False
 
-    def make_mixer(self, c: Olmo2Config, layer: int, window: int | None = None) -> Attention:
-        bias, eps = c.attention_bias, c.rms_norm_eps
-        return self.make_attention(c, bias=bias, qk_norm_eps=eps, flat_qk_norm=True, window=window)
+    def make_mixer(self, c: Any, layer: int) -> Attention:
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, flat_qk_norm=True)
 
 
 class Olmo2(CausalLM):

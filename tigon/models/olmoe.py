@@ -42,10 +42,8 @@ class OlmoeBlock(PreNormBlock):
     """A `PreNormBlock` with norms of whole queries and keys, across heads, and with experts."""
 
     def make_mixer(self, c: OlmoeConfig, layer: int) -> Attention:
-        bias, eps = c.attention_bias, c.rms_norm_eps
-        return self.make_attention(
-            c, bias=bias, qk_norm_eps=eps, flat_qk_norm=True, clip=c.clip_qkv
-        )
+        options = {"qk_norm_eps": c.rms_norm_eps, "flat_qk_norm": True, "clip": c.clip_qkv}
+        return self.make_layer_attention(c, layer, **options)
 
     def make_mlp(self, c: OlmoeConfig, layer: int) -> SparseMoE:
         return sparse_moe(c, c.intermediate_size, normalize=c.norm_topk_prob)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.decoder import PreNormBlock, layer_window
+from tigon.models.decoder import PreNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,7 @@ class Qwen2Block(PreNormBlock):
     """A `PreNormBlock` with biases of queries, keys and values, and the layer's sliding window."""
 
     def make_mixer(self, c: Qwen2Config, layer: int) -> Attention:
-        window = layer_window(c, layer)
-        return self.make_attention(c, bias=True, out_bias=False, window=window)
+        return self.make_layer_attention(c, layer, bias=True, out_bias=False)
 
 
 class Qwen2(CausalLM):

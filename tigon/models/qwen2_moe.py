@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, WindowedConfig
-from tigon.models.decoder import PreNormBlock, gated_mlp, layer_window
+from tigon.models.decoder import PreNormBlock, gated_mlp
 from tigon.models.moe import MoEConfig, sparse_moe
 
 
@@ -74,8 +74,7 @@ class Qwen2MoeBlock(PreNormBlock):
     """A `PreNormBlock` with sliding windows, and experts and a shared one, or an MLP."""
 
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
-        window = layer_window(c, layer)
-        return self.make_attention(c, bias=c.qkv_bias, out_bias=False, window=window)
+        return self.make_layer_attention(c, layer, bias=c.qkv_bias, out_bias=False)
 
     def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
         return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)

@@ -45,8 +45,7 @@ class Qwen3MoeBlock(PreNormBlock):
 
     def make_mixer(self, c: Qwen3MoeConfig, layer: int) -> Attention:
         window = c.sliding_window if c.use_sliding_window else None
-        bias, eps = c.attention_bias, c.rms_norm_eps
-        return self.make_attention(c, bias=bias, qk_norm_eps=eps, window=window)
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, window=window)
 
     def make_mlp(self, c: Qwen3MoeConfig, layer: int) -> GatedMLP | SparseMoE:
         return experts_or_mlp(c, layer)

@@ -35,7 +35,7 @@ class SeedOssBlock(LlamaBlock):
     """Llama's block with a switch of its own for the bias of attention's output."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        return self.make_attention(c, bias=c.attention_bias, out_bias=c.attention_out_bias)
+        return self.make_layer_attention(c, layer, out_bias=c.attention_out_bias)
 
 
 class SeedOss(CausalLM):

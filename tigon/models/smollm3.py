@@ -6,10 +6,8 @@ Checked against transformers' modeling_smollm3.
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, WindowedConfig
-from tigon.models.decoder import layer_window
 from tigon.models.llama import LlamaBlock, LlamaConfig
 from tigon.utils.json import quote
 
@@ -56,9 +54,6 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
 
 class SmolLM3Block(LlamaBlock):
     """Llama's block with sliding windows, and without RoPE in some layers."""
-
-    def make_mixer(self, c: Any, layer: int) -> Attention:
-        return self.make_attention(c, bias=c.attention_bias, window=layer_window(c, layer))
 
     def layer_rope(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
         return c.head_dim, c.rope_parameters if c.rotates(layer) else {}

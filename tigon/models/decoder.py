@@ -81,17 +81,19 @@ class TransformerBlock(nn.Module):
 
     def make_mlp(self, c: Any, layer: int) -> nn.Module:
         """Makes the layer's MLP or experts."""
-        return gated_mlp(c)
+        return gated_mlp(c, bias=getattr(c, "mlp_bias", False))
 
     def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
         """The layer's head dim and RoPE parameters; without RoPE {} or `NoRotary` options."""
         return c.head_dim, c.rope_parameters
 
-    def make_layer_attention(self, c: ModelConfig, layer: int, **options: Any) -> Attention:
-        """Makes attention with the config's `attention_bias` and the layer's window, if any."""
-        window = layer_window(c, layer) if isinstance(c, WindowedConfig) else None
-        config: dict[str, Any] = {"bias": getattr(c, "attention_bias", False), "window": window}
-        return self.make_attention(c, **(config | options))
+    def make_layer_attention(
+        self, c: ModelConfig, layer: int, *, bias: bool | None = None, **options: Any
+    ) -> Attention:
+        """Makes attention with the layer's window, if any, and by default with the config's
+        `attention_bias`, if it has one."""
+        bias = getattr(c, "attention_bias", False) if bias is None else bias
+        return self.make_attention(c, bias=bias, window=layer_window(c, layer), **options)
 
     def make_attention(
         self, c: ModelConfig, *, bias: bool = False, out_bias: bool | None = None, **options: Any
@@ -132,10 +134,11 @@ def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = Fal
     return GatedMLP(c.hidden_size, c.intermediate_size, act, bias=bias)
 
 
-def layer_window(c: WindowedConfig, layer: int) -> int | None:
+def layer_window(c: Any, layer: int) -> int | None:
     """The layer's sliding window in tokens, the query's own included; None: full attention."""
-    slides = getattr(c, "use_sliding_window", True) and c.layer_type(layer) == SLIDING
-    return c.sliding_window if slides else None
+    full = isinstance(c, WindowedConfig) and c.layer_type(layer) != SLIDING
+    unused = full or not getattr(c, "use_sliding_window", True)
+    return None if unused else getattr(c, "sliding_window", None)
 
 
 class PreNormBlock(TransformerBlock):

@@ -9,8 +9,8 @@ from typing import Any
 
 from tigon.layers import Attention, LMHead
 from tigon.models.causal_lm import CausalLM
-from tigon.models.decoder import Decoder
-from tigon.models.llama import LlamaBlock, LlamaConfig
+from tigon.models.decoder import Decoder, PreNormBlock
+from tigon.models.llama import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class GraniteConfig(LlamaConfig):
     logits_scaling: float = 1.0
 
 
-class GraniteBlock(LlamaBlock):
+class GraniteBlock(PreNormBlock):
     """Llama's block with branches times residual_multiplier, scores times attention_multiplier."""
 
     def __init__(self, c: GraniteConfig, layer: int):

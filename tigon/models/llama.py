@@ -6,10 +6,9 @@ against transformers' modeling_llama.
 
 from dataclasses import dataclass
 
-from tigon.layers import GatedMLP
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ModelConfig
-from tigon.models.decoder import PreNormBlock, gated_mlp
+from tigon.models.decoder import PreNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +29,8 @@ class LlamaConfig(ModelConfig):
     mlp_bias: bool = False
 
 
-class LlamaBlock(PreNormBlock):
-    """A `PreNormBlock` with `mlp_bias`."""
-
-    def make_mlp(self, c: LlamaConfig, layer: int) -> GatedMLP:
-        return gated_mlp(c, bias=c.mlp_bias)
-
-
 class Llama(CausalLM):
-    """Llama 1 to 3.3, and models of the same architecture: `LlamaBlock`s and nothing else."""
+    """Llama 1 to 3.3, and models of the same architecture: `PreNormBlock`s and nothing else."""
 
     config_class = LlamaConfig
-    block_class = LlamaBlock
+    block_class = PreNormBlock

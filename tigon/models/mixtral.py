@@ -5,7 +5,7 @@ Paper: arXiv 2401.04088; checked against transformers' modeling_mixtral.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention, SparseMoE
+from tigon.layers import SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import MoEConfig, sparse_moe
@@ -37,9 +37,6 @@ class MixtralConfig(MoEConfig):
 
 class MixtralBlock(PreNormBlock):
     """A `PreNormBlock` with experts whose routing weights sum to 1."""
-
-    def make_mixer(self, c: MixtralConfig, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, window=c.sliding_window)
 
     def make_mlp(self, c: MixtralConfig, layer: int) -> SparseMoE:
         return sparse_moe(c, c.intermediate_size, normalize=True, exact_weights=True)

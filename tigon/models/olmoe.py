@@ -4,6 +4,7 @@ Paper: arXiv 2409.02060; checked against transformers' modeling_olmoe.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from tigon.layers import Attention, SparseMoE
 from tigon.models.causal_lm import CausalLM
@@ -42,8 +43,8 @@ class OlmoeBlock(PreNormBlock):
     """A `PreNormBlock` with norms of whole queries and keys, across heads, and with experts."""
 
     def make_mixer(self, c: OlmoeConfig, layer: int) -> Attention:
-        options = {"qk_norm_eps": c.rms_norm_eps, "flat_qk_norm": True, "clip": c.clip_qkv}
-        return self.make_layer_attention(c, layer, **options)
+        options: dict[str, Any] = {"flat_qk_norm": True, "clip": c.clip_qkv}
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, **options)
 
     def make_mlp(self, c: OlmoeConfig, layer: int) -> SparseMoE:
         return sparse_moe(c, c.intermediate_size, normalize=c.norm_topk_prob)

@@ -44,8 +44,7 @@ class Qwen3MoeBlock(PreNormBlock):
     """A `PreNormBlock` with QK-norm per head, and with experts, none of them shared, or an MLP."""
 
     def make_mixer(self, c: Qwen3MoeConfig, layer: int) -> Attention:
-        window = c.sliding_window if c.use_sliding_window else None
-        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, window=window)
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
 
     def make_mlp(self, c: Qwen3MoeConfig, layer: int) -> GatedMLP | SparseMoE:
         return experts_or_mlp(c, layer)

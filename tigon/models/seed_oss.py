@@ -8,7 +8,8 @@ from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
-from tigon.models.llama import LlamaBlock, LlamaConfig
+from tigon.models.decoder import PreNormBlock
+from tigon.models.llama import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class SeedOssConfig(LlamaConfig):
     attention_out_bias: bool = False
 
 
-class SeedOssBlock(LlamaBlock):
+class SeedOssBlock(PreNormBlock):
     """Llama's block with a switch of its own for the bias of attention's output."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:

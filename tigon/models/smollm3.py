@@ -8,7 +8,8 @@ from typing import Any
 
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, WindowedConfig
-from tigon.models.llama import LlamaBlock, LlamaConfig
+from tigon.models.decoder import PreNormBlock
+from tigon.models.llama import LlamaConfig
 from tigon.utils.json import quote
 
 
@@ -52,7 +53,7 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
         return not self.rotates(layer)
 
 
-class SmolLM3Block(LlamaBlock):
+class SmolLM3Block(PreNormBlock):
     """Llama's block with sliding windows, and without RoPE in some layers."""
 
     def layer_rope(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:

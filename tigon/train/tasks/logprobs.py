@@ -44,6 +44,7 @@ class AnswerTask(Task):
     its adapters, and for a stream, whose rows are not known before.
     """
 
+    unused = ("loss_reduction", "train_on")
     unit = "answer"
     refers: bool = False
     default_beta: ClassVar[float] = 0.1
@@ -51,10 +52,6 @@ class AnswerTask(Task):
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
-        for name in ("loss_reduction", "train_on"):
-            value = getattr(config, name)
-            if value != getattr(Config, name):
-                raise ValueError(f"{name}={value}: task={config.task} has no use for it")
         self.beta = self.default_beta if config.beta is None else config.beta
         self.loss_type: str = config.loss_type or next(iter(self.losses), "")
         if self.losses and self.loss_type not in self.losses:

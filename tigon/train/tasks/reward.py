@@ -33,6 +33,10 @@ class Reward(Task):
 
     learns = "pairs of answers"
     serves = frozenset(("max_length", "center_rewards_coefficient"))
+    unused = (
+        *("sample_prompts", "train_on", "train_on_empty_thinking", "loss_reduction"),
+        *("streaming", "router_aux_loss_coef"),
+    )
     group = 2
     unit = "pair"
     scores = True
@@ -42,17 +46,6 @@ class Reward(Task):
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
-        unused = (
-            "sample_prompts",
-            "train_on",
-            "train_on_empty_thinking",
-            "loss_reduction",
-            "streaming",
-        )
-        for name in (*unused, "router_aux_loss_coef"):
-            value = getattr(config, name)
-            if value != getattr(Config, name):
-                raise ValueError(f"{name}={value!r}: task=reward has no use for it")
         self.tokenizer: Tokenizer | None = None
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:

@@ -18,6 +18,8 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from tigon.kernels.runtime import is_plain
+
 # Smaller outputs, in bytes, are saved: a few MiB are not worth the host's microseconds
 MIN_BYTES: float = 8 * 2**20
 
@@ -40,7 +42,7 @@ def find_note(x: Tensor, name: str) -> Any:
 
     Returns None if there is no note or the numbers have changed since it was made.
     """
-    if torch.compiler.is_compiling() or type(x) is not Tensor:  # a subclass has its own products
+    if torch.compiler.is_compiling() or not is_plain(x):  # a subclass has its own products
         return None
     base = x if x._base is None else x._base
     note: Note | None = getattr(base, name, None)

@@ -1,8 +1,8 @@
 """Overlaps what a run does before its first step: data, model and kernels, on one rank.
 
-A process of its own tokenizes into the cache, while this one loads the model and compiles its
-kernels by a pass over tokens that mean nothing. The run then reads the data from the cache, and
-says what is wrong with them, as it does without.
+A process of its own tokenizes into the cache, while this one loads the model and others compile its
+kernels. The run then reads the data from the cache, and says what is wrong with them, as it does
+without.
 """
 
 import os
@@ -10,28 +10,31 @@ import signal
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from tigon.data.cache import train_extra
 from tigon.data.sources import BLOCK_BYTES
 from tigon.data.tokenized import MIN_PARALLEL_BLOCKS, exit_with_parent
+from tigon.kernels.precompile import compile_kernels
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
-from tigon.train.config import Config
+from tigon.train.config import Config, micro_batch_rows
 from tigon.train.data import as_entries, find_entry_sources, tokenize_entries
 from tigon.train.memory import dummy_batch
+from tigon.train.optim import build_optimizer
+from tigon.train.optim.clip import clip
 from tigon.train.signals import handled_signals
 from tigon.train.tasks import CrossEntropyTask, Task
 
 Build: TypeAlias = Callable[[Config, Path | None, StepChoice | None], CausalLM]
 SMALL = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
-WARM_UP_TOKENS = 2**10  # of a pass whose kernels serve rows of any length
 
 
 class TokenizerProcess:
@@ -82,7 +85,7 @@ class EarlyModel:
         if not data.failed:
             with suppress(ValueError, OSError, ImportError):
                 self._built = task.config, self._build(task.config, source, choice)
-        if self._built is not None and self._built[1].device.type == "cuda" and not data.failed:
+        if self._built is not None and not data.failed:
             warm_up(self._built[1], task)
 
     def take(self, config: Config) -> CausalLM | None:
@@ -139,46 +142,34 @@ def _make_group(process: int) -> None:
 
 
 def warm_up(model: CausalLM, task: Task) -> None:
-    """Compiles the kernels of a training pass, by a pass over a row of made-up tokens.
+    """Compiles kernels of a training step side by side, where the model is on a GPU.
 
-    Weights, gradients and random states are as before, and no more than one gradient is held at a
-    time. Does nothing for weights that are sharded, and for tasks with columns or pairs of their
-    own; an error is left to the first step.
+    Does nothing for weights that are sharded, and for tasks with columns or pairs of their own.
     """
     plain = isinstance(task, CrossEntropyTask) and not (task.per_token or task.one_prompt)
-    if not plain or isinstance(model, FSDPModule) or model.zero2 is not None:
-        return
-    gpus = [model.device] if model.device.type == "cuda" else []
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(_free_gradient)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    with torch.random.fork_rng(gpus), suppress(Exception):
-        run_pass(model, task)
-    for hook in hooks:
-        hook.remove()
-    torch.cuda.empty_cache()  # other sizes follow
+    whole = not isinstance(model, FSDPModule) and model.zero2 is None
+    if plain and whole and model.device.type == "cuda":
+        with torch.random.fork_rng([model.device]):
+            compile_kernels(model, partial(compute_gradients, task=task))
 
 
-def _free_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-def run_pass(model: CausalLM, task: Task) -> None:
-    """Computes gradients for a row of two sequences of made-up tokens, all of them learned."""
-    tokens = min(task.config.seq_len, WARM_UP_TOKENS)
-    half, host = tokens // 2, torch.device("cpu")
-    spans = torch.tensor([[0, half], [half, tokens]], device=host)
-    positions = torch.arange(tokens, device=host)
+def compute_gradients(model: CausalLM, task: Task) -> None:
+    """Computes gradients, and their norm, of rows of two sequences of made-up tokens."""
+    config = task.config
+    rows, tokens = micro_batch_rows(config), config.seq_len
+    half = tokens // 2
+    row = np.array([[0, half], [half, tokens]])
+    spans = np.concatenate([row + tokens * i for i in range(rows)])
+    positions = torch.arange(tokens) % half
     batch = replace(
-        dummy_batch(1, tokens, task, device="cpu"),
-        position_ids=torch.where(positions < half, positions, positions - half)[None],
-        cu_seq_lens=torch.tensor([0, half, tokens], dtype=torch.int32, device=host),
+        dummy_batch(rows, tokens, task, device="cpu"),
+        position_ids=positions.expand(rows, -1),
+        cu_seq_lens=torch.tensor([0, *spans[:, 1].tolist()], dtype=torch.int32),
         longest=tokens - half,
-        spans=spans,
-        parts=torch.zeros(2, dtype=torch.int64, device=host),
-        host_spans=spans.numpy(),
+        spans=torch.tensor(spans),
+        parts=torch.zeros(len(spans), dtype=torch.int64),
+        host_spans=spans,
     )
     inputs = task.resolve(model, batch.to(model.device))
     task.loss(model, inputs, task.sums(model, inputs)).loss.backward()
+    clip(model, build_optimizer(model, config), config.max_grad_norm)

@@ -90,7 +90,8 @@ def _fa4(
     """Returns flash-attn-4's attention [B, T, H, D] in the sequences of the plan, or in rows."""
     if sinks is not None:
         return _with_sinks(_fa4_passes, q, k, v, mask, plan, sinks)
-    package = fa4 if torch.compiler.is_compiling() else flash_attn_4()
+    is_op = torch.compiler.is_compiling() or runtime.launches_on_fakes()
+    package = fa4 if is_op else flash_attn_4()
     sequences = plan.sequences
     options: dict[str, Any] = {
         "softmax_scale": plan.scale,
@@ -99,6 +100,8 @@ def _fa4(
         "softcap": plan.softcap or 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+    if not is_op:  # without it evaluation would compile a kernel of its own
+        options["return_lse"] = True
     if sequences is None:
         return package.flash_attn_func(q, k, v, **options)[0]
     flat, (cu, cu_k), (longest, longest_k) = _flatten_sequences(q, k, v, sequences)

@@ -3,7 +3,9 @@
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -239,6 +241,7 @@ def choose_backend(
 def flash_attn_4() -> Any:
     """Imports and returns the package, or the reason why it cannot be used."""
     hint = "pip install tigon[fa4]"
+    _keep_compiled()
     try:
         import flash_attn.cute as package
     except ModuleNotFoundError as error:
@@ -248,6 +251,15 @@ def flash_attn_4() -> Any:
     except Exception as error:  # of the driver, the compiler, another version ...
         return f"flash-attn-4 does not load ({type(error).__name__}: {error}): {hint}"
     return package
+
+
+def _keep_compiled() -> None:
+    """Lets flash-attn-4 keep on disk what it compiles, unless the environment says otherwise."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flash_attn_cute")
+    with suppress(OSError, RuntimeError):  # a home that cannot be written, or is not known
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 @device_fact

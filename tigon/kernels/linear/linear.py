@@ -28,6 +28,8 @@ from tigon.kernels.mlp.gated_act import (
 from tigon.kernels.recompute import find_recompute, has_function_mode, run_recompute, start_fetch
 from tigon.kernels.runtime import (
     autocast_dtype,
+    is_plain,
+    is_plain_parameter,
     next_power_of_2,
     num_sms,
     operator,
@@ -224,7 +226,7 @@ def _has_gradient_at_risk(x: Tensor, weight: Tensor) -> bool:
 
 def has_plain_operands(x: Tensor, weight: Tensor) -> bool:
     """Whether no subclass of x, other dtype, autocast or mode changes the product with `weight`."""
-    plain = type(x) is Tensor and x.dtype == weight.dtype
+    plain = is_plain(x) and x.dtype == weight.dtype
     return plain and autocast_dtype(x.device) is None and not has_function_mode()
 
 
@@ -234,7 +236,7 @@ def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         weight.requires_grad
         and not torch.compiler.is_compiling()
         and _has_gradient_at_risk(x, weight)
-        and type(weight) in (Tensor, torch.nn.Parameter)
+        and is_plain(weight)
         and has_plain_operands(x, weight)
     ):
         y: Tensor = _ChunkedLinear.apply(x, weight, bias)
@@ -251,7 +253,7 @@ def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     if not weight.requires_grad or (recompute := find_recompute(x)) is None:
         return chunked_linear(x, weight, bias)
     # The gradient of another weight would be another product
-    plain = type(weight) is torch.nn.Parameter and weight.is_contiguous()
+    plain = is_plain_parameter(weight) and weight.is_contiguous()
     if not (plain and has_plain_operands(x, weight)):
         return chunked_linear(x, weight, bias)
     deferred = defers_product()
@@ -400,7 +402,7 @@ def _is_plain_product(x: Tensor, weight: Tensor) -> bool:
         and not x.is_meta  # which autocast does not know
         and not torch.is_autocast_enabled(x.device.type)
         and x.dtype == weight.dtype
-        and type(weight) is torch.nn.Parameter  # subclasses, such as quantized ones, have their own
+        and is_plain_parameter(weight)  # subclasses, such as quantized ones, have their own
         and weight.is_contiguous()
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tigon.kernels.runtime import (
     check_devices,
     check_values,
-    has_values,
+    is_eager,
     may_sync,
     num_sms,
     operator,
@@ -223,7 +223,7 @@ def _may_overwrite(x: Tensor, factor: Tensor) -> bool:
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, factor)):
         return False
     # On meta there is nothing to write, but memory counts as on a GPU
-    return x.is_meta or (has_values(x) and not torch._C._len_torch_dispatch_stack())
+    return x.is_meta or is_eager(x)
 
 
 def _overwrite(x: Tensor, out: Tensor, factor: Tensor) -> None:

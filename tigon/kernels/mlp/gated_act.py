@@ -12,6 +12,7 @@ from torch import Tensor
 from tigon.kernels.recompute import GatedInputs, note_recompute
 from tigon.kernels.runtime import (
     as_rows,
+    is_watched,
     operator,
     pdl_options,
     pdl_wait,
@@ -261,7 +262,7 @@ def gradient_and_product(
 
     `dy` is contiguous and belongs to the caller.
     """
-    if torch._C._len_torch_dispatch_stack():  # modes see ops, and ops alias no input
+    if is_watched():  # modes see ops, and ops alias no input
         return _backward_product(dy, gate_up, act)
     gradient = gradient_memory(gate_up, overwrite)
     with torch.cuda.device_of(gradient):
@@ -283,7 +284,7 @@ class _GatedAct(torch.autograd.Function):
         refuse_second_derivative("gated_act")
         (gate_up,) = ctx.saved_tensors
         # Modes see ops, which alias no input. Dynamo overwrites nothing, so it is asked first
-        if not _can_overwrite(gate_up, ctx.overwrite) or torch._C._len_torch_dispatch_stack():
+        if not _can_overwrite(gate_up, ctx.overwrite) or is_watched():
             return _backward(dy, gate_up, ctx.act), None, None
         gradient = gradient_memory(gate_up, ctx.overwrite)
         with torch.cuda.device_of(gradient):

@@ -12,6 +12,7 @@ operations of torch's fused kernel.
 import math
 from collections.abc import Sequence
 from ctypes import c_float
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -76,16 +77,17 @@ class TensorTable:
 
         Raises ValueError for more programs than a GPU takes.
         """
-        programs = torch.tensor([-(-count // self.chunk) for count in counts], device="cpu")
-        ends = programs.cumsum(0)
-        total = int(ends[-1])
+        programs = [-(-count // self.chunk) for count in counts]
+        ends = list(accumulate(programs))
+        total = ends[-1]
         if total >= 1 << 31:
             raise ValueError(f"{total} programs of {self.chunk} elements are more than a GPU takes")
         owners = torch.arange(len(counts), dtype=torch.int32, device="cpu")
+        repeats = torch.tensor(programs, device="cpu")
         self._owners = torch.repeat_interleave(
-            _to_device(owners, device), _to_device(programs, device), output_size=total
+            _to_device(owners, device), _to_device(repeats, device), output_size=total
         )
-        self._firsts, self._counts = (ends - programs).tolist(), counts
+        self._firsts, self._counts = [0, *ends[:-1]], counts
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:

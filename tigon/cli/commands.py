@@ -24,6 +24,7 @@ from tigon.data import clean_cache
 from tigon.eval import Perplexity, find_windows, parity, report, score
 from tigon.generation.settings import SAMPLING, file_prefix, set_do_sample
 from tigon.models import MODELS, CausalLM, from_pretrained
+from tigon.models.config import eos_ids
 from tigon.models.pretrained.convert import convert_pretrained
 from tigon.models.pretrained.load import parse_gguf_path
 from tigon.plan import format_plan, make_plan, read_job
@@ -161,9 +162,7 @@ def check_sequences(model: CausalLM) -> None:
 
 def end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
-    ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
-    ends = dict.fromkeys([*ends, tokenizer.eos_token_id])
+    ends = dict.fromkeys([*eos_ids(model.config, model.generation_config), tokenizer.eos_token_id])
     return [end for end in ends if end is not None and 0 <= end < model.config.vocab_size]
 
 

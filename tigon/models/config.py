@@ -323,6 +323,12 @@ def vocabulary_keys(c: ModelConfig) -> list[str]:
     return ["vocab_size"] + [second] * (getattr(c, second, None) == c.vocab_size)
 
 
+def eos_ids(c: ModelConfig, generation_config: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text by generation_config.json, or else by config.json."""
+    ids = generation_config.get("eos_token_id", c.eos_token_id)
+    return [ids] if isinstance(ids, int) else list(ids or ())
+
+
 def _num_labels(source: Mapping[str, Any]) -> int:
     """The number of scores of a sequence classifier's config.json; 0 for a language model."""
     names = source.get("architectures")

@@ -9,6 +9,7 @@ import torch
 
 from tigon.data.messages import normalize_messages
 from tigon.models import CausalLM
+from tigon.models.config import eos_ids
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
@@ -80,8 +81,7 @@ def generate(
         )
     model.train()
     reshard(model)
-    ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
-    end_ids = {ends} if isinstance(ends, int) else set(ends or ())
+    end_ids = set(eos_ids(model.config, model.generation_config))
     texts = [tokenizer.decode(truncate_at(row, end_ids)) for row in sequences[:, width:].tolist()]
     return [{"prompt": p.text, "text": text} for p, text in zip(prompts, texts, strict=True)]
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from tigon.models.config import ModelConfig
+from tigon.models.config import ModelConfig, eos_ids
 from tigon.utils.json import quote
 from tigon.weights.gguf import import_gguf
 
@@ -78,8 +78,7 @@ def add_vocabulary(
     """
     gguf = import_gguf()
     ids = {key: getattr(config, f"{key}_token_id") for key in ("bos", "pad")}
-    ends = generation_config.get("eos_token_id", config.eos_token_id)
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    ends = eos_ids(config, generation_config)
     with tempfile.TemporaryDirectory() as directory:
         if tokenizer is None:
             writer.add_tokenizer_model("none")

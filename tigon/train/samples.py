@@ -63,11 +63,7 @@ def generate(
     All ranks generate the same texts in the same number of passes, as sharded weights need it. The
     model is left in training mode, and no random number is drawn.
     """
-    width = max(len(prompt.ids) for prompt in prompts)
-    ids = torch.tensor([[0] * (width - len(p.ids)) + p.ids for p in prompts], device="cpu")
-    mask = torch.tensor(
-        [[0] * (width - len(p.ids)) + [1] * len(p.ids) for p in prompts], device="cpu"
-    )
+    ids, mask = tokenizer.pad([prompt.ids for prompt in prompts])
     greedy: dict[str, Any] = {"do_sample": False, "num_return_sequences": 1, "stop_strings": None}
     model.eval()
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
@@ -82,7 +78,8 @@ def generate(
     model.train()
     reshard(model)
     end_ids = set(eos_ids(model.config, model.generation_config))
-    texts = [tokenizer.decode(truncate_at(row, end_ids)) for row in sequences[:, width:].tolist()]
+    rows = sequences[:, ids.shape[1] :].tolist()
+    texts = [tokenizer.decode(truncate_at(row, end_ids)) for row in rows]
     return [{"prompt": p.text, "text": text} for p, text in zip(prompts, texts, strict=True)]
 
 

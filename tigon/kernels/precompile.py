@@ -5,7 +5,6 @@ this one compile that into the caches on disk, Triton's and flash-attn-4's, wher
 finds it. A kernel that is missed, or fails, is compiled by the real pass.
 """
 
-import copy
 import json
 import os
 import signal
@@ -16,38 +15,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from tigon.kernels.attention import fa4
 from tigon.kernels.runtime import launch_on_fakes, triton
 
-Model = TypeVar("Model", bound=nn.Module)
 Job = Callable[[], object]  # compiles something
-PATIENCE = 60.0  # seconds after which processes are killed
+PATIENCE = 60.0  # seconds that a process may take after the block
 NO_DEVICE = -1  # for which Triton, which keeps the kernels of devices apart, has compiled nothing
 
 
-def compile_kernels(model: Model, run: Callable[[Model], object]) -> int:
-    """Compiles the kernels that `run` launches on the model; returns how many it has found.
+@contextmanager
+def compile_kernels(run: Callable[[], object]) -> Iterator[None]:
+    """Compiles the kernels that `run` launches on fake tensors, while the `with` block runs.
 
-    `run` gets a copy of the model on fake tensors, and makes its inputs. Where it raises, later
-    kernels are left out.
+    Leaving the block waits for them. Where `run` raises, later kernels are left out.
     """
     from torch._subclasses import fake_tensor  # takes a second
 
     mode, jobs = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), dict[Any, Job]()
     # Triton asks a fake tensor for its address, of which torch warns
     quiet = warnings.catch_warnings(action="ignore")
-    with suppress(Exception), quiet, note_launches(jobs, fake_tensor.FakeTensor):
-        with fake_tensor.FakeCopyMode(mode):
-            fake = copy.deepcopy(model)
-        with mode:
-            run(fake)
+    with suppress(Exception), quiet, note_launches(jobs, fake_tensor.FakeTensor), mode:
+        run()
     with mode:  # in which flash-attn-4 compiles and launches nothing
-        run_side_by_side(list(jobs.values()), fa4.environment())
-    return len(jobs)
+        processes = start_side_by_side(list(jobs.values()), fa4.environment())
+    try:
+        yield
+        deadline = time.monotonic() + PATIENCE
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
 
 
 @contextmanager
@@ -107,25 +109,19 @@ def _compile(
     launcher(source, triton.compile(source, target=target, options=options).metadata)
 
 
-def run_side_by_side(jobs: Sequence[Job], environment: Mapping[str, str]) -> None:
-    """Runs jobs in forked processes, which cannot use the GPU; what they raise is lost."""
+def start_side_by_side(jobs: Sequence[Job], environment: Mapping[str, str]) -> list[Any]:
+    """Starts forked processes that run jobs, which cannot use the GPU; what they raise is lost."""
     context, count = get_context("fork"), min(len(jobs), len(os.sched_getaffinity(0)))
     shares = [(jobs[i::count], environment) for i in range(count)]
-    processes = [context.Process(target=_work, args=share) for share in shares]
-    deadline = time.monotonic() + PATIENCE
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
+    processes = [context.Process(target=_work, args=share, daemon=True) for share in shares]
+    for process in processes:
+        process.start()
+    return processes
 
 
 def _work(jobs: Sequence[Job], environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the real pass says what is wrong
     fake_tensor = sys.modules["torch._subclasses.fake_tensor"]
     fake_tensor.init_gpu_context = lambda device: None  # type: ignore[attr-defined]
     signal.set_wakeup_fd(-1)  # the parent's

@@ -290,7 +290,7 @@ class Gemma4Block(SandwichBlock):
             gate = act_fn(self.per_layer_input_gate(stream, *ctx.dropout_args), self.act)
             y = self.per_layer_projection(gate * ctx.layer_input, *ctx.dropout_args)
             stream = stream + self.post_per_layer_input_norm(y)
-        stream = stream * self.layer_scalar
+        stream = stream * self.layer_scalar.to(stream.dtype)  # which sharding does not cast
         return (stream, None, routing, kv) if self.kv_is_read else (stream, None, routing)
 
 

@@ -51,7 +51,7 @@ from tigon.train.optim import (
     check_ranks,
 )
 from tigon.train.optim.groups import num_steps
-from tigon.train.overlap import EarlyModel, tokenizer_process, warm_up
+from tigon.train.overlap import EarlyModel, compile_step, tokenizer_process
 from tigon.train.prefetch import Prefetcher
 from tigon.train.publish import lacks_token
 from tigon.train.resume import check_shared, claim
@@ -245,9 +245,8 @@ def prepare(config: Config, world: World) -> TrainingRun:
     with world.raise_on_all_ranks():
         model = early.take(config)
         if model is None:
-            model = build_seeded(world, config, source, inputs.choice)
-            if world.size == 1:
-                warm_up(model, inputs.task)
+            with compile_step(inputs.task, source, inputs.choice):
+                model = build_seeded(world, config, source, inputs.choice)
         inputs.check_model(model)
         prompts = read_prompts(config, inputs.tokenizer, model)
         benchmarks = load_benchmarks(config, model, inputs.tokenizer, world)

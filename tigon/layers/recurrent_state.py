@@ -64,14 +64,7 @@ class RecurrentState(LayerState):
 
 
 class DeltaState(RecurrentState):
-    """The last inputs of the convolution, and the state of the delta rule."""
-
-    def __init__(
-        self,
-        inputs: Tensor,  # [R, N + 1, W - 1, M]
-        recurrent_state: Tensor,  # fp32 [R, N + 1, H, Dk, Dv]
-    ):
-        super().__init__(inputs, recurrent_state)
+    """The inputs of the convolution, and the delta rule's state, fp32 [R, N + 1, H, Dk, Dv]."""
 
     @property
     def layout(self) -> str:

@@ -362,7 +362,7 @@ def test_layers_of_muse_rotate_where_those_of_transformers_do() -> None:
 def rotates(config: ModelConfig) -> list[bool]:
     """Of each layer."""
     decoder = on_meta(config).model
-    return [isinstance(decoder.rotary_embs[i], RotaryEmbedding) for i in decoder.rope_indices]
+    return [isinstance(decoder.rotary_embs[b.rope_index], RotaryEmbedding) for b in decoder.layers]
 
 
 def test_exaone_rotates_where_it_slides() -> None:

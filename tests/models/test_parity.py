@@ -119,7 +119,7 @@ def test_bf16_is_rounded_where_transformers_rounds(
                 peer = theirs.get_submodule(stored.removesuffix(".weight"))
                 different = y != peer(x)
                 assert different.float().mean() < 0.01, name  # 0.2 where it is the other order
-    for i, rope in enumerate(ours.model.rope_indices):
+    for i, rope in enumerate(block.rope_index for block in ours.model.layers):
         (x, _, rotation, *_), _ = calls[f"model.layers.{i}", True]
         (expected, *more), given = calls[f"model.layers.{i}", False]
         if i == 0:

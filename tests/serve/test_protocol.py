@@ -79,6 +79,9 @@ CHATS: list[tuple[str, Any, str]] = [
     ("top_logprobs", 3, "top_logprobs needs logprobs=true"),
     ("top_logprobs", 21, "top_logprobs=21 must be at most 20"),
     ("prompt", "hi", "unknown field 'prompt'"),
+    ("chat_template_kwargs", {"thinking": 1}, "'thinking', which the chat template does not read"),
+    ("chat_template_kwargs", {"messages": []}, "an object of the chat template's own variables"),
+    ("chat_template_kwargs", 3, "chat_template_kwargs=3 is not"),
 ]
 TEXTS: list[tuple[str, Any, str]] = [
     ("prompt", None, "'prompt' is missing"),
@@ -173,7 +176,7 @@ def test_messages_reach_the_template(tokenizer: Tokenizer) -> None:
         {"role": "assistant", "content": "words"},
         {"role": "user", "content": ""},
     ]
-    text = tokenizer.decode(protocol.encode_messages(messages, tokenizer))
+    text = tokenizer.decode(protocol.encode_messages(messages, tokenizer, {}))
     assert text == (
         "<|im_start|>system\nreads<|im_end|>\n<|im_start|>user\na few<|im_end|>\n"
         "<|im_start|>assistant\nwords<|im_end|>\n<|im_start|>user\n<|im_end|>\n"
@@ -181,11 +184,22 @@ def test_messages_reach_the_template(tokenizer: Tokenizer) -> None:
     )
 
 
+def test_variables_reach_the_template(tokenizer: Tokenizer, monkeypatch: Any) -> None:
+    template = "{{ 'reads' if enable_thinking else 'words' }}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    body = {"messages": [MESSAGE], "chat_template_kwargs": {"enable_thinking": True}}
+    request = read_request(ChatRequest, body)
+    assert isinstance(request, ChatRequest) and request.chat_template_kwargs
+    ids = protocol.encode_messages([MESSAGE], tokenizer, request.chat_template_kwargs)
+    assert tokenizer.decode(ids) == "reads"
+    assert tokenizer.decode(protocol.encode_messages([MESSAGE], tokenizer, {})) == "words"
+
+
 def test_templates_may_refuse(tokenizer: Tokenizer, monkeypatch: Any) -> None:
     template = "{{ raise_exception('no system messages') }}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     with pytest.raises(RequestError, match=r"messages: .*no system messages"):
-        protocol.encode_messages([MESSAGE], tokenizer)
+        protocol.encode_messages([MESSAGE], tokenizer, {})
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(RequestError, match="no chat template: use /v1/completions"):
-        protocol.encode_messages([MESSAGE], tokenizer)
+        protocol.encode_messages([MESSAGE], tokenizer, {})

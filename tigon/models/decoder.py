@@ -36,6 +36,7 @@ from tigon.layers import (
 from tigon.layers.activation_offload import ActivationOffload
 from tigon.layers.context import SharedKV
 from tigon.layers.kv_state import KVState
+from tigon.layers.norm import add_normed
 from tigon.models.config import SLIDING, ModelConfig, WindowedConfig, activation
 from tigon.utils.random import as_int64, mix
 
@@ -65,6 +66,7 @@ class TransformerBlock(nn.Module):
     mixer_name = "self_attn"  # in checkpoints
     # The layer whose keys and values attention reads, and whose state it uses; None: its own
     kv_source: int | None = None
+    rope_index: int  # of the decoder's tables, the one of the layer
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
         """Makes the layer's attention, or another module that mixes tokens."""
@@ -225,7 +227,7 @@ class PostNormBlock(TransformerBlock):
         router's counts or None."""
         stream = x if residual is None else residual + x
         x = self.mixer(stream, rotation, state, ctx)
-        stream = stream + self.post_attention_layernorm(x)
+        stream = add_normed(x, stream, self.post_attention_layernorm)
         y, routing = self.mlp_forward(stream, ctx)
         return self.post_feedforward_layernorm(y), stream, routing
 
@@ -278,7 +280,8 @@ class Decoder(nn.Module):
         # Layers with equal RoPE parameters share a table
         ropes = [layer.layer_rope(c, i) for i, layer in enumerate(blocks)]
         unique = [rope for i, rope in enumerate(ropes) if rope not in ropes[:i]]
-        self.rope_indices = [unique.index(rope) for rope in ropes]
+        for layer, own in zip(blocks, ropes, strict=True):
+            layer.rope_index = unique.index(own)
         self.rotary_embs = nn.ModuleList()
         for dim, rope in unique:
             dim = rotated_dims(dim, rope)
@@ -287,9 +290,6 @@ class Decoder(nn.Module):
         turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
         first = min(turns, default=math.inf)
         self._first_turn = None if first == math.inf else turns.index(first)
-        sources = [i if b.kv_source is None else b.kv_source for i, b in enumerate(blocks)]
-        owners = sorted(set(sources))
-        self.state_indices = [owners.index(source) for source in sources]
         self.set_state_kinds()
 
     @property
@@ -325,9 +325,9 @@ class Decoder(nn.Module):
         return self.norm(x, residual)[0]
 
     def set_state_kinds(self) -> None:
-        """Sets `state_kinds`, the kinds of the states in a cache, and `shares_prefixes`."""
+        """Sets `state_kinds` and `shares_prefixes`."""
         states = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
-        self.state_kinds = tuple(state.layout for state in states)
+        self._state_kinds = len(self.layers), tuple(state.layout for state in states)
         # Whether sequences may share a prefix, which only attention can read from another sequence
         chunked = any(getattr(block.mixer, "chunked", False) for block in self.layers)
         self.shares_prefixes = all(isinstance(state, KVState) for state in states) and not chunked
@@ -338,6 +338,23 @@ class Decoder(nn.Module):
         if self._first_turn is None:
             return None
         return cast(RotaryEmbedding, self.rotary_embs[self._first_turn])
+
+    @property
+    def state_kinds(self) -> tuple[str, ...]:
+        """The kinds of the states in a cache; layers may have been removed."""
+        if self._state_kinds[0] != len(self.layers):
+            self.set_state_kinds()
+        return self._state_kinds[1]
+
+    @property
+    def state_indices(self) -> list[int]:
+        """For each layer, which of the states of a cache is its own."""
+        blocks = cast(Iterable[TransformerBlock], self.layers)
+        sources = [i if b.kv_source is None else b.kv_source for i, b in enumerate(blocks)]
+        if len({*sources}) == len(sources):
+            return list(range(len(sources)))
+        owners = sorted({*sources})
+        return [owners.index(source) for source in sources]
 
     def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[LayerState]:
         """Makes an empty state for each layer that does not read another's; see MakeStates."""
@@ -381,8 +398,10 @@ class Decoder(nn.Module):
             offloading = ActivationOffload(x.device, [t for r in ropes for t in r if t is not None])
         residual, router_stats = None, []
         shared: dict[int, SharedKV] = {}  # Dynamo does not trace dict[...]()
-        for i, (block, rope) in enumerate(zip(layers, self.rope_indices, strict=True)):
-            state = None if states is None else states[self.state_indices[i]]
+        state_indices = () if states is None else self.state_indices
+        for i, block in enumerate(layers):
+            rope = ropes[cast(int, block.rope_index)]
+            state = None if states is None else states[state_indices[i]]
             block_ctx = self._block_inputs(ctx, i, dropout_keys, layer_inputs, shared)
             # Not the last block: backward begins with it and would fetch at once
             with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():
@@ -390,12 +409,12 @@ class Decoder(nn.Module):
                     if residual is not None:  # save one tensor for the block, not two
                         x, residual = residual + x, None
                     x, residual, counts, *kv = checkpoint(
-                        *(self.recomputable(block), x, residual, ropes[rope], state, block_ctx),
+                        *(self.recomputable(block), x, residual, rope, state, block_ctx),
                         use_reentrant=False,
                         preserve_rng_state=False,  # blocks use none, and CUDA graphs cannot
                     )
                 else:
-                    x, residual, counts, *kv = block(x, residual, ropes[rope], state, block_ctx)
+                    x, residual, counts, *kv = block(x, residual, rope, state, block_ctx)
             if kv:
                 (shared[i],) = kv
             if counts is not None:

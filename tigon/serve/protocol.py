@@ -84,6 +84,7 @@ class ChatRequest(Request):
     answers_by = "messages"
 
     messages: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the chat template
     logprobs: bool = False
     top_logprobs: int = setting(0, ge=0, le=TOP)
 
@@ -180,7 +181,8 @@ def make_engine_request(
     """
     if isinstance(request, ChatRequest):
         assert request.messages is not None
-        prompts = [encode_messages(request.messages, tokenizer)]
+        variables = request.chat_template_kwargs or {}
+        prompts = [encode_messages(request.messages, tokenizer, variables)]
     else:
         assert isinstance(request, TextRequest)
         prompts = encode_prompts(request.prompt, tokenizer, model.config.vocab_size)
@@ -234,8 +236,14 @@ def _room(prompt: Sequence[int], limit: int | None, capacity: int, param: str) -
     return room if limit is None else limit
 
 
-def encode_messages(messages: Sequence[Any], tokenizer: Tokenizer) -> list[int]:
-    """Returns the tokens of a conversation by the chat template, or raises RequestError."""
+def encode_messages(
+    messages: Sequence[Any], tokenizer: Tokenizer, variables: Mapping[str, Any]
+) -> list[int]:
+    """Returns the tokens of a conversation by the model's chat template, which reads `variables`.
+
+    Raises RequestError for messages that are none, for what the template refuses, and for variables
+    that it does not read.
+    """
     if tokenizer.chat_template is None:
         raise RequestError(
             "the model has no chat template: use /v1/completions", "messages", status=404
@@ -244,8 +252,12 @@ def encode_messages(messages: Sequence[Any], tokenizer: Tokenizer) -> list[int]:
         raise RequestError("messages is empty", "messages")
     checked = [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     try:
+        tokenizer.check_chat_template_kwargs(variables)
+    except (TypeError, ValueError) as error:
+        raise RequestError(str(error), "chat_template_kwargs") from None
+    try:
         converted = tokenizer.convert_messages(checked)
-        ids = tokenizer.apply_chat_template(converted, add_generation_prompt=True)
+        ids = tokenizer.apply_chat_template(converted, add_generation_prompt=True, **variables)
     except (TypeError, ValueError) as error:
         raise RequestError(f"messages: {error}", "messages") from None
     assert isinstance(ids, list)

@@ -152,7 +152,15 @@ class Tokenizer:
         self._files.read_all()
 
     def use_chat_template_kwargs(self, variables: Mapping[str, Any]) -> None:
-        """Sets defaults of template variables; ValueError for one that it does not read."""
+        """Sets the defaults of template variables for all chats.
+
+        Raises ValueError for a variable that the template does not read.
+        """
+        self.check_chat_template_kwargs(variables)
+        self.chat_template_kwargs = dict(variables)
+
+    def check_chat_template_kwargs(self, variables: Mapping[str, Any]) -> None:
+        """Raises ValueError for a variable that the chat template does not read."""
         check_variables(variables, "chat_template_kwargs")
         if unread := [name for name in variables if not self.template_reads(name)]:
             raise ValueError(
@@ -160,7 +168,6 @@ class Tokenizer:
                 if self.chat_template
                 else "chat_template_kwargs: the tokenizer has no chat template"
             )
-        self.chat_template_kwargs = dict(variables)
 
     def template_reads(self, name: str) -> bool:
         """Whether the name of a variable occurs in a chat template."""

@@ -173,14 +173,14 @@ def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None
     half = tokens // 2
     row = np.array([[0, half], [half, tokens]])
     spans = np.concatenate([row + tokens * i for i in range(rows)])
-    positions = torch.arange(tokens) % half
+    positions = torch.arange(tokens, device="cpu") % half
     batch = replace(
         dummy_batch(rows, tokens, task, device="cpu"),
         position_ids=positions.expand(rows, -1),
-        cu_seq_lens=torch.tensor([0, *spans[:, 1].tolist()], dtype=torch.int32),
+        cu_seq_lens=torch.tensor([0, *spans[:, 1].tolist()], dtype=torch.int32, device="cpu"),
         longest=tokens - half,
-        spans=torch.tensor(spans),
-        parts=torch.zeros(len(spans), dtype=torch.int64),
+        spans=torch.tensor(spans, device="cpu"),
+        parts=torch.zeros(len(spans), dtype=torch.int64, device="cpu"),
         host_spans=spans,
     )
     inputs = task.resolve(model, batch.to(device))

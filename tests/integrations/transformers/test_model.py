@@ -114,15 +114,17 @@ def test_outputs_of_transformers(model_type: str) -> None:
 @pytest.mark.parametrize(
     "training, options, given, names",
     [
-        (True, {}, {}, ["loss"]),
+        (True, {}, {}, ["loss", "logits"]),
+        (True, {}, {"skip_logits": True}, ["loss"]),
+        (True, {"return_logits": False}, {}, ["loss"]),
         (True, {}, {"return_logits": True}, ["loss", "logits"]),
         (True, {}, {"skip_logits": False}, ["loss", "logits"]),
         (False, {}, {}, ["loss", "logits"]),
         (False, {}, {"skip_logits": True}, ["loss"]),
         (False, {"return_logits": False}, {}, ["loss"]),
         (False, {"return_logits": False}, {"return_logits": True}, ["loss", "logits"]),
-        (True, {"metrics": ("entropy",)}, {}, ["loss", "entropy"]),
-        (True, {"metrics": ("entropy",)}, {"metrics": ("nll",)}, ["loss", "nll"]),
+        (True, {"metrics": ("entropy",)}, {}, ["loss", "logits", "entropy"]),
+        (True, {"metrics": ("entropy",)}, {"metrics": ("nll",)}, ["loss", "logits", "nll"]),
         (True, {"metrics": "entropy"}, {"labels": None}, ["logits"]),
         (True, {"label_smoothing": 0.1}, {"labels": None, "num_items_in_batch": 7}, ["logits"]),
     ],
@@ -134,6 +136,33 @@ def test_fields(
     model = from_pretrained(checkpoint("llama"), tigon_options=options).train(training)
     out = model(**inputs() | given)
     assert list(out.keys()) == names
+
+
+def test_logits_are_there_when_they_are_read() -> None:
+    """In training mode with labels: the values and gradients of transformers' model."""
+    ids, gradients = inputs()["input_ids"], []
+    for model in pair("gemma2", "small caps"):
+        model.train()
+        out = model(ids, labels=ids)
+        entropy = torch.distributions.Categorical(logits=out[1]).entropy().mean()
+        assert out.logits is out["logits"] is out.get("logits")
+        (out.loss + entropy).backward()
+        gradients.append([out.logits.detach(), *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_logits_that_nobody_reads_are_never_made() -> None:
+    model, ids = from_pretrained(checkpoint("qwen3_moe")).train(), inputs()["input_ids"]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(ids, labels=ids)
+    copied = type(out)(dict(out.items()))  # as accelerate makes it
+    assert all(callable(vars(x)["logits"]) for x in (out, copied))
+    assert copied.logits.shape == (B, T, 211)
+    assert copied.logits.dtype == torch.float32 and copied.logits.requires_grad
+    assert callable(vars(out)["logits"])
+    with torch.no_grad():
+        out = model(ids, labels=ids)
+    assert not out.logits.requires_grad
 
 
 @pytest.mark.parametrize("value", [0.2, 0.0])

@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import cache
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -31,9 +30,11 @@ from tigon.integrations.transformers.calls import capture, check_options, make_b
 from tigon.integrations.transformers.generation import TigonGeneration
 from tigon.integrations.transformers.hooks import keep_hooks
 from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
-from tigon.integrations.transformers.outputs import to_transformers
+from tigon.integrations.transformers.outputs import as_in_this_pass, to_transformers
 from tigon.integrations.transformers.projections import split_projections
+from tigon.integrations.transformers.stream import Remade, remake, show_stream
 from tigon.layers import Embedding
+from tigon.layers.lm_head import run_head
 from tigon.models import MODELS
 from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
 from tigon.models.causal_lm import CausalLM
@@ -44,7 +45,7 @@ from tigon.models.targets import Targets
 OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
 
 
-class TigonModel(ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
+class TigonModel(Remade, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
     """A decoder that takes ids, too, and then returns transformers' `MoeModelOutputWithPast`.
 
     Its native callers give all inputs of the blocks by position.
@@ -84,33 +85,12 @@ class TigonModel(ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
         """As in the native decoder; hooks that others set for this pass are there again."""
         return keep_hooks(block, cast(Any, super()).recomputable(block))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies the module without the name of its class, which is made as needed."""
-        return _new_decoder, (decoder_class(type(self)),), self.__dict__
 
-
-def call_with_ids(native: CausalLM, config: PreTrainedConfig) -> None:
-    """Lets the native model's decoder take ids, by another class in place."""
+def call_with_ids(native: CausalLM, config: PreTrainedConfig, name: str) -> None:
+    """Lets the native model's decoder take ids, by another class in place, of this name."""
     decoder = native.model
-    decoder.__class__ = _with_ids(decoder_class(type(decoder)))
+    remake(decoder, TigonModel, name)
     decoder.__dict__.update(native=native, config=config)  # no submodule
-
-
-def decoder_class(kind: Any) -> Any:
-    """The native class of a decoder, before `call_with_ids`."""
-    return kind.__bases__[1] if issubclass(kind, TigonModel) else kind
-
-
-@cache
-def _with_ids(kind: Any) -> Any:
-    """Makes the class of such decoders as take ids, too."""
-    return type(kind.__name__, (TigonModel, kind), {"__module__": __name__})
-
-
-def _new_decoder(kind: Any) -> Any:
-    """Makes an empty decoder, whose state pickle or copy sets."""
-    cls = _with_ids(kind)
-    return cls.__new__(cls)
 
 
 def finish(output: ModelOutput, config: Any, return_dict: bool | None) -> Any:
@@ -166,10 +146,12 @@ class TigonPreTrainedModel(PreTrainedModel):
         if native is None:
             native = self.family.from_config(config.to_dict(), dtype=torch.get_default_dtype())
         self.tigon_options = options
-        split_projections(native, make_reference(type(self).__name__, config))
+        reference = make_reference(type(self).__name__, config)
+        split_projections(native, reference)
+        show_stream(native, reference)
         # Past nn.Module's own __setattr__, which would give all parameters two names
         self.__dict__ |= {"native": native, "_modules": native._modules}
-        call_with_ids(native, config)
+        call_with_ids(native, config, type(reference.get_submodule("model")).__name__)
         self._set_statics()
         self.register_load_state_dict_pre_hook(assemble_parameters)
         self.train(native.training)
@@ -235,6 +217,16 @@ class TigonPreTrainedModel(PreTrainedModel):
         self.init_parallel_plans()
         if native.generation_config and self.can_generate():
             self.generation_config = GenerationConfig.from_dict(dict(native.generation_config))
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.config.get_text_config().vocab_size)
+
+    @property
+    def num_labels(self) -> int:
+        """The scores of a sequence classifier."""
+        return int(self.config.num_labels)
 
     @classmethod
     def can_generate(cls) -> bool:
@@ -379,12 +371,9 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
         options = select_keys(OPTIONS, arguments)
         with capture(self.native, batch, hidden_states, router_logits) as captured:
             return_hidden = options.pop("return_hidden", False)
-            out = self.native(
-                batch=batch,
-                targets=targets,
-                return_hidden=return_hidden or hidden_states,
-                **options,
-            )
+            out = self.native(batch=batch, targets=targets, return_hidden=True, **options)
+        if out.loss is not None and options.get("return_logits") is None:
+            self._set_logits_on_demand(out, targets)
         if out.loss is not None and out.aux_loss is not None and targets.share is not None:
             # transformers adds aux_loss of every micro-batch, not this batch's share of it
             coef = self.config.router_aux_loss_coef
@@ -399,9 +388,26 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
         )
         return finish(output, self.config, arguments.get("return_dict"))
 
+    def _set_logits_on_demand(self, out: Any, targets: Targets) -> None:
+        """Puts a function in place of the logits that a loss was computed without, since somebody
+        may read them after all; not under torch.compile."""
+        native, hidden = self.native, out.hidden
+        if torch.compiler.is_compiling() or native.defaults.return_logits is not None:
+            return
+
+        def compute() -> Tensor:
+            rest: dict[str, Any] = {"active": None, "at": None, "logits_bytes": None}
+            kept = targets.take(hidden)
+            output = run_head(
+                native.lm_head, native.logit_options, kept, (), return_logits=True, **rest
+            )
+            return cast(Tensor, output.logits)
+
+        out.logits = as_in_this_pass(compute, hidden.device)
+
     def _default_options(self, skip_logits: bool | None) -> dict[str, Any]:
         """The keywords of a call with labels that it does not give itself."""
-        options = {"return_logits": not self.training, **self.tigon_options}
+        options = {**({} if self.training else {"return_logits": True}), **self.tigon_options}
         if skip_logits is not None:
             options["return_logits"] = not skip_logits
         return options

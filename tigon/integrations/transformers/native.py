@@ -50,10 +50,11 @@ def load_native(
                 f"{name}: transformers' models of Tigon are not quantized; for LoRA over 4 bits "
                 'use tigon.from_pretrained(path, quantize="nf4") and its add_adapter'
             )
-    if "_adapter_model_path" in (options.get("adapter_kwargs") or {}):
+    if adapter := (options.get("adapter_kwargs") or {}).get("_adapter_model_path"):
         raise ValueError(
-            f"{os.fspath(path_or_repo)!r} is or has an adapter: load the model alone, and then "
-            "peft.PeftModel.from_pretrained(model, adapter)"
+            f"{os.fspath(adapter)!r} is or has an adapter: load its model alone, and then "
+            "peft.PeftModel.from_pretrained(model, adapter), or AutoPeftModelForCausalLM after "
+            "register()"
         )
     if num_labels is not None and num_labels < 1:
         raise ValueError(f"num_labels={num_labels} is no number of labels: leave it out for none")

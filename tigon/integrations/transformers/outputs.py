@@ -3,9 +3,11 @@
 # B batch, T tokens, n kept tokens, C model dim, V vocab, L layers with experts, E experts
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
@@ -32,14 +34,61 @@ class TigonFields:
     logits_at: Tensor | None = None  # [n, V]
 
 
+class LogitsOnDemand:
+    """Computes `logits` when somebody first reads them, where a function is in their place.
+
+    `items` and `values` have the function, so that whoever copies an output, as accelerate and DDP
+    do, computes nothing.
+    """
+
+    @property
+    def logits(self) -> Any:
+        """The logits [B, n, V], or None."""
+        value = vars(self)["logits"]
+        if callable(value):
+            self.logits = value = value()
+        return value
+
+    @logits.setter
+    def logits(self, value: Any) -> None:
+        vars(self)["logits"] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        if key == "logits" and key in self:  # type: ignore[operator]
+            return self.logits
+        return super().__getitem__(key)  # type: ignore[misc]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a field, or the default."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+
 @dataclass
-class DenseOutput(TigonFields, CausalLMOutputWithPast):
+class DenseOutput(LogitsOnDemand, TigonFields, CausalLMOutputWithPast):
     """The output of a language model without experts."""
 
 
 @dataclass
-class MoeOutput(TigonFields, MoeCausalLMOutputWithPast):
+class MoeOutput(LogitsOnDemand, TigonFields, MoeCausalLMOutputWithPast):
     """The output of a mixture of experts."""
+
+
+def as_in_this_pass(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+    """Returns `compute` as if it were called now: with this autocast and grad mode. Under autocast
+    its result is in fp32, as accelerate returns what a model does."""
+    kind = device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    grad = torch.is_grad_enabled()
+
+    def run() -> Tensor:
+        with torch.autocast(kind, dtype, enabled), torch.set_grad_enabled(grad):
+            result = compute()
+        return result.float() if enabled else result
+
+    return run
 
 
 def to_transformers(out: CausalLMOutput, moe: bool, **values: Any) -> DenseOutput | MoeOutput:

@@ -13,6 +13,7 @@ from typing import Any, Self, cast
 import torch
 from torch import Tensor, nn
 
+from tigon.integrations.transformers.stream import is_hooked
 from tigon.kernels.linear.packed import packed_linear
 from tigon.kernels.mlp.gated_act import Activation, gated_act
 from tigon.layers import Experts, FusedLinear, GatedLinear, GatedMLP, LMHead, RowOrder
@@ -317,8 +318,9 @@ class OutputEmbeddings(LMHead, nn.Linear):  # type: ignore[misc]
 
     @property
     def takes_criteria(self) -> bool:
-        """Whether the forward pass is this class's, not one that others have set."""
-        return "forward" not in vars(self)
+        """Whether the forward pass is this class's, not one that others have set, and no hook of
+        theirs sees what it returns."""
+        return "forward" not in vars(self) and not is_hooked(self)
 
     def forward(self, hidden: Tensor | None, *args: Any, **options: Any) -> Any:  # type: ignore[override]
         """Returns logits, or with criteria or options the native head's output."""

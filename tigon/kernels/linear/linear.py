@@ -25,7 +25,13 @@ from tigon.kernels.mlp.gated_act import (
     gated_act_ref,
     gradient_and_product,
 )
-from tigon.kernels.recompute import find_recompute, has_function_mode, run_recompute, start_fetch
+from tigon.kernels.recompute import (
+    find_recompute,
+    has_function_mode,
+    note_recompute,
+    run_recompute,
+    start_fetch,
+)
 from tigon.kernels.runtime import (
     autocast_dtype,
     is_plain,
@@ -42,6 +48,8 @@ from tigon.kernels.runtime import (
 )
 
 SMALL = 2**22  # numbers of a result; all that were wrong had at most half as many
+# Summands of a product that takes no longer than to write its result, and may be computed again
+CHEAP_SUMMANDS = 256
 RARE = 1024  # one in so many summands and fewer may be lost; all that were lost were rarer
 
 
@@ -455,13 +463,22 @@ def _num_parts(x: Tensor, weight: Tensor) -> int:
     return parts if parts >= 4 else 1
 
 
+def _is_learned_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product is that of a plain parameter that learns, so that a graph has x."""
+    plain = is_plain_parameter(weight) and weight.requires_grad
+    return plain and not torch.compiler.is_compiling() and has_plain_operands(x, weight)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, faster for the few rows of decoding: one on a GPU, 4 to 8 in fp32 on a CPU.
 
     In training an `x` that backward can recompute is not saved: see `training_linear`.
     """
     if torch.is_grad_enabled():
-        return training_linear(x, weight, bias)
+        y = training_linear(x, weight, bias)
+        if weight.shape[-1] <= CHEAP_SUMMANDS and _is_learned_product(x, weight):
+            note_recompute(y, F.linear, (x, weight, bias), chained=True)
+        return y
     if uses_gemv(x, weight):
         return gemv(x, weight, bias)
     if (parts := _num_parts(x, weight)) > 1:

@@ -28,7 +28,7 @@ from tigon.kernels.optim.low_bits import (
     round_stochastically,
     round_to_nearest,
 )
-from tigon.kernels.runtime import tl, triton
+from tigon.kernels.runtime import has_values, tl, triton
 
 ALIGNED = 16  # bytes of an access; a number of elements that is a multiple fits any dtype
 
@@ -92,7 +92,7 @@ class TensorTable:
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copies to the device through pinned memory, so that the host does not wait."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not has_values(host):
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 

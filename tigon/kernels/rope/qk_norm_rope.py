@@ -44,6 +44,7 @@ from tigon.kernels.runtime import (
     tl,
     triton,
 )
+from tigon.kernels.saved_sources import note_parts
 
 # Of the backward pass: elements and warps of one program's tile, which is some heads of one token
 BACKWARD = (1024, 2)
@@ -318,6 +319,8 @@ class _QKNormRope(torch.autograd.Function):
             packed = _rotate_in_place(qkv, cos, sin, heads, kv_heads, options[-1])
             return _split(packed, heads, kv_heads)
         q, k = _forward(*args)
+        if q_weight is not None and not torch.compiler.is_compiling():
+            note_parts((q, k), _forward, (qkv, cos, sin, q_weight, k_weight), *args[5:])
         return q, k, _split(qkv, heads, kv_heads)[2]
 
     @staticmethod

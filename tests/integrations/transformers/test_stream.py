@@ -1,0 +1,113 @@
+"""Hooks and calls of single modules see what they see in transformers' model."""
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations.transformers.peers import pair
+from tigon.integrations.transformers import from_pretrained
+
+IDS = torch.arange(4, 18).view(2, 7)
+# Blocks with norms before, around and after the branches, of several streams, and with experts
+FAMILIES = {
+    "llama": "mlp_bias",
+    "gemma3_text": "two ropes",
+    "gemma3n_text": "shared",
+    "gemma4_text": "shared",
+    "olmo2": "plain",
+    "qwen3_5_text": "plain",
+    "qwen3_moe": "normed, biases",
+}
+NAMES = ("layers.0", "layers.1", "layers.1.input_layernorm", "norm")
+
+
+def watch(model: Any) -> dict[str, Tensor]:
+    """What hooks before and after some modules see in passes from now on."""
+    seen: dict[str, Tensor] = {}
+    modules = {name: model.get_decoder().get_submodule(name) for name in NAMES if has(model, name)}
+    for name, module in (modules | {"lm_head": model.lm_head}).items():
+
+        def before(module: Any, args: Any, kwargs: Any, name: str = name) -> None:
+            seen[f"{name} before"] = (args or tuple(kwargs.values()))[0].detach().clone()
+
+        def after(module: Any, args: Any, output: Tensor, name: str = name) -> None:
+            seen[name] = output.detach().clone()
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+    return seen
+
+
+def has(model: Any, name: str) -> bool:
+    return name in dict(model.get_decoder().named_modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hooks_see_what_they_see_in_transformers(family: str) -> None:
+    theirs, ours = pair(family, FAMILIES[family])
+    expected, actual = watch(theirs), watch(ours)
+    outputs = [model(IDS, labels=IDS, use_cache=False) for model in (theirs, ours)]
+    assert actual.keys() == expected.keys() and len(actual) >= 8
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=1e-4, msg=name)
+    torch.testing.assert_close(outputs[1].loss, outputs[0].loss)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+def test_hooks_change_the_stream(family: str) -> None:
+    """Also where backward computes the block again, and in a copy."""
+    gradients = []
+    for model in pair(family):
+        model.train()
+        model.gradient_checkpointing_enable()
+        block = model.model.layers[1]
+        block.register_forward_hook(lambda module, args, stream: stream.mul(1.5))
+        model.model.norm.register_forward_hook(lambda module, args, normed: normed + 0.1)
+        model(IDS, labels=IDS).loss.backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for own, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_modules_are_called_alone(family: str) -> None:
+    """As for the logits of each layer's stream."""
+    hidden = torch.randn(2, 3, 96)
+    results = [
+        [m.lm_head(m.model.norm(hidden)), m.model.layers[0].input_layernorm(hidden)]
+        for m in pair(family)
+    ]
+    torch.testing.assert_close(*results)
+
+
+def test_classes_have_their_names() -> None:
+    """By which accelerate finds the blocks that FSDP shards, also in copies."""
+    theirs, ours = pair("qwen3")
+    for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        for name in ("model", "model.layers.1", "model.norm"):
+            kinds = [type(m.get_submodule(name)).__name__ for m in (model, theirs)]
+            assert kinds[0] == kinds[1], name
+        assert model._no_split_modules == {"Qwen3DecoderLayer"}
+
+
+def test_layers_may_be_removed(tmp_path: Path) -> None:
+    """Also the second of a model whose layers have different RoPEs and windows."""
+    results = []
+    for model in pair("gemma3_text"):
+        del model.model.layers[1]
+        model.config.num_hidden_layers = 2
+        del model.config.layer_types[1]
+        for i, block in enumerate(model.model.layers):
+            block.self_attn.layer_idx = i
+        tokens = model.generate(IDS, max_new_tokens=5, do_sample=False)
+        results.append([model(IDS, use_cache=False).logits, tokens])
+    torch.testing.assert_close(*results)
+    ours = model
+    ours.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path)
+    torch.testing.assert_close(again(IDS).logits, results[1][0])

@@ -1,0 +1,104 @@
+"""Blocks and norms as transformers has them: of the whole residual stream.
+
+Natively a block returns a branch beside the stream that it is not yet added to, which the next norm
+adds in one pass. Whoever calls a norm or sets a hook on a norm or a block gets the sum.
+"""
+
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from tigon.layers import AddRMSNorm
+from tigon.models.base import LanguageModel
+from tigon.models.decoder import TransformerBlock
+
+OWN = "torch.", "tigon."  # modules whose hooks take what blocks return natively
+
+
+class Remade:
+    """A mixin of native modules whose class is made as needed; see `remake`."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies the module by the two classes that its own is made of."""
+        mixin, kind = type(self).__bases__
+        return _new_module, (mixin, kind, type(self).__name__), self.__dict__
+
+
+def remake(module: Any, mixin: Any, name: str) -> None:
+    """Makes the module, in place, one of a class of this name with the mixin before its own."""
+    if not isinstance(module, mixin):
+        kind: Any = type(module)
+        module.__class__ = _mix(mixin, kind, name)
+
+
+@cache
+def _mix(mixin: Any, kind: Any, name: str) -> Any:
+    return type(name, (mixin, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+
+
+def _new_module(mixin: Any, kind: Any, name: str) -> Any:
+    """Makes an empty module, whose state pickle or copy sets."""
+    cls = _mix(mixin, kind, name)
+    return cls.__new__(cls)
+
+
+class WholeBlock(Remade):
+    """A block whose hooks get the stream before it, and the stream with all its branches."""
+
+    def __call__(self, x: Tensor, residual: Tensor | None, *inputs: Any) -> Any:
+        if not is_hooked(self):
+            return super().__call__(x, residual, *inputs)  # type: ignore[misc]
+        others: list[Any] = []
+        vars(self)["others"] = others
+        try:
+            stream = super().__call__(_add(x, residual), None, *inputs)  # type: ignore[misc]
+        finally:
+            del vars(self)["others"]
+        return stream, None, *others
+
+    def forward(self, x: Tensor, residual: Tensor | None, *inputs: Any) -> Any:
+        """Returns what the native block does, or in a call with hooks the stream alone."""
+        out = super().forward(x, residual, *inputs)  # type: ignore[misc]
+        others: list[Any] | None = vars(self).get("others")
+        if others is None:
+            return out
+        others += out[2:]
+        return _add(*out[:2])
+
+
+class WholeNorm(Remade):
+    """A norm of the sum of branch and stream: called with one tensor, it norms that one alone, and
+    its hooks get the sum and its norm."""
+
+    def __call__(self, x: Tensor, *others: Any) -> Any:
+        if not others or not is_hooked(self):
+            return super().__call__(x, *others)  # type: ignore[misc]
+        residual, post = (*others, None)[:2]
+        stream = _add(x if post is None else post(x), residual)
+        return super().__call__(stream), stream  # type: ignore[misc]
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        """Returns the norm [..., C] of x, or with others what the native norm does."""
+        if others:
+            return super().forward(x, *others)  # type: ignore[misc]
+        return super().forward(x, None)[0]  # type: ignore[misc]
+
+
+def show_stream(native: LanguageModel, reference: nn.Module) -> None:
+    """Makes the model's blocks and norms those of the whole stream, by the names of the classes of
+    `reference`, transformers' model."""
+    for path, module in native.named_modules():
+        mixins = ((TransformerBlock, WholeBlock), (AddRMSNorm, WholeNorm))
+        for mixin in (mixin for kind, mixin in mixins if isinstance(module, kind)):
+            remake(module, mixin, type(reference.get_submodule(path)).__name__)
+
+
+def _add(branch: Tensor, residual: Tensor | None) -> Tensor:
+    return branch if residual is None else residual + branch
+
+
+def is_hooked(module: Any) -> bool:
+    """Whether a hook is set that is neither torch's, such as FSDP's, nor Tigon's."""
+    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    return any(not (getattr(h, "__module__", None) or "").startswith(OWN) for h in hooks)

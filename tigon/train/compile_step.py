@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import tigon
 from tigon.data.cache import cache_root, make_directory, write_text
 from tigon.kernels.precompile import compile_kernels
 from tigon.kernels.runtime import runs_triton, triton
@@ -31,6 +30,7 @@ from tigon.train.model import compute_dtype, meta_model, set_fp8, weights_dtype
 from tigon.train.optim import build_optimizer
 from tigon.train.optim.clip import clip
 from tigon.train.tasks import CrossEntropyTask, Task
+from tigon.version import __version__
 
 # Settings that no kernel depends on, and that change from run to run
 FREE = ("run_dir", "data", "eval_data", "model", "lr", "seed", "steps", "epochs")
@@ -70,7 +70,7 @@ def _has_kernels(device: torch.device) -> bool:
 def _mark(model: CausalLM, task: Task, choice: StepChoice | None) -> Path:
     """Returns the file that says that a step's kernels are compiled."""
     settings = {name: x for name, x in asdict(task.config).items() if name not in FREE}
-    versions = tigon.__version__, torch.__version__, triton.__version__
+    versions = __version__, torch.__version__, triton.__version__
     places = [os.environ.get(name) for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "HOME")]
     known = model.config.to_dict(), settings, str(choice), versions, places
     gpu = torch.cuda.get_device_name(task.world.device)

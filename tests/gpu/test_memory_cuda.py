@@ -10,9 +10,10 @@ from torch import Tensor
 
 import tigon
 from bench.compare_side import LLAMA_1B
+from tests.support.recompute import recompute_above
 from tigon.kernels import add_rms_norm, gated_act, rms_norm, sandwich_norm
 from tigon.kernels.mlp.gated_act import gradient_and_product
-from tigon.kernels.recompute import MIN_BYTES, find_recompute, recompute_above
+from tigon.kernels.recompute import MIN_BYTES, find_recompute
 
 pytestmark = pytest.mark.gpu
 T = 4096

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.recompute import recompute_above
 from tigon.kernels import (
     add_rms_norm,
     fp8_linear,
@@ -29,7 +30,7 @@ from tigon.kernels.linear.linear import linear
 from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.mlp.gated_act import _backward_product, _forward
 from tigon.kernels.norm.rms_norm import recompute_norm, recompute_sandwich
-from tigon.kernels.recompute import find_recompute, recompute_above
+from tigon.kernels.recompute import find_recompute
 from tigon.layers import GatedMLP, Linear
 
 # What opcheck asks of ops without gradients of their own

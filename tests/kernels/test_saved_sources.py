@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.support.recompute import recompute_above
 from tigon.kernels import AttentionMask, attention, gated_act, qk_norm_rope, rms_norm, rope
 from tigon.kernels.linear.linear import linear
 from tigon.kernels.norm.add_rms_norm import add_rms_norm
 from tigon.kernels.norm.rms_norm import rms_norm_with_input
-from tigon.kernels.recompute import find_recompute, forget_recompute, recompute_above, run_recompute
+from tigon.kernels.recompute import find_recompute, forget_recompute, run_recompute
 from tigon.kernels.saved_sources import Part, save_sources
 
 B, T, H, K, D = 2, 5, 4, 2, 6

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models.test_rebuilt import assert_same, interpreted, step
 from tests.models.tiny import CASES, SIZES
 from tests.support.contract import gradients
+from tests.support.recompute import recompute_above
 from tigon.kernels import use
-from tigon.kernels.recompute import recompute_above
 from tigon.models import MODELS, CausalLM
 from tigon.models.config import FULL, SLIDING
 from tigon.train.memory_tracker import Ledger, MemoryTracker, model_tensors

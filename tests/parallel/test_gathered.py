@@ -17,10 +17,10 @@ from tests.models.test_rebuilt import BIG, B, T, make, saved
 from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import TWO, random_model
 from tests.support.contract import gradients
+from tests.support.recompute import recompute_above
 from tigon.distributed import collectives
 from tigon.distributed.sequence_parallel import SequenceParallelRegion
 from tigon.kernels import use
-from tigon.kernels.recompute import recompute_above
 from tigon.layers import GatedMLP, Linear
 from tigon.models import CausalLM
 from tigon.parallel import MeshSizes, keep_rank_zero, shard_model

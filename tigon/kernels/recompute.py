@@ -8,9 +8,8 @@ A note is an attribute of the tensor. Readers also find it through a view of the
 `reshape` makes between an operator and a product, but not after the tensor has changed.
 """
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
@@ -23,9 +22,7 @@ from torch.utils._device import DeviceContext
 from tigon.kernels.runtime import is_plain
 
 # Smaller outputs, in bytes, are saved: a few MiB are not worth the host's microseconds
-MIN_BYTES = 8 * 2**20
-
-_min_bytes: float = MIN_BYTES
+MIN_BYTES: float = 8 * 2**20
 
 
 class Note:
@@ -58,20 +55,9 @@ def find_note(x: Tensor, name: str) -> Any:
     return note if full else None
 
 
-@contextlib.contextmanager
-def recompute_above(min_bytes: float) -> Iterator[None]:
-    """Notes outputs of at least `min_bytes`; infinity notes none. For tests and timing."""
-    global _min_bytes
-    before, _min_bytes = _min_bytes, min_bytes
-    try:
-        yield
-    finally:
-        _min_bytes = before
-
-
 def should_note(nbytes: int) -> bool:
     """Whether outputs of `nbytes` bytes are noted."""
-    return nbytes >= _min_bytes
+    return nbytes >= MIN_BYTES
 
 
 class GatedInputs(NamedTuple):

@@ -44,7 +44,6 @@ class Linear(nn.Linear):
         return self.weight if self.quantized is None else self.quantized.dequantize()
 
     def quantize(self, weight: QuantizedWeight) -> None:
-        """Replaces the parameter by the quantized `weight`."""
         self.register_parameter("weight", None)
         self.quantized = weight
 

@@ -96,7 +96,6 @@ class Exporter(checkpoint.BackgroundWriter):
         self.world.log_rank0(f"exported to {target}")
 
     def wait(self) -> None:
-        """Waits for the export that is being written; raises SaveError if it failed."""
         if self.pending is not None:
             pending, self.pending = self.pending, None
             pending.result()

@@ -215,8 +215,7 @@ def count_steps(config: Config, data: Loader) -> int:
 
 
 def resolve_parallel(config: Config, world: World, gpus: int) -> tuple[Config, World]:
-    """Returns both with the layout that is chosen for `gpus` GPUs in place of parallel=auto, or
-    unchanged without that."""
+    """Returns both with the layout for `gpus` GPUs in place of parallel=auto."""
     if config.parallel != "auto":
         return config, world
     from tigon.train.auto_layout import resolve_layout  # the planner imports the trainer

@@ -336,11 +336,7 @@ def measure_held_out(run: TrainingRun, data: Loader, step: int) -> dict[str, flo
 
 
 def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
-    """Evaluates, samples, exports the best weights and logs. If metrics.jsonl has the row already,
-    only notes its loss in `run.state`.
-
-    A pending signal ends it; the evaluation is then made when the run resumes.
-    """
+    """Evaluates, samples, exports the best weights and logs; stops at a pending signal."""
     known = read_known_eval_loss(run, step)
     if known is not None:  # a run that ended may have evaluated after the step's checkpoint
         run.state.note_evaluation(step, known)
@@ -455,8 +451,7 @@ class Deadline:
 
 
 def export_pending(run: TrainingRun) -> bool:
-    """Returns whether an export after `run.start`, the step of the last checkpoint, is due by
-    hf_every and missing."""
+    """Returns whether an export of hf_every after `run.start` is due and missing."""
     config, step = run.config, run.start
     latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
     due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0

@@ -181,8 +181,7 @@ def _reason_against(name: str, r: AttentionRequest) -> str | None:
 
 
 def check_backend(name: str) -> None:
-    """Raises ValueError for a name that is none of `Backend`, ImportError for "fa4" if
-    flash-attn-4 cannot be used."""
+    """Raises ValueError for no name of `Backend`, ImportError for "fa4" that cannot be used."""
     _check_name(name)
     if name == "fa4" and isinstance(flash_attn_4(), str):
         raise ImportError(f"attention='fa4': {flash_attn_4()}")
@@ -202,7 +201,6 @@ def check_training(
 
 
 def _check_name(name: str) -> None:
-    """Raises ValueError unless `name` is one of `Backend`."""
     if name not in get_args(Backend):
         raise ValueError(f"attention={name!r} is not one of {', '.join(get_args(Backend))}")
 

@@ -53,7 +53,6 @@ class Options:
         return Options(self.softcap, self.logit_scale)
 
     def at_temperature(self, t: float) -> "Options":
-        """Returns softcap and scale for logits divided by `t`."""
         cap = None if self.softcap is None else self.softcap / t
         return Options(cap, self.logit_scale / t)
 
@@ -256,7 +255,6 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str 
 
 
 def check_reduction(reduction: str) -> None:
-    """Raises ValueError unless the reduction is "sum" or "none"."""
     if reduction not in ("sum", "none"):
         raise ValueError(f"reduction={reduction!r} is not 'sum' or 'none'")
 

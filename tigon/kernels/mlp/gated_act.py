@@ -65,10 +65,7 @@ def act_and_slope(x, ACT: tl.constexpr):
 
 @triton.jit
 def gated_gradients(d, gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
-    """Returns the gradients of gate and up, and act(gate) * up, in fp32.
-
-    Only the activation is rounded to the input's dtype.
-    """
+    """Returns gradients of gate and up, and act(gate) * up, in fp32; only act is rounded."""
     a, slope = act_and_slope(gate, ACT)
     a = a.to(dtype).to(tl.float32)
     return d * up * slope, d * a, a * up
@@ -153,7 +150,6 @@ def _backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
 
 
 def _gradient_and_product(dy: Tensor, gate_up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Allocates the gradient of gate_up and the product."""
     return _gradient(dy, gate_up), dy.new_empty(dy.shape)
 
 
@@ -297,7 +293,6 @@ class _GatedAct(torch.autograd.Function):
 
 
 def check_act(act: str) -> None:
-    """Raises ValueError unless `act` is one of ACTIVATIONS."""
     if act not in ACTIVATIONS:
         raise ValueError(f"act={act!r} is not one of {ACTIVATIONS}")
 

@@ -31,7 +31,7 @@ from tigon.kernels.linear.fp8_casts import (
 )
 from tigon.kernels.linear.maxima import Maxima
 from tigon.kernels.mlp.gated_act import gated_act, gradient_and_product
-from tigon.kernels.norm.rms_norm import _backward, recompute_norm
+from tigon.kernels.norm.rms_norm import backward_norm, recompute_norm
 
 SIZES = {"T": 8192, "C": 4096, "I": 14336, "K": 6144}
 TINY_SIZES = {"T": 64, "C": 64, "I": 128, "K": 96}
@@ -79,7 +79,7 @@ def norms(n: dict[str, int]) -> Passes:
 
     def backward(maxima: bool) -> None:
         given = x, None, None, scale, None, needs, maxima, rstd, dy, dtotal, 0.0, True
-        dx, _, *found = _backward(*given)
+        dx, _, *found = backward_norm(*given)
         cast_both(dx, Maxima(*found) if maxima else Maxima(None, None), fused=True)
 
     return {

@@ -95,6 +95,20 @@ def test_shapes_compile_few_kernels_again(names: tuple[str, ...]) -> None:
             assert count <= most, (name, kernel, differences)
 
 
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("llama", "qwen3_moe"), id="some"),
+        pytest.param(MODELS.keys() - {"llama", "qwen3_moe"}, id="others", marks=slow),
+    ],
+)
+def test_a_pass_finds_what_was_compiled_side_by_side(names: tuple[str, ...]) -> None:
+    for name, found in run("tests.compiled.side_by_side", *names).items():
+        assert found["found"] >= 10, name
+        assert not found["missed"], name
+
+
 @pytest.mark.parametrize("sm", SHARED)
 def test_plain_torch_runs_where_no_launch_fits(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "SHARED_OFF_GPUS", SHARED[sm])

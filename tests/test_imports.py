@@ -58,7 +58,10 @@ EXCHANGING = {
 # Imports what a user names
 BY_NAME = {"tigon.train.callbacks"}
 # Takes a second and 25 MB, which models of one process do without
-SLOW = {("tigon.parallel.fsdp", "torch.distributed.fsdp")}
+SLOW = {
+    ("tigon.parallel.fsdp", "torch.distributed.fsdp"),
+    ("tigon.kernels.precompile", "torch._subclasses"),
+}
 # The planner imports the trainer, which imports it for parallel=auto alone
 ABOVE = {"tigon.train.auto_layout": "auto_layout"}
 # Integrations need packages that an installation may lack

@@ -123,8 +123,7 @@ class Repository:
             return file.read(count), os.fstat(file.fileno()).st_size
 
     def listing(self, folder: str = "") -> list[str]:
-        """Returns the sorted names of the files in the repository, or in a folder of it, for
-        messages; none if they cannot be listed."""
+        """Returns the sorted names of the files, for messages; none if they cannot be listed."""
         root, revision = self.directory, self._commit or self.revision
         if root is None and self._is_offline():
             repository = self.cache_dir / f"models--{self.name.replace('/', '--')}"
@@ -142,8 +141,7 @@ class Repository:
         return sorted(p.removeprefix(start) for p in paths if p.startswith(start + prefix))
 
     def _connection_fault(self, path: str) -> str | None:
-        """Says why the hub does not answer within TIMEOUT, or returns None if it does; its library
-        would try for minutes."""
+        """Says why the hub does not answer within TIMEOUT; None if it does."""
         url = hf_hub_url(self.name, path, revision=self.revision)
         try:
             HfApi(token=self.token).get_hf_file_metadata(url=url, timeout=_timeout())
@@ -232,8 +230,7 @@ def _timeout() -> float:
 
 @contextmanager
 def connection_errors(action: str) -> Iterator[None]:
-    """Turns an error of the hub's HTTP client, whichever it is, into a ConnectionError; an OSError
-    or ValueError stays."""
+    """Turns errors of the hub's HTTP client into ConnectionError; OSError and ValueError stay."""
     try:
         yield
     except (OSError, ValueError):

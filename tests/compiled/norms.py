@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.compiled.compiling import BF16, FP16, FP32, Forms, backward, zeros
-from tigon.kernels import rms_norm, sandwich_norm
+from tigon.kernels import add_rms_norm, rms_norm, sandwich_norm
 from tigon.kernels.linear.maxima import request_maxima
-from tigon.kernels.norm.rms_norm import recompute_norm
+from tigon.kernels.norm.rms_norm import recompute_norm, recompute_sandwich
 
 
 def forms() -> Forms:
@@ -21,6 +21,12 @@ def forms() -> Forms:
         "rms_norm again, gate",
         lambda: recompute_norm(*_saved(), zeros(8, 2048), None, 1.0, False),
     )
+    for weight in (zeros(2048), None):
+        yield (
+            f"sandwich_norm again, {'norm' if weight is not None else 'sum'}",
+            partial(_sandwich_again, weight),
+        )
+    yield "add_rms_norm bf16", _add_rms_norm
     yield "rms_norm with maxima", _with_maxima
     for name, options in SANDWICH.items():
         yield f"sandwich_norm {name}", partial(_sandwich_norm, **options)
@@ -28,6 +34,16 @@ def forms() -> Forms:
 
 def _saved() -> tuple[Tensor, Tensor]:
     return zeros(8, 2048), zeros(8, dtype=FP32)
+
+
+def _sandwich_again(weight: Tensor | None) -> None:
+    x, rstd = _saved()
+    recompute_sandwich(x, x, rstd.repeat(2), zeros(2048), weight, 1.0, False)
+
+
+def _add_rms_norm() -> None:
+    x, residual = (zeros(8, 2048, grad=True) for _ in range(2))
+    backward(add_rms_norm(x, residual, zeros(2048, grad=True), 1e-6))
 
 
 def _with_maxima() -> None:

@@ -113,7 +113,11 @@ def watch() -> None:
     _replace(runtime.num_sms, lambda x: 132)
     # Small launches may begin early; of models this small, some have to be large
     _replace(runtime.pdl_options, lambda x: {"PDL": x.numel() <= 1 << 14})
-    # What no kernel has written is read
+    fill_memory()
+
+
+def fill_memory() -> None:
+    """From now on memory is full of zeros, as what no kernel has written is read."""
     for owner, name in (torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"):
         setattr(owner, name, _zeroing(getattr(owner, name)))
 

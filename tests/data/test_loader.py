@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.test_packing import make, window
-from tigon.data import Loader, MicroBatch, Mixture, pack_documents, pack_examples
+from tests.data.test_packing import make, mixture, window
+from tigon.data import Loader, MicroBatch, pack_documents, pack_examples
 from tigon.data.collate import BatchLine, collate
 
 LENGTHS = np.random.default_rng(0).integers(2, 30, size=103)
@@ -19,7 +19,7 @@ def loader(
 ) -> Loader:
     """Of windows of `size` examples."""
     rows = partial(pack_examples, seq_len=32, packing=packing)
-    windows = Mixture.from_examples(EXAMPLES, size)
+    windows = mixture(EXAMPLES, size)
     return Loader(windows, rows, rank=rank, world=world, **{**SHAPE, "seed": 3, **kwargs})
 
 
@@ -150,7 +150,7 @@ def test_the_stream_depends_on_seed_and_step_alone():
 
 
 def test_the_order_is_the_same_with_every_numpy():
-    windows, rows = Mixture.from_examples(EXAMPLES), partial(pack_documents, seq_len=100)
+    windows, rows = mixture(EXAMPLES), partial(pack_documents, seq_len=100)
     data = Loader(windows, rows, batch_size=20, micro_batch_size=1, seed=0)
     first, second = ([rows[0][0] // 100 for rows in taken(data, epoch)] for epoch in range(2))
     assert first == [11, 3, 13, 2, 15, 1, 8, 6, 0, 7, 14, 4, 10, 12, 16, 5, 9]
@@ -198,7 +198,7 @@ def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
     columns = {"weights": weights, "teacher": teacher}
     examples = make(lengths, groups=groups, per_example={"reward": rewards}, **columns)
     rows = partial(pack_examples, seq_len=96, packing=packing)
-    data = Loader(Mixture.from_examples(examples), rows, batch_size=4, micro_batch_size=2, seed=5)
+    data = Loader(mixture(examples), rows, batch_size=4, micro_batch_size=2, seed=5)
     seen = []
     for batch in [b for step in range(data.steps_per_epoch) for b in data.micro_batches(step)]:
         ids, real = batch.input_ids, batch.input_ids != 0
@@ -234,7 +234,7 @@ def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
 def test_limits_within_which_nothing_is_to_be_learned(most, seq_len, learned, limits):
     examples = make([4, 6, 3], np.isin(np.arange(13), learned))
     rows = partial(pack_examples, seq_len=seq_len, max_length=most)
-    data = Loader(Mixture.from_examples(examples), rows, batch_size=1, micro_batch_size=1)
+    data = Loader(mixture(examples), rows, batch_size=1, micro_batch_size=1)
     with pytest.raises(ValueError, match=f"no example of f has anything to learn within {limits}$"):
         _ = data.steps_per_epoch
 
@@ -242,10 +242,7 @@ def test_limits_within_which_nothing_is_to_be_learned(most, seq_len, learned, li
 def test_a_window_without_rows_in_the_middle_of_a_batch():
     examples = make([4] * 4, [0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 1, 0])
     data = Loader(
-        Mixture.from_examples(examples, 1),
-        partial(pack_examples, seq_len=4),
-        batch_size=4,
-        micro_batch_size=1,
+        mixture(examples, 1), partial(pack_examples, seq_len=4), batch_size=4, micro_batch_size=1
     )
     for step in range(2):
         assert taken(data, step) == [[[0, 4]], [[8, 12]], [[12, 16]]]
@@ -264,7 +261,7 @@ def test_some_sequences_of_a_batch_in_one_line():
     lengths = [5, 3, 7, 2, 6]
     per_example = {"kind": np.array([1, 0, 1, 1, 0])}
     examples = make(lengths, per_example=per_example, noise=rng.random(sum(lengths)))
-    corpus = Mixture.from_examples(examples).corpus
+    corpus = mixture(examples).corpus
     spans = np.stack([examples.offsets[:-1], examples.offsets[1:]], axis=1)
     packed = collate(corpus, [BatchLine(corpus, spans[:3]), BatchLine(corpus, spans[3:])], 16)
     padded = collate(corpus, [BatchLine(corpus, span[None]) for span in spans])

@@ -9,9 +9,14 @@ from tigon.data.collate import collate_rows
 from tigon.data.packing import MAX_KEY_COPIES, TruncationStats, pack_best_fit
 
 
+def mixture(examples: Examples, size: int = 2**16) -> Mixture:
+    """Windows of examples in memory."""
+    return Mixture([[examples]], size=size)
+
+
 def window(examples: Examples) -> Window:
     """All of them, in order."""
-    return Mixture.from_examples(examples).window(0)
+    return mixture(examples).window(0)
 
 
 def make(lengths, supervised=None, *, per_example=None, groups=None, **per_token) -> Examples:
@@ -179,7 +184,7 @@ def test_prompts_of_a_group_are_there_once():
     assert rows.spans.shape == twice.spans.shape
     assert (rows.spans[:, 0] - rows.shared).tolist() == twice.spans[:, 0].tolist()
     assert rows.spans[:, 1].tolist() == twice.spans[:, 1].tolist() and not twice.shared.any()
-    corpus = Mixture.from_examples(examples).corpus
+    corpus = mixture(examples).corpus
     batch = collate_rows(corpus, [(corpus, rows, 0)])
     starts = batch.host_spans[:, 0].tolist()
     prefixes = batch.prefixes[: len(starts)]

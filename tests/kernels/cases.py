@@ -19,6 +19,8 @@ from tests.kernels.definitions import EPS
 from tigon.kernels import (
     AttentionMask,
     KVBuffers,
+    add_rms_norm,
+    add_rms_norm_ref,
     append_attention,
     attention,
     causal_conv,
@@ -153,6 +155,20 @@ def sandwich_case(**options: Any) -> OpCase:
         [((2047, 2304),), ((63, 5376),)],
         NO_ROWS,
         second="sandwich_norm",
+    )
+
+
+def added_case(**options: Any) -> OpCase:
+    return OpCase(
+        add_rms_norm,
+        exact.add_rms_norm,
+        rows("x", "residual"),
+        add_rms_norm_ref,
+        {"eps": EPS, **options},
+        ROWS,
+        [((2047, 2304),), ((5, 20000),)],
+        NO_ROWS,
+        second="add_rms_norm",
     )
 
 
@@ -749,6 +765,9 @@ CASES: dict[str, OpCase] = {
     "sandwich_norm": sandwich_case(),
     "sandwich_norm, before": sandwich_case(offset=0.0, cast="before_weight"),
     "sandwich_norm, two eps": sandwich_case(post_eps=1.0),
+    "add_rms_norm": added_case(),
+    "add_rms_norm, Gemma": added_case(**GEMMA),
+    "add_rms_norm, too wide": replace(added_case(), sizes=[TOO_WIDE], **ONLY),
     "rope": rope_case(),
     "rope, interleaved": rope_case(interleaved=True),
     "qk_norm_rope": packed_case(True),
@@ -801,8 +820,9 @@ CASES: dict[str, OpCase] = {
 }
 # One of each operator, and those whose kernels have other branches
 KINDS = (
-    "rms_norm, gate, residual", "sandwich_norm", "rope", "qk_norm_rope", "gated_act, silu",
-    "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base", "cross_entropy, sum",
+    "rms_norm, gate, residual", "sandwich_norm", "add_rms_norm", "rope", "qk_norm_rope",
+    "gated_act, silu", "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base",
+    "cross_entropy, sum",
     "causal_conv, silu", "causal_conv_qkv, packed",
     "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "selected_logprobs",
     "divergence, 0.3, sum", "gated_delta_rule", "softmax_topk, normalize",

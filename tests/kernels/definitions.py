@@ -49,6 +49,12 @@ def sandwich_norm(
     return norm(total, weight, offset), total
 
 
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, offset: float = 0.0, **_: Any
+) -> Tensor:
+    return residual.double() + norm(x, weight, offset)
+
+
 def round_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda x: x.to(dtype).double()
 
@@ -84,6 +90,14 @@ def rounded_sandwich_norm(
     cut, how = round_to(x.dtype), (x.dtype, offset, cast)
     total = cut(residual.double() + cut(rounded_norm(x.double(), post_weight, *how)))
     return cut(rounded_norm(total, weight, *how)), total
+
+
+def rounded_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, offset: float = 0.0,
+    cast: str = "before_weight", **_: Any,
+) -> Tensor:  # fmt: skip
+    cut, how = round_to(x.dtype), (x.dtype, offset, cast)
+    return cut(residual.double() + cut(rounded_norm(x.double(), weight, *how)))
 
 
 def activation(x: Tensor, act: str) -> Tensor:

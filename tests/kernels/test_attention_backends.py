@@ -18,6 +18,7 @@ from tigon.kernels.attention.backends import (
     MIN_KERNEL_TOKENS,
     AttentionRequest,
     check_backend,
+    check_training,
     choose_backend,
     select_backend,
 )
@@ -182,6 +183,19 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     check_backend("flex")
     with pytest.raises(ValueError, match="attention='sdp' is not one of auto, fa4"):
         check_backend("sdp")
+
+
+def test_a_run_is_checked_before_flash_attn_4_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes a second, and the data are read meanwhile."""
+    imported = []
+    monkeypatch.setattr(backends, "flash_attn_4", lambda: imported.append(1) or NO_FA4["fa4"])
+    monkeypatch.setattr(backends, "missing", backends.missing.__wrapped__)
+    monkeypatch.setattr(backends, "capability", lambda _: 90)
+    check_training("auto", torch.device("cuda"), torch.bfloat16, deterministic=True)
+    assert not imported
+    with pytest.raises(ImportError, match="not installed"):
+        check_training("fa4", torch.device("cuda"), torch.bfloat16)
+    assert imported
 
 
 def test_a_choice_is_logged_once(

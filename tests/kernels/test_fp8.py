@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.numbers import relative_error
+from tests.support.recompute import recompute_above
 from tigon.kernels import fp8_linear, fp8_linear_ref, gated_act, rms_norm
 from tigon.kernels.linear import fp8, fp8_casts, fp8_mlp
 from tigon.kernels.linear.fp8_casts import (
@@ -27,7 +28,6 @@ from tigon.kernels.linear.maxima import Maxima
 from tigon.kernels.mlp.gated_act import ACTIVATIONS, Activation, gradient_and_product
 from tigon.kernels.norm import rms_norm as rms_norm_module
 from tigon.kernels.norm.rms_norm import CASTS, Cast
-from tigon.kernels.recompute import recompute_above
 from tigon.layers import GatedMLP
 
 SMALL = fp8_casts.Tile(16, 16, 1)

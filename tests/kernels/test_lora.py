@@ -14,6 +14,7 @@ from tests.kernels.cases import PARTS
 from tests.kernels.conftest import CUDA
 from tests.kernels.test_rebuilt import kept
 from tests.support.numbers import assert_as_near, relative_error
+from tests.support.recompute import recompute_above
 from tests.train.test_rounding import WORD, splitmix64
 from tigon.kernels import fp8_linear, gated_act, lora_linear, lora_linear_ref, rms_norm
 from tigon.kernels.linear import fp8_casts
@@ -26,7 +27,7 @@ from tigon.kernels.linear.low_rank import (
     low_rank_product,
     supports_rank,
 )
-from tigon.kernels.recompute import find_recompute, recompute_above
+from tigon.kernels.recompute import find_recompute
 
 C, K = 48, 70  # columns of x and of y
 

@@ -201,6 +201,7 @@ def other_order(function: Call) -> Call:
 
 
 NORMED, SANDWICHED = definitions.rounded_rms_norm, definitions.rounded_sandwich_norm
+ADDED = definitions.rounded_add_rms_norm
 TURNED, MIXED = definitions.rounded_qk_norm_rope, definitions.rounded_grouped_mlp
 
 
@@ -228,6 +229,7 @@ ROUNDED = [
     *(rounds(GATED, NORMED, LARGE, 2e-3, *wide) for wide in ((), ("weight",))),
     rounds("sandwich_norm", SANDWICHED, LARGE, 4e-3, but=other_order(SANDWICHED), **GEMMA),
     rounds("sandwich_norm", SANDWICHED, LARGE, 4e-3, offset=0.0, cast="before_weight"),
+    rounds("add_rms_norm", ADDED, LARGE, 2e-3, but=other_order(ADDED)),
     *(
         rounds("qk_norm_rope", TURNED, HEADS, 1e-2, *wide, but=other_order(TURNED), **how)
         for wide in ((), ("q_weight", "k_weight"))
@@ -341,7 +343,8 @@ def test_second_backward_has_the_same_bits(case: OpCase, kernels_only: None) -> 
     inputs = case.make()
     found = case.run(inputs)
     ups = random_like(found)
-    first = gradients(found, inputs, ups, retain_graph=True)
+    copied = [up.clone() for up in ups]  # a sum returns it as a gradient
+    first = gradients(found, inputs, copied, retain_graph=True)
     kept = [grad.clone() for grad in first]
     for grad in first:
         grad.zero_()
@@ -461,6 +464,7 @@ def test_registered_operators_keep_torchs_rules(case: OpCase, kernels_only: None
 DYNAMIC: dict[str, Any] = {  # of another number of rows
     "rms_norm, gate, residual": ((4, 5, 33),),
     "sandwich_norm": ((4, 5, 33),),
+    "add_rms_norm": ((4, 5, 33),),
     "qk_norm_rope": (B, 4, H, K, D, D, B),
     "gated_act, silu": (4, 5, 202),
     "grouped_mlp, silu": (4, 16, 24, 5, 2),

@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.recompute import recompute_above
 from tigon.kernels import rms_norm
 from tigon.kernels.linear.packed import packed_linear, packed_linear_ref
-from tigon.kernels.recompute import recompute_above
 from tigon.kernels.runtime import runs_triton
 
 SIZES = 12, 5, 7

@@ -15,13 +15,22 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from tigon.kernels import fp8_linear, gated_act, grouped_mlp, lora_linear, rms_norm, sandwich_norm
+from tests.support.recompute import recompute_above
+from tigon.kernels import (
+    add_rms_norm,
+    fp8_linear,
+    gated_act,
+    grouped_mlp,
+    lora_linear,
+    rms_norm,
+    sandwich_norm,
+)
 from tigon.kernels.linear.dropout import Dropout
 from tigon.kernels.linear.linear import linear
 from tigon.kernels.linear.lora import LoRATerm
 from tigon.kernels.mlp.gated_act import _backward_product, _forward
-from tigon.kernels.norm.rms_norm import recompute_norm
-from tigon.kernels.recompute import find_recompute, recompute_above
+from tigon.kernels.norm.rms_norm import recompute_norm, recompute_sandwich
+from tigon.kernels.recompute import find_recompute
 from tigon.layers import GatedMLP, Linear
 
 # What opcheck asks of ops without gradients of their own
@@ -40,6 +49,12 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype).requires_grad_()
 
 
+def summed(x: Tensor, z: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    """The stream behind two branches."""
+    normed, total = sandwich_norm(x, z, v, w, 1e-6)
+    return add_rms_norm(normed, total, v, 1e-6)
+
+
 Given = dict[str, Tensor]
 INPUTS: dict[str, Callable[[Given], Tensor]] = {
     "norm": lambda t: rms_norm(t["x"], t["w"], 1e-6),
@@ -49,6 +64,9 @@ INPUTS: dict[str, Callable[[Given], Tensor]] = {
     "gate": lambda t: rms_norm(t["x"], t["w"], 1e-6, gate=t["z"]),
     "strided": lambda t: rms_norm(t["x"].mT.contiguous().mT, t["w"], 1e-6),
     "sandwich": lambda t: sandwich_norm(t["x"], t["z"], t["v"], t["w"], 1e-6)[0],
+    "sandwich's sum": lambda t: sandwich_norm(t["x"], t["z"], t["v"], t["w"], 1e-6)[1],
+    "sum": lambda t: add_rms_norm(t["x"], t["z"], t["w"], 1e-6),
+    "sum of a sum": lambda t: summed(t["x"], t["z"], t["v"], t["w"]),
     "activation": lambda t: gated_act(torch.cat((t["x"], t["z"]), -1) * 1.0, "gelu_tanh"),
 }
 
@@ -415,6 +433,8 @@ def test_files_and_copies_have_the_values_alone(path: str) -> None:
 def test_registered_ops(kernels_only: None) -> None:
     x, w, rstd = torch.randn(3, C), torch.randn(C), torch.rand(3)
     torch.library.opcheck(recompute_norm.op, (x, rstd, x, w, 1.0, True), test_utils=CHECKS)
+    given = x, x, rstd, w, None, 1.0, True
+    torch.library.opcheck(recompute_sandwich.op, given, test_utils=CHECKS)
     torch.library.opcheck(
         _backward_product.op, (torch.randn(3, C), torch.randn(3, 2 * C), "silu"), test_utils=CHECKS
     )

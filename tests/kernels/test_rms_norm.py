@@ -83,6 +83,20 @@ def test_it_does_not_matter_who_makes_the_sum(kernels_only: None, offset: float,
     assert torch.equal(only.grad, side)
 
 
+@ORDERS
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_backward_adds_up_the_sum_of_forward(
+    kernels_only: None, dtype: torch.dtype, offset: float, cast: str
+) -> None:
+    leaves, options = sandwich_inputs((64, 96), dtype), {"offset": offset, "cast": cast}
+    x, residual, post, weight = leaves
+    ups = [torch.randn(64, 96).to(dtype) for _ in range(2)]
+    (found,) = torch.autograd.grad(sandwich_norm(*leaves, EPS, **options), residual, ups)
+    branch = rms_norm(x, post, EPS, **options)
+    out = rms_norm(branch, weight, EPS, residual=residual, **options)
+    assert torch.equal(found, torch.autograd.grad(out, residual, ups)[0])
+
+
 def test_what_the_kernels_leave_to_torch() -> None:
     x, residual = torch.randn(4, 16).bfloat16(), torch.randn(4, 16)
     normed, total = rms_norm(x, torch.ones(16), EPS, residual=residual)

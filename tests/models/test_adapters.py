@@ -17,8 +17,8 @@ import tigon.kernels
 from tests.models.test_adapters_peft import near, randomise, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
+from tests.support.recompute import recompute_above
 from tigon import LoraConfig, from_pretrained
-from tigon.kernels.recompute import recompute_above
 from tigon.layers import Linear
 from tigon.models import CausalLM
 from tigon.models.adapters.lora import find_target_modules

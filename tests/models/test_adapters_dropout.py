@@ -19,9 +19,9 @@ from tests.models.test_adapters_peft import (
 )
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
+from tests.support.recompute import recompute_above
 from tigon import LoraConfig, from_pretrained
 from tigon.kernels.linear.dropout import Dropout, keep_mask_ref
-from tigon.kernels.recompute import recompute_above
 from tigon.layers import LowRank
 from tigon.layers.lora import dropout_seed
 from tigon.models import CausalLM

@@ -12,8 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.support.contract import gradients
+from tests.support.recompute import recompute_above
 from tigon.kernels import qk_norm_rope, rms_norm, runtime, use
-from tigon.kernels.recompute import recompute_above
 from tigon.layers import GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.train.memory_tracker import Ledger, MemoryTracker

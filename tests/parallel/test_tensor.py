@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.models.tiny import UNSCALED
 from tests.parallel.ranks import run_on_ranks, selected_cases
+from tests.support.recompute import recompute_above
 from tigon.distributed import collectives
-from tigon.kernels.recompute import recompute_above
 from tigon.models import MODELS, CausalLM, LoraConfig
 from tigon.models.pretrained.names import stored_tensors
 from tigon.parallel import TensorParallel, shard_model, share_context

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import batches, random_model
 from tests.support.numbers import assert_as_near
+from tests.support.recompute import recompute_above
 from tigon.kernels.linear.fp8_mlp import fp8_mlp
-from tigon.kernels.recompute import recompute_above
 from tigon.layers import mlp
 from tigon.models import CausalLM
 from tigon.parallel import shard_model

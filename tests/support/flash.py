@@ -107,7 +107,7 @@ class FlashAttn4:
 
     @staticmethod
     def flash_attn_func(q, k, v, *, softmax_scale, causal, window_size, **rest):
-        assert rest == {"softcap": 0.0, "deterministic": False}
+        assert rest == {"softcap": 0.0, "deterministic": False, "return_lse": True}
         return in_rows(q, k, v, causal, softmax_scale, *window_size), None
 
     @staticmethod
@@ -116,7 +116,7 @@ class FlashAttn4:
     ):
         assert rest.pop("max_seqlen_q") >= cu_seqlens_q.diff().max()
         assert rest.pop("max_seqlen_k") >= cu_seqlens_k.diff().max()
-        assert rest == {"softcap": 0.0, "deterministic": False}
+        assert rest == {"softcap": 0.0, "deterministic": False, "return_lse": True}
         bounds = cu_seqlens_q, cu_seqlens_k
         return in_sequences(q, k, v, *bounds, causal, softmax_scale, *window_size), None
 

@@ -1,10 +1,13 @@
 """Data, model and kernels side by side before the first step: results and errors as without."""
 
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +17,16 @@ from tokenizers import Tokenizer
 
 from tests.train.adapters import weights
 from tests.train.checkpoints import assert_equal
+from tigon.kernels import precompile
 from tigon.train import main, overlap
 from tigon.train.build import load_tokenizer
 from tigon.train.config_file import load
 from tigon.train.distributed import start
-from tigon.train.model import build_model
+from tigon.train.model import meta_model
 from tigon.train.tasks import find_task
 
 LORA = {"lora.rank": 2, "lora.dropout": 0.2}
+PLAIN = {"attention": "reference", "micro_batch_size": 2, "batch_size": 2}
 
 
 @pytest.fixture
@@ -115,44 +120,42 @@ def test_a_token_of_the_data(workspace, side_by_side, tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["all weights", "adapter"])
-def test_a_warm_up_leaves_nothing(workspace, changes):
-    config = load(None, workspace.settings("warm", **changes))
+def test_a_step_on_fake_tensors_draws_nothing(workspace, monkeypatch, changes):
+    config = load(None, workspace.settings("fake", **PLAIN, **changes))
+    norms: list[Any] = []
+    clip = overlap.clip
+    monkeypatch.setattr(overlap, "clip", lambda *given: norms.append(clip(*given)[0]))
+    monkeypatch.setattr(precompile, "note_launches", lambda *_: nullcontext())
     with start("cpu") as world:
-        model, task = build_model(config, world), find_task("sft")(config, world)
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        states = torch.get_rng_state(), random.getstate()
-        overlap.run_pass(model, task)  # which does compute gradients
-        trained = [p for p in model.parameters() if p.requires_grad]
-        assert trained
-        assert all(p.grad is not None for p in trained)
-        torch.set_rng_state(states[0])
-        model.zero_grad()
-        held = []
-        for p in trained:
-            p.register_post_accumulate_grad_hook(
-                lambda _: held.append(sum(p.grad is not None for p in trained))
-            )
-        overlap.warm_up(model, task)
-    assert len(held) == len(trained) and max(held) == 1
-    assert all(p.grad is None for p in model.parameters())
-    assert_equal(dict(model.state_dict()), before)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert random.getstate() == states[1]
+        model = meta_model(config, torch.float32)
+        step = partial(
+            overlap.compute_gradients, model, find_task("sft")(config, world), world.device
+        )
+        before = torch.get_rng_state(), random.getstate()
+        with precompile.compile_kernels(step):
+            pass
+    assert [norm.shape for norm in norms] == [()]  # it came to its end
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
-def test_an_error_of_a_warm_up_is_left_to_the_first_step(workspace, monkeypatch):
-    config = load(None, workspace.settings("failing"))
+def test_compilers_end_with_the_block(tmp_path, monkeypatch):
+    """What they raise is no error, and where the block raises, nothing waits for them."""
 
-    def fails(*_):
-        torch.rand(1)
-        raise torch.OutOfMemoryError("no memory")
+    def note(jobs: dict[Any, Any], fake: type) -> Any:
+        jobs |= {0: lambda: 1 // 0, 1: (tmp_path / "done").touch, 2: partial(time.sleep, seconds)}
+        return nullcontext()
 
-    with start("cpu") as world:
-        model, task = build_model(config, world), find_task("sft")(config, world)
-        monkeypatch.setattr(overlap, "run_pass", fails)
-        before = torch.get_rng_state()
-        overlap.warm_up(model, task)
-    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(precompile, "note_launches", note)
+    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda _: range(2))
+    seconds, began = 60.0, time.monotonic()
+    with pytest.raises(ValueError, match="stop"), precompile.compile_kernels(lambda: None):
+        raise ValueError("stop")
+    assert time.monotonic() - began < 30
+    seconds = 0.0
+    with precompile.compile_kernels(lambda: None):
+        pass
+    assert (tmp_path / "done").exists()
+    assert not multiprocessing.active_children()
 
 
 def test_processes_end_with_the_run(workspace, monkeypatch):

@@ -12,12 +12,12 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 import tigon
 from tests.support import interpreter
+from tests.support.recompute import recompute_above
 from tests.support.small import LLAMA
 from tests.train.ranks import Ranks
 from tigon import models
 from tigon.kernels import runtime, use
 from tigon.kernels.linear import linear
-from tigon.kernels.recompute import recompute_above
 from tigon.parallel import fsdp
 from tigon.train import main
 from tigon.train.distributed import local, shard, start

@@ -96,8 +96,7 @@ class Chat:
         self.messages = []
 
     def use_system(self, text: str | None) -> None:
-        """Replaces the system message. Raises ValueError, changing nothing, if the chat template
-        takes none."""
+        """Replaces the system message; ValueError if the chat template takes none."""
         before, self.system = self.system, text
         try:
             self._encode([{"role": "user", "content": "?"}])
@@ -126,8 +125,7 @@ class Chat:
 
 
 def talk(chat: Chat, name: str) -> None:
-    """Answers the lines of standard input on standard output until its end or /exit. Notes go to
-    standard error."""
+    """Answers lines of standard input on standard output until its end or /exit."""
     terminal = sys.stdin.isatty()
     if terminal:
         print_note(f"{name}: /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends")

@@ -24,6 +24,7 @@ from tigon.data import clean_cache
 from tigon.eval import Perplexity, find_windows, parity, report, score
 from tigon.generation.settings import SAMPLING, file_prefix, set_do_sample
 from tigon.models import MODELS, CausalLM, from_pretrained
+from tigon.models.config import eos_ids
 from tigon.models.pretrained.convert import convert_pretrained
 from tigon.models.pretrained.load import parse_gguf_path
 from tigon.plan import format_plan, make_plan, read_job
@@ -106,8 +107,7 @@ def chat(args: Namespace, world: World) -> int:
 
 
 def _sampling_settings(args: Namespace) -> dict[str, Any]:
-    """Returns the sampling options that are set, as arguments of model.generate. Without --seed,
-    seeds torch anew."""
+    """Returns the sampling options as arguments of model.generate; seeds torch without --seed."""
     names = (*SAMPLING, "repetition_penalty", "seed")
     if args.seed is None:
         torch.seed()  # otherwise every process draws the same tokens
@@ -162,16 +162,13 @@ def check_sequences(model: CausalLM) -> None:
 
 def end_tokens(model: CausalLM, tokenizer: Tokenizer) -> list[int]:
     """Returns the tokens that end a text: the model's, and the tokenizer's, which ends a turn."""
-    ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
-    ends = dict.fromkeys([*ends, tokenizer.eos_token_id])
+    ends = dict.fromkeys([*eos_ids(model.config, model.generation_config), tokenizer.eos_token_id])
     return [end for end in ends if end is not None and 0 <= end < model.config.vocab_size]
 
 
 @on_ranks
 def eval_perplexity(args: Namespace, world: World) -> int:
-    """Runs `tigon eval perplexity`: prints perplexity, loss, accuracy, the number of tokens and
-    bits per byte, of all files and then of each."""
+    """Runs `tigon eval perplexity`: prints the measures of all files and then of each."""
     with world.raise_on_all_ranks():
         model, tokenizer = load_model_and_tokenizer(args, world)
         if model.config.labels:
@@ -231,8 +228,7 @@ def eval_tasks(args: Namespace, world: World) -> int:
 
 
 def eval_parity(args: Namespace) -> int:
-    """Runs `tigon eval parity`: prints its report; returns 1 if the model differs from
-    transformers', else 0."""
+    """Runs `tigon eval parity`: prints its report; returns 1 if the model differs, else 0."""
     device, revision = parse_device(args.device), args.revision
     place: AbstractContextManager[str] = nullcontext(args.model)
     if (checkpoint := find_checkpoint(args.model)) or is_adapter(args.model, revision):
@@ -292,8 +288,7 @@ def push(args: Namespace) -> int:
 
 
 def data_show(args: Namespace) -> int:
-    """Runs `tigon data show`: prints rows of data; returns 1 if a run would end at one of them,
-    else 0."""
+    """Runs `tigon data show`: prints rows of data; returns 1 if a run would end at one, else 0."""
     config = read_arguments(args.arguments)
     shown = preview(config, args.rows)
     output = raw_stream(sys.stdout)  # the colors are control characters; the text has none
@@ -309,7 +304,6 @@ def data_pack(args: Namespace) -> int:
 
 
 def data_clean(args: Namespace) -> int:
-    """Runs `tigon data clean`: removes what the data cache has not used for --days, by default all,
-    and prints how much that was."""
+    """Runs `tigon data clean`: removes what the cache has not used for --days."""
     print(clean_cache(args.days))
     return 0

@@ -131,5 +131,4 @@ def _format_loads(model: CausalLM, stored: Checkpoint | None = None) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Returns a dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")

@@ -70,7 +70,6 @@ def load_model_and_tokenizer(args: Namespace, world: World) -> tuple[CausalLM, T
 
 
 def refuse_base(args: Namespace) -> None:
-    """Raises ValueError if --base is set, for a model that is no adapter."""
     if args.base is not None:
         raise ValueError(f"--base {args.base}: {args.model} is no adapter, and needs no base")
 
@@ -84,8 +83,7 @@ def adapter_on_ranks_error(adapter: str) -> ValueError:
 
 
 def load_tokenizer(args: Namespace) -> Tokenizer:
-    """Loads the model's tokenizer; for a GGUF file that of its directory, FileNotFoundError if that
-    has none."""
+    """Loads the model's tokenizer, that of its directory for a GGUF file."""
     directory, gguf_file = parse_gguf_path(args.model)
     if gguf_file is not None:
         files = Repository(directory, revision=args.revision)
@@ -100,7 +98,6 @@ def load_tokenizer(args: Namespace) -> Tokenizer:
 
 
 def parse_dtype(args: Namespace) -> torch.dtype | Literal["auto"]:
-    """Returns the torch dtype of `--dtype`, or "auto"."""
     return "auto" if args.dtype == "auto" else getattr(torch, args.dtype)
 
 
@@ -160,8 +157,7 @@ def one_process(args: Namespace) -> World:
 
 
 def _check_ranks(args: Namespace) -> None:
-    """Raises ValueError if `--tp` does not fit the number of processes, another option or a
-    checkpoint that ranks cannot share."""
+    """Raises ValueError if `--tp` does not fit the processes, another option or a checkpoint."""
     if args.tp < 1:
         raise ValueError(f"--tp {args.tp} must be at least 1")
     if args.tp == 1 and args.expert_parallel:

@@ -40,8 +40,7 @@ def end(status: int) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; errors that a user can fix are one line on
-    stderr, without a traceback, and 1."""
+    """Runs one command and returns its exit code; what a user can mend is a line and a 1."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Closed by whoever started this, as some schedulers do
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))

@@ -59,10 +59,7 @@ def serve(args: Namespace) -> int:
 
 
 def load_adapters(model: CausalLM, adapters: dict[str, str]) -> None:
-    """Loads adapters from their places, by name, beside the model; the active one stays so.
-
-    Raises ValueError for one that does not fit, or that brings tokens of its own.
-    """
+    """Loads adapters by name beside the model, unchanged; ValueError for one that does not fit."""
     active, vocab = model.active_adapter, model.config.vocab_size
     for name, place in adapters.items():
         model.load_adapter(place, name)

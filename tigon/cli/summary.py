@@ -84,8 +84,7 @@ class HeadersOnly(Repository):
         return path
 
     def tensors(self) -> list[StoredTensor]:
-        """Returns the tensors of all .safetensors files that were requested, without those of wrong
-        headers."""
+        """Returns the tensors of all .safetensors files that were requested."""
         tensors: list[StoredTensor] = []
         for path in sorted(self._paths.values()):
             with suppress(ValueError):  # was raised when the file was requested
@@ -140,8 +139,7 @@ def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
-    """Returns the numbers of parameters and of those in the embedding, and whether the head is
-    tied."""
+    """Returns the numbers of parameters, of those in the embedding, and whether it is tied."""
     parameters = _parameters(values, stored)
     if not stored or parameters is None:
         count = f"{sum(t.count for t in stored.values()):,} stored" if stored else "unknown"
@@ -198,8 +196,7 @@ def _quantization(values: Mapping[str, Any]) -> Facts:
 
 
 def supported_class(model_type: Any) -> str | None:
-    """Returns the name of the class in tigon.models for a model_type of config.json; None if there
-    is none."""
+    """Returns the class in tigon.models for a model_type of config.json; None without one."""
     names = re.findall(r" as (\w+)", SUPPORTED.read_text())
     classes = {name.lower().replace("_", ""): name for name in names} | {"mistral3": "Mistral"}
     return classes.get(str(model_type).replace("_", "").removesuffix("text"))

@@ -183,13 +183,11 @@ def _check_numbers(values: Any, name: str, count: int | None = None) -> list[flo
 
 
 def _is_float32(value: Any) -> bool:
-    """Whether the value is an int or float, no bool, in the range of float32."""
     return type(value) in (int, float) and -MAX_FLOAT <= value <= MAX_FLOAT
 
 
 def read_number(row: Row, format: Format, name: str, default: float) -> float:
-    """Reads a finite number of the row; the default if it has none. Raises ValueError for any other
-    value."""
+    """Reads a finite number of the row; the default if it has none, ValueError for others."""
     value = format.get(row, name)
     if value is None:
         return default
@@ -233,7 +231,6 @@ def _text_or_messages(value: Any, name: str) -> TextOrMessages:
 
 
 def _check_same_kind(names: Sequence[str], values: Sequence[object]) -> None:
-    """Raises ValueError unless both values are texts, or both are lists of messages."""
     if isinstance(values[0], list) != isinstance(values[1], list):
         first, second = (f"{n!r} is {type_name(v)}" for n, v in zip(names, values, strict=True))
         raise ValueError(f"{first} and {second}: both must be texts, or both lists of messages")
@@ -242,8 +239,7 @@ def _check_same_kind(names: Sequence[str], values: Sequence[object]) -> None:
 def _check_shared_prompt(
     prompt: TextOrMessages | None, shared: TextOrMessages, answers: Sequence[TextOrMessages]
 ) -> None:
-    """Raises ValueError if chosen and rejected do not answer one prompt, the row's if it has
-    one."""
+    """Raises ValueError if chosen and rejected do not answer one prompt."""
     if not shared and prompt is not None:
         raise ValueError(
             f"the prompt {prompt!r:.100} is a text, and no message that chosen and rejected "

@@ -66,8 +66,7 @@ def write_text(path: Path, text: str) -> None:
 
 @dataclass
 class CleanReport:
-    """Counts of data sets that were removed from the cache, with their bytes, and of those that
-    were used too recently."""
+    """Counts data sets that were removed, their bytes, and those used too recently."""
 
     removed: int = 0
     bytes: int = 0
@@ -107,8 +106,7 @@ def clean_cache(days: float = 0.0) -> CleanReport:
 
 @contextmanager
 def train_extra() -> Iterator[None]:
-    """Turns an ImportError in the body of a `with` into one that says to install the extra
-    `train`."""
+    """Turns an ImportError in the body of a `with` into one that names the extra `train`."""
     try:
         yield
     except ImportError as error:

@@ -111,8 +111,7 @@ class MicroBatch:
         return replace(self, dropout_keys=random_bits(sequences, self.position_ids))
 
     def to(self, device: torch.device) -> Self:
-        """Copy with all tensors on the device, without waiting for copies; what is on the host for
-        good stays there."""
+        """Copy with all tensors on the device, without waiting for copies."""
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Self:

@@ -75,20 +75,17 @@ class FormatEncoder(Encoder):
         return format.detect(row, self.formats)
 
     def check_first_row(self, row: Row, format: Format) -> Format:
-        """Completes the format of a source by its first row; ValueError if it cannot be encoded.
-        Here the format is returned as it is."""
+        """Completes a source's format by its first row, or raises ValueError; here as it is."""
         return format
 
     def append_eos(self, ids: list[int]) -> list[int]:
-        """Returns the ids with an eos at their end, unless they have one; ValueError if the
-        tokenizer has no eos."""
+        """Returns the ids with one eos at their end; ValueError if the tokenizer has none."""
         if self.eos is None:
             raise ValueError("the tokenizer has no eos token to end a text with")
         return ids if ids[-1:] == [self.eos] else [*ids, self.eos]
 
     def ignored(self, row: Row, format: Format) -> set[str]:
-        """Collects the keys that nothing reads: of a row, and, as "column.key", of its messages and
-        template variables."""
+        """Collects the keys that nothing reads, "column.key" of messages and variables."""
         read_keys = format.read_keys()
         ignored = row.keys() - read_keys
         if not self.uses_chat_template:
@@ -130,8 +127,7 @@ class TextEncoder(FormatEncoder):
         return {"eos": self.eos}
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
-        """Yields the example of each row's text, all tokenized in one call, or row by row if one is
-        bad."""
+        """Yields the example of each text, tokenized in one call unless a row is bad."""
         try:
             texts = [parse_text(row, format) for row in rows]
             encoded = self.tokenizer.encode_batch([text.completion for text in texts])
@@ -142,7 +138,6 @@ class TextEncoder(FormatEncoder):
             yield weighted_example(self.append_eos(ids), text.weight)
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Makes the example of the row's text."""
         text = parse_text(row, format)
         ids = self.append_eos(self.tokenizer.encode(text.completion))
         return weighted_example(ids, text.weight)

@@ -112,18 +112,14 @@ class PairEncoder(AnswerEncoder):
         self.per_example = {"margin": np.float32} if margin else {}
 
     def options(self) -> dict[str, Any]:
-        """As the base's, and whether there is a column of margins."""
         # Not shared_prompt: rows that are no error without it are the same with it
         return super().options() | {"margin": "margin" in self.per_example}
 
     def ignored(self, row: Row, format: Format) -> set[str]:
-        """As the base's, and the margin if it is no column."""
         unread = set() if self.per_example else {format.column("margin")} & row.keys()
         return super().ignored(row, format) | unread
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Makes the examples of the chosen and of the rejected answer; ValueError if their tokens
-        are equal."""
         sample = parse_pair(row, format, shared_prompt=self.shared_prompt)
         prompt, (chosen, rejected) = self.tokenize_answers(sample)
         if chosen == rejected:
@@ -146,15 +142,13 @@ class LabelledEncoder(AnswerEncoder):
     per_example = {"desired": np.bool_, "matched": np.bool_}
 
     def detect(self, row: Row, format: Format) -> Format:
-        """Finds the format of a row; one with the keys of both formats is an answer with its
-        label."""
+        """Finds the format of a row; one with the keys of both has a label."""
         try:
             return format.detect(row, ("unpaired",))
         except ValueError:
             return format.detect(row, self.formats)
 
     def ignored(self, row: Row, format: Format) -> set[str]:
-        """As the base's, and the margin of a pair."""
         return super().ignored(row, format) | ({format.column("margin")} & row.keys())
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
@@ -216,12 +210,10 @@ class RewardedEncoder(AnswerEncoder):
         self.scale = scale
 
     def options(self) -> dict[str, Any]:
-        """As the base's, and `scale`."""
         return super().options() | {"scale": self.scale}
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Makes an example for each answer, with its advantage and reward, the one that the row
-        lacks as NaN."""
+        """Makes an example of each answer, with advantage and reward, NaN if unknown."""
         rewarded = parse_rewarded(row, format)
         logprobs = rewarded.old_logprobs
         if isinstance(rewarded.answers, AnswerSample):
@@ -267,8 +259,7 @@ def compute_advantages(rewards: np.ndarray, *, scale: bool = True) -> np.ndarray
 
 
 def append_empty_thinking(prompt: str, texts: Sequence[str]) -> str:
-    """Returns the prompt, extended by the empty block of reasoning after it if all these texts go
-    on with the same."""
+    """Returns the prompt with the empty block of reasoning that all these texts begin with."""
     prompts = set()
     for text in texts:
         start = common_prefix_length(prompt, text)

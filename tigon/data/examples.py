@@ -146,13 +146,11 @@ class Examples:
         return max(int(column.max(initial=-1)) for column in columns)
 
     def identity(self) -> str:
-        """A name that changes with the content: its key in the cache, or else `fingerprint` in
-        hexadecimal."""
+        """A name that changes with the content: its key in the cache, or `fingerprint`."""
         return self.key or f"{self.fingerprint():08x}"
 
     def slice_groups(self, start: int, stop: int) -> "Examples":
-        """The examples of groups `start` to `stop` - 1, with views of the columns, and with the
-        report if `start` is 0."""
+        """The examples of groups `start` to `stop` - 1, as views; the first has the report."""
         first, last = start, stop
         if self.groups is not None:
             first, last = int(self.groups[start]), int(self.groups[stop])
@@ -221,32 +219,25 @@ class Encoder:
     grouped = True  # whether the examples of a row have to share a micro-batch
 
     def open(self, source: Source) -> Source:
-        """Returns the source with what its first rows decide; ValueError if they cannot be read.
-        Here it is returned as it is.
-
-        The blocks and the digest of this one are those to use.
-        """
+        """Returns the source with what its first rows decide, or raises ValueError; here as it
+        is."""
         return source
 
     def digest(self) -> str:
-        """Returns a text that changes with whatever changes the examples of a row, such as the
-        tokenizer."""
+        """Returns a text that changes with whatever changes the examples of a row."""
         raise NotImplementedError
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
-        """Makes the examples of a row, none if nothing of it is learned; ValueError for a bad
-        row."""
+        """Makes the examples of a row, none if nothing is learned; ValueError if it is bad."""
         raise NotImplementedError
 
     def batch(self, rows: Sequence[Row], format: Format) -> Iterator[Encoded]:
-        """Yields what `row` makes of each row, or its error; for encoders that are faster with many
-        at once."""
+        """Yields what `row` makes of each row, or its error; some encode many at once."""
         for row in rows:
             yield result_or_error(self.row, row, format)
 
     def group_examples(self, examples: Sequence[Example]) -> Iterable[Sequence[Example]]:
-        """Divides the examples of a row into groups: here all in one if `grouped`, else each
-        alone."""
+        """Divides the examples of a row into groups: one if `grouped`, else each alone."""
         return [examples] if self.grouped else [[example] for example in examples]
 
     def ignored(self, row: Row, format: Format) -> set[str]:
@@ -288,8 +279,7 @@ class Encoder:
 
 
 def result_or_error(function: Callable[..., T], *arguments: Any) -> T | ValueError:
-    """Calls a function of a row; returns its ValueError, or one for a row that is nested too
-    deeply, in place of raising it."""
+    """Calls a function of a row; returns its ValueError, or one for a row nested too deeply."""
     try:
         return function(*arguments)
     except ValueError as error:

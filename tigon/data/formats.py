@@ -154,8 +154,7 @@ class Format:
         return f"needs the keys of one of the formats {expected}; its keys are {names}; {hint}"
 
     def _fits(self, row: Row, kind: str) -> bool:
-        """Whether the row has a value for each required key of a kind; messages and sharegpt are
-        told apart by a key `from` in the first message."""
+        """Whether the row has a kind's required keys; a key `from` tells sharegpt from messages."""
         if any(self.get(row, key) is None for key in REQUIRED_KEYS[kind]):
             return False
         if kind in ("messages", "sharegpt"):
@@ -328,8 +327,7 @@ def _convert_sharegpt(i: int, message: Any) -> dict[str, Any]:
 
 
 def _check_weight(value: Any, name: str) -> float:
-    """Returns the value as a float; raises ValueError unless it is 0 or in [MIN_WEIGHT,
-    MAX_WEIGHT]."""
+    """Returns the value as a float; ValueError unless 0 or in [MIN_WEIGHT, MAX_WEIGHT]."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number of at least 0, not {value!r:.100}")

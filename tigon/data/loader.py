@@ -126,15 +126,11 @@ class Loader:
         return self._report
 
     def epoch(self, steps: int) -> float | None:
-        """Converts a number of steps to a number of epochs; None for a stream, whose length is not
-        known."""
+        """Converts a number of steps to a number of epochs; None for a stream."""
         return None if self.steps_per_epoch is None else steps / self.steps_per_epoch
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Collates this rank's part of the global batch of a step.
-
-        Every rank gets the same number: one that has run out of rows gets a line of padding.
-        """
+        """Collates this rank's part of a step's global batch, padding where rows run out."""
         with self._lock:
             pieces = self._window_slices(step)
             columns = pieces[0][0].window.corpus
@@ -189,8 +185,7 @@ class Loader:
             ]
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns the cursor from which a stream begins with this step, on any number of ranks; {}
-        for data that is no stream."""
+        """Returns the cursor from which a stream begins with this step; {} for other data."""
         if self.windows.per_epoch is not None:
             return {}
         with self._lock:
@@ -212,8 +207,7 @@ class Loader:
         self.windows.close()
 
     def batch(self, step: int) -> list[tuple[Window, PackedRows, np.ndarray]]:
-        """Lists the windows of a step's global batch, each with its packed rows and the indices of
-        those that the batch takes."""
+        """Lists the windows of a step's global batch, each with the indices of its rows."""
         with self._lock:
             slices = self._window_slices(step)
         return [(packed.window, packed.rows, rows) for packed, rows in slices]
@@ -320,8 +314,7 @@ class Loader:
         self.windows.release_before(min(recent, default=0))
 
     def _order(self, window: Window, rows: int) -> np.ndarray:
-        """int64 [rows], the row indices of a window, shuffled by seed, epoch and window; in order
-        without a seed."""
+        """int64 [rows], the rows of a window, shuffled by seed, epoch and window."""
         if self.seed is None:
             return np.arange(rows)
         # Raw bits and a stable sort: numpy promises these streams, not those of permutation().

@@ -16,10 +16,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in 
 
 
 def normalize_messages(messages: list[Any], name: str) -> list[Any]:
-    """Converts messages to one form; ValueError, which names the message, for what has none.
-
-    What is not an object stays as it is, for the chat template to refuse.
-    """
+    """Converts messages, but those that are no objects, to one form; ValueError names one."""
     return [
         _normalize_message(message, f"{name}[{i}]") if isinstance(message, dict) else message
         for i, message in enumerate(messages)
@@ -147,6 +144,5 @@ def _normalize_tool(tool: Any) -> Any:
 
 
 def _drop_nulls(values: dict[str, Any]) -> dict[str, Any]:
-    """Copy without the keys that are null, as Arrow and exports of it write keys that are
-    absent."""
+    """Copy without null keys, as Arrow and exports of it write keys that are absent."""
     return {key: value for key, value in values.items() if value is not None}

@@ -247,14 +247,8 @@ class Mixture(WindowSource):
         self.repeats = weights is None
         self.per_epoch: int = -(-self.order.epoch // size)
 
-    @classmethod
-    def from_examples(cls, examples: Examples, size: int = 2**16) -> "Mixture":
-        """Makes the windows of examples in memory."""
-        return cls([[examples]], size=size)
-
     def window(self, number: int) -> Window:
-        """Makes window `number`, counted through all epochs, of the groups that follow in the
-        order."""
+        """Makes window `number`, counted through all epochs."""
         epoch, index = divmod(number, self.per_epoch)
         start = index * self.size
         stop = min(start + self.size, self.order.epoch)

@@ -16,8 +16,7 @@ MIN_SHARED_FRACTION = 1 / 64  # of all tokens: sharing fewer costs as much as it
 
 @dataclass(frozen=True)
 class TruncationStats:
-    """Counts of truncated and dropped groups. A group over both limits counts as too long for its
-    row."""
+    """Counts of truncated and dropped groups; over both limits, one is too long for a row."""
 
     max_length_cuts: int = 0  # groups of which an example is longer than `max_length`
     max_length_drops: int = 0
@@ -47,10 +46,7 @@ class TruncationStats:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Row r holds the token ranges spans[offsets[r] : offsets[r + 1]].
-
-    Packed, they follow each other in one line of a batch; otherwise each has a line of its own.
-    """
+    """Row r holds spans[offsets[r] : offsets[r + 1]], in one line if packed, else each its own."""
 
     spans: np.ndarray  # int64 [S, 2], start and stop in the tokens of the corpus
     offsets: np.ndarray  # int64 [R + 1]
@@ -206,8 +202,7 @@ def _duplicate_groups(
 def _reorder_by_row(
     spans: np.ndarray, shared: np.ndarray, sizes: np.ndarray, seq_len: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Sort spans and their shared lengths by the row that they are packed into, and count the spans
-    of each row."""
+    """Sorts spans and shared lengths by the row they are packed into; counts spans of each row."""
     rows = pack_best_fit(np.add.reduceat(np.diff(spans)[:, 0], np.cumsum(sizes) - sizes), seq_len)
     groups = np.concatenate(rows)
     rank = np.argsort(groups)  # of each group, in the order of the rows
@@ -224,8 +219,7 @@ def _pack_shared_prompts(
     min_fraction: float,
     truncation: TruncationStats,
 ) -> PackedRows:
-    """Makes rows of single examples; those with the same prompt, next to each other in the data,
-    share it if they are in one row."""
+    """Makes rows of examples; neighbors with the same prompt share it within a row."""
     spans = spans[np.argsort(spans[:, 0], kind="stable")]
     common = shared_prompt_lengths(corpus, spans, np.array([len(spans)]), min_fraction)
     rows = pack_prompts(np.diff(spans)[:, 0], common, seq_len)

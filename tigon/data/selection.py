@@ -48,8 +48,7 @@ class Split(NamedTuple):
 
 
 def parse_split(text: str) -> list[Split]:
-    """Parses a text such as "train[80%:]" or "train+test[:10]", as in `datasets`; ValueError if it
-    is no split."""
+    """Parses a text such as "train[80%:]" or "train+test[:10]", as in `datasets`."""
     splits = []
     for part in text.split("+"):
         match = _SPLIT.fullmatch(part.strip())
@@ -91,8 +90,7 @@ def find_sources(
 
 
 def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool) -> list[Source]:
-    """Make the sources of an entry, narrowed by its split, skip and take; ValueError if these leave
-    none."""
+    """Makes the sources of an entry, narrowed by its split, skip and take."""
     if entry.skip < 0 or (entry.take is not None and entry.take < 1):
         raise ValueError(
             f"{entry.path}: skip={entry.skip} and take={entry.take} must be numbers of rows, skip "
@@ -119,8 +117,7 @@ def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool
 
 
 def _match_paths(pattern: str) -> list[Path]:
-    """Lists the path, or the files that a glob matches, sorted; FileNotFoundError if there are
-    none."""
+    """Lists the path, or the files that a glob matches, sorted; FileNotFoundError without any."""
     path = expand_user(pattern)
     paths = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
     if not paths:
@@ -164,8 +161,7 @@ def _file_source(
 
 
 def _hub_source(entry: Entry, split: str | None, format: Format, streaming: bool) -> Source:
-    """Make the source of a data set of the hub, whose name tells config and split too; ValueError
-    for a bad name."""
+    """Makes the source of a data set of the hub, whose name tells config and split too."""
     repository = entry.path.removeprefix(HUB)
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository):
         raise ValueError(f"{entry.path!r} is not {HUB}owner/name")
@@ -175,8 +171,7 @@ def _hub_source(entry: Entry, split: str | None, format: Format, streaming: bool
 
 
 def select_split(sources: Sequence[Source], split: Split) -> list[Source]:
-    """Narrows the sources, reads one after the other, to a slice that is rounded as in
-    `datasets`."""
+    """Narrows the sources, end to end, to a slice that is rounded as in `datasets`."""
     start, stop = split.start, split.stop
     if split.percent or (start or 0) < 0 or (stop or 0) < 0:
         total = sum(source.count() for source in sources)

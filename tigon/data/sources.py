@@ -79,10 +79,7 @@ def is_held_out(row: Row, format: Format, fraction: float) -> bool:
 
 @dataclass(frozen=True)
 class Source:
-    """The rows of one file or data set, or a range of them.
-
-    A kind of file implements `read_all`, or `read` where it can skip rows without reading them.
-    """
+    """The rows of a file or data set, or a range; a kind implements `read_all` or `read`."""
 
     name: str  # for messages; a file's path
     format: Format
@@ -92,8 +89,7 @@ class Source:
     fraction: tuple[float, bool] | None = field(default=None, kw_only=True)
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
-        """Yields each record of the file or data set with its line; ValueError if it cannot be
-        read."""
+        """Yields each record with its line; ValueError if the file cannot be read."""
         raise NotImplementedError
 
     def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
@@ -111,8 +107,7 @@ class Source:
         return sorted(file for file in files if file.is_file())
 
     def total(self) -> int | None:
-        """Counts the rows of the whole file or data set; None if only reading all of a stream would
-        tell."""
+        """Counts all rows of the file or data set; None for a stream."""
         return sum(1 for _ in self.read())
 
     def bounds(self, first: int, last: int | None) -> tuple[int, int | None]:
@@ -121,8 +116,7 @@ class Source:
         return self.start + first, min((end for end in ends if end is not None), default=None)
 
     def records(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Record]]:
-        """Yields the records `first` to `last` - 1 of the range, counted from its start, with their
-        lines."""
+        """Yields the records `first` to `last` - 1 of the range with their lines."""
         begin, end = self.bounds(first, last)
         records = self.read(begin)
         return records if end is None else islice(records, max(0, end - begin))
@@ -153,8 +147,7 @@ class Source:
             yield from block.rows()
 
     def count(self) -> int:
-        """Counts the rows of the range before `fraction` selects among them; ValueError for a
-        stream."""
+        """Counts the rows of the range, before `fraction`; ValueError for a stream."""
         total = self.total()
         if total is None:
             raise ValueError(
@@ -227,8 +220,7 @@ class CsvFile(Source):
     """
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
-        """Yields each row under the header with its line; a ValueError in place of one with another
-        number of cells."""
+        """Yields each row under the header with its line, or what is wrong with it."""
         csv.field_size_limit(2**31 - 1)  # too large cells are bad rows
         delimiter = "\t" if suffix(self.name) == ".tsv" else ","
         with open_text(self.name) as text:
@@ -249,8 +241,7 @@ class CsvFile(Source):
                 raise ValueError(f"{self.name}:{reader.line_num}: not valid CSV: {error}") from None
 
     def _check_header(self, header: list[str], delimiter: str) -> None:
-        """Raises ValueError for two columns of one name, or a header that another delimiter
-        divides."""
+        """Raises ValueError for equal names, or a header that another delimiter divides."""
         is_name = len(header) != 1 or header[0] in self.format.columns.values()
         if not is_name and (other := re.search(r"[;\t,]", header[0])):
             raise ValueError(
@@ -286,8 +277,7 @@ class TextFile(Source):
         return (_unescape(self.separator),)
 
     def read_all(self) -> Iterator[tuple[int, Record]]:
-        """Yields each document that is not blank with the line on which it begins; ValueError for
-        one that is too long."""
+        """Yields each document that is not blank with its line; ValueError if too long."""
         separator = _unescape(self.separator)
         line, rest = 1, ""
         for piece in self._pieces():
@@ -303,8 +293,7 @@ class TextFile(Source):
         yield from _document_row(line, rest, trim=bool(separator))
 
     def _pieces(self) -> Iterator[str]:
-        """Yields the text in pieces of about BLOCK_BYTES characters, with line ends of one
-        character."""
+        """Yields pieces of about BLOCK_BYTES characters, with line ends of one."""
         with open_text(self.name) as text:
             while piece := text.read(BLOCK_BYTES):
                 if piece.endswith("\r"):
@@ -421,8 +410,7 @@ def _list_items(raw: bytes, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _document_row(line: int, text: str, *, trim: bool) -> Iterator[tuple[int, Row]]:
-    """Yields the row of a document, if it is not blank, and the line on which it begins; `trim`
-    removes blank ends."""
+    """Yields the row of a document that is not blank with its line; `trim` cuts blank ends."""
     body = text.strip() if trim else text
     if body.strip():
         yield line + text[: text.index(body)].count("\n"), {"text": body}
@@ -442,8 +430,7 @@ def check_columns(name: str, columns: Sequence[str]) -> None:
 
 
 def measure(value: Any, scalar: int = 0) -> int:
-    """Counts the characters of all texts among the values of a row or a record (bytes of bytes);
-    any other value, such as a number, counts `scalar`."""
+    """Counts the characters of all texts in a row or record; any other value counts `scalar`."""
     if isinstance(value, str | bytes):
         return len(value)
     values = value.values() if isinstance(value, dict) else value

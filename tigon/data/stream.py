@@ -80,8 +80,7 @@ class Stream(WindowSource):
         return self._windows[number]
 
     def _wait(self) -> "EncodedWindow | Exception":
-        """Takes the next window, or the error that ends them, out of the queue; RuntimeError once
-        the stream is closed."""
+        """Takes the next window, or the error that ends them; RuntimeError once it is closed."""
         while not self._closed.is_set():  # by another thread
             with suppress(Empty):
                 return self._queue.get(timeout=POLL_SECONDS)
@@ -93,8 +92,7 @@ class Stream(WindowSource):
             del self._windows[old]
 
     def state(self, number: int) -> State:
-        """Return the cursor from which a stream begins with this window, which must have been made
-        or be the first."""
+        """Returns the cursor of a window, which must have been made or be the first."""
         return self._states[number]
 
     def check_vocabulary(self, size: int) -> None:
@@ -150,8 +148,7 @@ class Stream(WindowSource):
         return queue
 
     def _window(self, number: int, encoded: EncodedWindow) -> Window:
-        """Make window `number` of the examples that were encoded for it, in the order of the
-        weights, and keep the state at its beginning."""
+        """Makes window `number` of its encoded examples, and keeps the state at its beginning."""
         state, last, entries = encoded
         parts = [part for examples in entries for part in examples]
         corpus = Corpus(parts, extra_columns=self.encoder.per_token)
@@ -203,8 +200,7 @@ class _WindowDataset(IterableDataset[Any]):
             yield error
 
     def _windows(self) -> Iterator[EncodedWindow]:
-        """Yields each window as its state, whether it is its epoch's last, and the examples of each
-        entry."""
+        """Yields each window's state, whether its epoch ends, and the examples of each entry."""
         state = self.state
         begins = zip(self.entries, state["places"], strict=True)
         readers = [_GroupReader(sources, self.encoder, place) for sources, place in begins]

@@ -116,8 +116,7 @@ def _table_rows(table: Any) -> list[Row | ValueError]:
 
 
 def without_nulls(value: Any) -> Any:
-    """Copy without the nulls that Arrow puts in a struct for the keys that a row lacks, at any
-    depth; nulls in lists stay."""
+    """Copy without the nulls that Arrow puts in structs for absent keys, at any depth."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -78,8 +78,7 @@ def tokenize(
 
 
 def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: Encoder) -> None:
-    """Raises ValueError for a source with a bad row, unless the encoder skips these, or without any
-    example."""
+    """Raises ValueError for a source without examples, or for a bad row unless skipped."""
     for source in sources:
         source_parts = [part for part in parts if part.files == (source.name,)]
         report = sum((part.report for part in source_parts), EncodingReport())
@@ -283,8 +282,7 @@ def _from_row(
 
 @contextmanager
 def one_tokenizer_thread() -> Iterator[None]:
-    """Gives the tokenizers of processes that start inside one thread each, by
-    TOKENIZERS_PARALLELISM."""
+    """Gives tokenizers of processes that start inside one thread (TOKENIZERS_PARALLELISM)."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:

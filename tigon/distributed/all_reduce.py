@@ -54,10 +54,7 @@ def all_reduce_small(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def all_gather_small(x: Tensor, first: int, size: int, ranks: Ranks) -> Tensor | None:
-    """Gathers each rank's columns [first, first + W) to [..., size], without a gradient.
-
-    Returns None, and sends nothing, if `all_reduce_small` of the result would not be one kernel.
-    """
+    """Gathers columns [first, first + W) of each rank, or None if that takes more than a kernel."""
     buffers = _buffers(x, x.shape[:-1].numel() * size, ranks)
     if buffers is None:
         return None
@@ -75,10 +72,7 @@ def all_reduce_small_norm(
     offset: float,
     cast: Cast,
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Returns `all_reduce_small(x)` and with it `rms_norm(x, residual=residual)`, in one kernel.
-
-    Returns None, and sends nothing, if one kernel cannot.
-    """
+    """Returns `all_reduce_small(x)` and its `rms_norm` from one kernel, or None if it cannot."""
     buffers = _buffers(x, x.numel(), ranks)
     if buffers is None or not supports_norm(x, residual, weight):
         return None

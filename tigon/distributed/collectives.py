@@ -40,7 +40,6 @@ class Ranks(NamedTuple):
 
     @classmethod
     def sharing(cls, vocabulary: VocabularyShard) -> Self:
-        """Returns the ranks that share the vocabulary."""
         return cls(vocabulary.group, vocabulary.first // vocabulary.share, vocabulary.ranks)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -106,8 +105,7 @@ class _GatherFromGroup(torch.autograd.Function):
 
 
 class _ReduceFromGroup(torch.autograd.Function):
-    """All-reduce of partial sums to a replicated tensor, whose gradient is the same on every rank:
-    backward is the identity."""
+    """All-reduce of partial sums to a replicated tensor; backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -148,8 +146,7 @@ class _ScaleReplicatedGrad(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all of rows; backward sends their gradients back, those of all tensors even if a rank
-    uses only one."""
+    """All-to-all of rows; backward sends their gradients back."""
 
     @staticmethod
     def forward(
@@ -164,10 +161,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def gather_from_group(x: Tensor, ranks: Ranks) -> Tensor:
-    """Gathers [n, ...] of each rank to [R n, ...], which every rank uses in the same way.
-
-    Backward takes this rank's part of the gradient.
-    """
+    """Gathers [n, ...] of each rank to [R n, ...]; backward takes this rank's part."""
     return _GatherFromGroup.apply(x, ranks)
 
 
@@ -191,26 +185,17 @@ def all_to_all_many(
 
 
 def scale_replicated_grad(x: Tensor, ranks: Ranks) -> Tensor:
-    """Returns a tensor equal to x, which every rank computes identically.
-
-    Backward divides the gradient by the number of ranks, so that a sum over them counts it once.
-    """
+    """Returns x, which is the same on all ranks; backward divides the gradient by their number."""
     return _ScaleReplicatedGrad.apply(x, ranks)
 
 
 def reduce_from_group(x: Tensor, ranks: Ranks) -> Tensor:
-    """Returns the sum over ranks, which every rank uses in the same way.
-
-    Backward passes the gradient on as it is.
-    """
+    """Returns the sum over ranks; backward passes the gradient on as it is."""
     return _ReduceFromGroup.apply(x, ranks)
 
 
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """Returns the sum over ranks, which each rank uses for its own part of the loss.
-
-    Backward sums the gradient over the ranks.
-    """
+    """Returns the sum over ranks; backward sums the gradient over them, too."""
     return _AllReduce.apply(x, ranks)
 
 

@@ -98,10 +98,7 @@ class ContextShard:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, **options: Any
     ) -> Tensor:
-        """Returns attention [B, S, H, D] of this rank's q to the keys and values of all ranks.
-
-        `mask` is that of full rows.
-        """
+        """Returns attention [B, S, H, D] to keys of all ranks; `mask` is that of full rows."""
         return ContextParallelAttention(self.ranks, self.tokens, q.shape[2]).attend(
             q, k, v, mask, **options
         )
@@ -217,10 +214,7 @@ class ContextParallelAttention:
         return -(-self.tokens // self.ranks.size)
 
     def chunks(self, group: int) -> list[range]:
-        """Returns the two ranges of queries that a group computes, in order.
-
-        The first half of its ranks' tokens is one of them.
-        """
+        """Returns the two ranges of queries that a group computes; one is in its first half."""
         count = 2 * self.groups
         pair = sorted((2 * group, count - 1 - 2 * group))
         return [range(*(j * self.tokens // count for j in (i, i + 1))) for i in pair]

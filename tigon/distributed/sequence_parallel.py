@@ -47,10 +47,7 @@ class GatheredTokens:
         self.reduction: tuple[Tensor, int, Tensor] | None = None
 
     def fetch(self, saved: Sequence[Tensor | None]) -> None:
-        """Starts the all-gather of the local tokens, for which `values` waits.
-
-        Does nothing if it has started, or if the gathered tokens are saved.
-        """
+        """Starts the all-gather for `values`, unless it has started or tokens are saved."""
         if self.gathering is None and not self.saves_gathered:
             fn = self.recompute_local
             local = saved[0] if fn is None else fn.compute(*saved, *fn.constants)
@@ -111,10 +108,7 @@ class _GatherTokens(torch.autograd.Function):
 
 
 class _ReduceScatterTokens(torch.autograd.Function):
-    """Reduce-scatter: partial sums [R n, C] -> local tokens of the sum [1, n, C].
-
-    Backward all-gathers the gradient.
-    """
+    """Reduce-scatter of partial sums [R n, C] to [1, n, C]; backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -171,10 +165,7 @@ class SequenceParallelRegion:
     saves_gathered: bool = False
 
     def scatter(self, x: Tensor) -> Tensor:
-        """Turns replicated [B, T, C] into local tokens [1, n, C], padded with zeros.
-
-        Returns x itself if the stream is replicated, as `gather_from_region` does.
-        """
+        """Turns replicated [B, T, C] into local tokens [1, n, C], or returns x if replicated."""
         if self.replicated:
             return x
         return _ScatterTokens.apply(_pad_tokens(x, self.ranks), self.ranks)

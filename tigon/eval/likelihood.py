@@ -249,6 +249,5 @@ def _score_labels(
 
 
 def _bounds(rows: Sequence[Tensor]) -> Tensor:
-    """Returns int64 [rows + 1], where each row begins and the last one ends when they are
-    packed."""
+    """Returns int64 [rows + 1], where each packed row begins and the last one ends."""
     return torch.tensor([0, *(len(row) for row in rows)], device="cpu").cumsum(0)

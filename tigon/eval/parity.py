@@ -119,8 +119,7 @@ def parity(
 
 
 def _count_equal_tokens(ours: CausalLM, reference: Any, ids: Tensor, new_tokens: int) -> int:
-    """Counts the greedy tokens before the first that differs; `new_tokens` if both texts end early
-    and are equal."""
+    """Counts greedy tokens before the first that differs; `new_tokens` if none does."""
     options: Any = {"max_new_tokens": new_tokens, "do_sample": False, "num_return_sequences": 1}
     a = ours.generate(ids, **options)
     b = reference.generate(ids, attention_mask=torch.ones_like(ids), **options)

@@ -46,8 +46,7 @@ class Perplexity:
 
     @property
     def bits_per_byte(self) -> float:
-        """Returns the loss in bits per byte of text, which tokenizers do not change; NaN without
-        text."""
+        """Returns the loss in bits per byte of text; NaN without text."""
         return self.loss * self.tokens / (self.bytes * math.log(2)) if self.bytes else math.nan
 
     @classmethod
@@ -197,8 +196,7 @@ def _is_chat(source: Source) -> bool:
 
 
 def _windows(documents: Sequence[Document], context: int, stride: int) -> list[Window]:
-    """Returns the windows of `context` tokens, `stride` apart, that have something to score,
-    shortest first."""
+    """Returns windows of `context` tokens with something to score, shortest first."""
     windows = []
     for d, (ids, supervised) in enumerate(documents):
         fresh = 1  # nothing predicts a document's first token

@@ -43,10 +43,7 @@ def make_stop_strings(
     tokenizer: DecodingTokenizer | None,
     file: str,  # begins a message
 ) -> StopStrings | None:
-    """Returns a check for the strings at which generation stops, or None without any.
-
-    Raises ValueError for strings without a tokenizer.
-    """
+    """Returns a check for stop strings, None without any; ValueError without a tokenizer."""
     if not strings:
         return None
     if tokenizer is None:
@@ -98,10 +95,7 @@ class Continuations:
         return self.max_tokens - shortest
 
     def append(self, rows: Sequence[int], tokens: list[list[int]]) -> None:
-        """Appends the tokens [b, n] of one step to `rows` [b], and emits the columns now complete.
-
-        ABSENT tokens and those of finished rows are dropped.
-        """
+        """Appends tokens [b, n] of `rows` but ABSENT ones, and emits complete columns."""
         for row, new in zip(rows, tokens, strict=True):
             for token in new:
                 if row in self.unfinished and token != ABSENT:
@@ -127,10 +121,7 @@ class Continuations:
                 self._emit(torch.tensor(column, device="cpu"))
 
     def _append_token(self, row: int, token: int) -> None:
-        """Appends a token to a row, which leaves `unfinished` if it ends with it.
-
-        Raises ValueError for NOT_FINITE.
-        """
+        """Appends a token to a row, which may end it; ValueError for NOT_FINITE."""
         if token == NOT_FINITE:
             raise ValueError(
                 f"row {row}: the scores of token {len(self.tokens[row])} after the prompt are not "

@@ -82,10 +82,7 @@ class Recording:
 
 
 class Recorder:
-    """Runs steps, records each, and lets the cache of rows that have ended be.
-
-    The host must take the tokens of each step before the next.
-    """
+    """Runs steps, records each at once, and lets the cache of rows that have ended be."""
 
     def __init__(self, steps: CachingSteps, output: Continuations, recording: Recording):
         self._steps, self._output, self._recording = steps, output, recording

@@ -48,8 +48,7 @@ class GenerationModel(Protocol):
         quantize: Literal["int8"] | None = None,
         rollback: int = 0,
     ) -> StaticCache:
-        """Returns an empty cache with room for `capacity` tokens in each row; ValueError if it
-        does not fit."""
+        """Returns an empty cache of `capacity` tokens a row; ValueError if it does not fit."""
         ...
 
     def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any: ...
@@ -97,15 +96,11 @@ class CachingSteps(Steps, Protocol):
     """Steps whose cache can be used after them."""
 
     def hold(self, ended: Mapping[int, int]) -> None:
-        """Lets the cache of rows that have ended be; `ended`: row -> its tokens after the prompt.
-
-        All steps of these rows are computed for nothing.
-        """
+        """Lets the cache of rows that have ended be; `ended`: row -> tokens after the prompt."""
         ...
 
     def finish(self, tokens: Sequence[int]) -> Cache | None:
-        """Returns the cache, if there is one, with the prompt and all but the last of each row's
-        `tokens`."""
+        """Returns the cache, if any, with the prompt and all but each row's last token."""
         ...
 
 
@@ -156,10 +151,8 @@ def check_prompt(
 
 
 def check_past(cache: Any, prompt: PromptBatch) -> list[int]:
-    """Returns how many tokens of each row the cache holds.
-
-    Raises TypeError for what is no cache, and ValueError if the prompts do not continue them.
-    """
+    """Returns how many tokens of each row the cache holds; raises if it does not fit the
+    prompts."""
     if not isinstance(cache, KVCache | StaticCache):
         raise TypeError(
             f"past_key_values is a {type(cache).__name__}: give a tigon.layers.KVCache, or what "

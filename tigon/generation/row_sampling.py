@@ -58,10 +58,7 @@ class RowSampling:
     def set(
         self, row: int, settings: GenerationSettings, prompt: Tensor, tokens: int
     ) -> SamplingNeeds:
-        """Makes a row begin after its prompt [T], for up to `tokens` more, by these settings.
-
-        `settings.eos_token_id` must be the same for all rows. Returns what the row needs.
-        """
+        """Makes a row begin after its prompt [T], for up to `tokens` more; returns its needs."""
         s, sampled = settings, settings.do_sample
         top_k = min(s.top_k or self._vocab, self._vocab)
         for tensor, value in (

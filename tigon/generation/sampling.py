@@ -153,10 +153,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RecordedSampling(Sampling):
-    """Sampling that leaves the `logits` and `scores` of its last call in `last`, fp32 [b, V].
-
-    A CUDA graph overwrites them at each replay.
-    """
+    """Sampling that leaves `logits` and `scores` of its last call in `last`, fp32 [b, V]."""
 
     last: dict[str, Tensor] = field(default_factory=dict)
 

@@ -158,8 +158,7 @@ def resolve_settings(
 
 
 def set_do_sample(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a request with do_sample: not with temperature 0, and with any other
-    of SAMPLING."""
+    """Returns the settings with do_sample: not with temperature 0, but with another of SAMPLING."""
     if settings.get("temperature") == 0:
         return {**settings, "do_sample": False, "temperature": None}
     return {**settings} | ({"do_sample": True} if settings.keys() & {*SAMPLING} else {})
@@ -195,8 +194,7 @@ def file_prefix(model: GenerationModel) -> str:
 
 
 def check_generation_config(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a value of generation_config.json with a wrong type or range, used or
-    not."""
+    """Raises ConfigError for a value of generation_config.json of a wrong type or range."""
     known = {k: v for k, v in _drop_none(values).items() if k in DEFAULTS and k not in CALL_ONLY}
     tokens = {k: _tokens(known[k], None) for k in TOKEN_SETTINGS if k in known}
     read_settings(GenerationSettings, _drop_none(known | tokens))
@@ -236,10 +234,7 @@ def _check_unsupported(
 
 
 def _tokens(value: Any, none: Any) -> Any:
-    """Returns a list of token ids without None and -1, which old files use for no token.
-
-    A single id is returned as it is, or as `none` if it is no token.
-    """
+    """Returns token ids as a list without None and -1, a single id as it is or `none`."""
 
     def is_token(i: Any) -> bool:
         return i is not None and not (isinstance(i, Integral) and i == -1)

@@ -154,10 +154,7 @@ class SpeculativeSteps:
         self._max_generated += new
 
     def _step(self) -> Tensor:
-        """Proposes tokens with the assistant and verifies them with the model.
-
-        Returns what `_append` does, the new tokens [B, k + 1].
-        """
+        """Proposes with the assistant and verifies; returns new tokens [B, k + 1]."""
         proposed, q, seen = self._propose()
         lengths = self._prompt_lengths + self._generated
         self._cache.crop(lengths - 1)  # all but the last token
@@ -211,8 +208,7 @@ class SpeculativeSteps:
         return self._tokens.gather(1, at)
 
     def _append(self, proposed: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
-        """Appends the accepted proposals and the token after them; returns these [B, k + 1], padded
-        with ABSENT."""
+        """Appends accepted proposals and the token after; returns [B, k + 1], ABSENT-padded."""
         column = torch.arange(self._k + 1, device=accepted.device)
         new = torch.cat((proposed, last[:, None]), 1)
         new = torch.where(column == accepted[:, None], last[:, None], new)

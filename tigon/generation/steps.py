@@ -39,11 +39,7 @@ def prefill(
     max_tokens: int,  # tokens of a forward pass
     copies: int = 1,
 ) -> Tensor:
-    """Fills the cache with the prompts, unpadded, and returns the logits [B * copies, V] after
-    each.
-
-    The head computes only each prompt's last token. The cache then has B * copies rows.
-    """
+    """Fills the cache with prompts, `copies` of each; returns the logits after them."""
     read = _read_prompts if cache.length == 0 else _read_on
     logits = read(model, cache, prompt, max_tokens)
     if copies > 1:
@@ -54,8 +50,7 @@ def prefill(
 def _read_prompts(
     model: GenerationModel, cache: StaticCache, prompt: PromptBatch, max_tokens: int
 ) -> Tensor:
-    """Fills an empty cache with as many prompts at a time as fit into `max_tokens`; returns the
-    logits [B, V]."""
+    """Fills an empty cache by parts of at most `max_tokens`; returns logits [B, V]."""
     lengths = prompt.lengths()
     flat = prompt.ids.flatten() if prompt.mask is None else prompt.ids[prompt.mask]
     bounds = list(itertools.accumulate(lengths, initial=0))

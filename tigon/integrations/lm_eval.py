@@ -113,8 +113,7 @@ class TigonLM(TemplateLM):
         self.max_length = max_length or self.model.config.max_position_embeddings
 
     def _check_model(self, tokenizer: Any) -> None:
-        """Raises TypeError or ValueError for a model that predicts no next token, and for one
-        without a tokenizer."""
+        """Raises for a model that predicts no next token, or without a tokenizer."""
         if not isinstance(self.model, CausalLM):
             raise TypeError(
                 f"pretrained is a {type(self.model).__name__}: give a directory, a hub repository "
@@ -167,8 +166,7 @@ class TigonLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Returns the text of a conversation, without the system's turn if the template has no
-        place for it."""
+        """Returns the text of a conversation, without a system turn that has no place."""
         options: dict[str, Any] = {
             "tokenize": False,
             "add_generation_prompt": add_generation_prompt,
@@ -290,8 +288,7 @@ class TigonLM(TemplateLM):
     # Answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Returns the answer to each (context, gen_kwargs), which ends before the first of its
-        stop texts."""
+        """Returns the answer to each (context, gen_kwargs), up to its stop texts."""
         prompts = [self._read_prompt(i, *request.args) for i, request in enumerate(requests)]
         costs = {prompt.place: len(prompt.ids) for prompt in prompts}
         places = self.ranks.choose(costs)

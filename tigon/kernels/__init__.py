@@ -40,6 +40,7 @@ from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
 from tigon.kernels.mlp.grouped_mlp import grouped_mlp, grouped_mlp_ref
 from tigon.kernels.mlp.grouped_mlp_passes import ExpertBiases
 from tigon.kernels.mlp.softmax_topk import softmax_topk, softmax_topk_ref
+from tigon.kernels.norm.add_rms_norm import add_rms_norm, add_rms_norm_ref
 from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref, sandwich_norm, sandwich_norm_ref
 from tigon.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
 from tigon.kernels.rope.rope import rope, rope_ref
@@ -56,6 +57,8 @@ __all__ = [
     "KVBuffers",
     "LogProbs",
     "VocabularyShard",
+    "add_rms_norm",
+    "add_rms_norm_ref",
     "append_attention",
     "append_attention_ref",
     "argmax",

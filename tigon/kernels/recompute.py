@@ -8,9 +8,9 @@ A note is an attribute of the tensor. Readers also find it through a view of the
 `reshape` makes between an operator and a product, but not after the tensor has changed.
 """
 
-import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,10 +19,10 @@ from torch.nn import Parameter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-# Smaller outputs, in bytes, are saved: a few MiB are not worth the host's microseconds
-MIN_BYTES = 8 * 2**20
+from tigon.kernels.runtime import is_plain
 
-_min_bytes: float = MIN_BYTES
+# Smaller outputs, in bytes, are saved: a few MiB are not worth the host's microseconds
+MIN_BYTES: float = 8 * 2**20
 
 
 class Note:
@@ -43,7 +43,7 @@ def find_note(x: Tensor, name: str) -> Any:
 
     Returns None if there is no note or the numbers have changed since it was made.
     """
-    if torch.compiler.is_compiling() or type(x) is not Tensor:  # a subclass has its own products
+    if torch.compiler.is_compiling() or not is_plain(x):  # a subclass has its own products
         return None
     base = x if x._base is None else x._base
     note: Note | None = getattr(base, name, None)
@@ -55,20 +55,9 @@ def find_note(x: Tensor, name: str) -> Any:
     return note if full else None
 
 
-@contextlib.contextmanager
-def recompute_above(min_bytes: float) -> Iterator[None]:
-    """Notes outputs of at least `min_bytes`; infinity notes none. For tests and timing."""
-    global _min_bytes
-    before, _min_bytes = _min_bytes, min_bytes
-    try:
-        yield
-    finally:
-        _min_bytes = before
-
-
 def should_note(nbytes: int) -> bool:
     """Whether outputs of `nbytes` bytes are noted."""
-    return nbytes >= _min_bytes
+    return nbytes >= MIN_BYTES
 
 
 class GatedInputs(NamedTuple):
@@ -132,13 +121,17 @@ def note_recompute(
     *constants: Any,
     gated: GatedInputs | None = None,
     remote: RemoteParts | None = None,
+    chained: bool = False,
 ) -> None:
     """Notes on `x` that `compute(*saved, *constants)` gives its bits; `x` is contiguous.
 
     Does nothing if `x` is smaller than MIN_BYTES.
-    `saved` is what the backward pass of `x` saves in any case. Call it only in eager mode.
+    `saved` is what the backward pass of `x` saves in any case; with `chained`, tensors that can be
+    recomputed themselves need not be, as in `chain_recompute`. Call it only in eager mode.
     """
     if should_note(x.numel() * x.element_size()):
+        if chained:
+            compute, saved = chain_recompute(compute, saved)
         # Their graph may lead to x one day, which would be a cycle
         saved = tuple(t if t is None or type(t) is Parameter else t.detach() for t in saved)
         x._recompute = Recompute(x, RecomputeFn(compute, constants, remote), saved, gated)  # type: ignore[attr-defined]
@@ -152,6 +145,47 @@ def find_recompute(x: Tensor) -> Recompute | None:
     """
     recompute: Recompute | None = find_note(x, "_recompute")
     return recompute if recompute is not None and recompute.is_intact() else None
+
+
+def chain_recompute(
+    compute: Callable[..., Any], saved: tuple[Tensor | None, ...]
+) -> tuple[Callable[..., Any], tuple[Tensor | None, ...]]:
+    """Returns a function with the same result, and its tensors: `saved`, but in place of each that
+    can be recomputed what that is recomputed from."""
+    notes = [None if t is None else find_recompute(t) for t in saved]
+    # What is gated may be overwritten before, and what is remote has to be fetched
+    notes = [n if n and n.gated is None and n.fn.remote is None else None for n in notes]
+    if not any(notes):
+        return compute, saved
+    inner: list[tuple[RecomputeFn, int, torch.Size] | None] = []
+    sources: list[Tensor | None] = []
+    for tensor, note in zip(saved, notes, strict=True):
+        if tensor is None or note is None:
+            inner.append(None)
+            sources.append(tensor)
+        else:
+            inner.append((note.fn, len(note.saved), tensor.shape))
+            sources += note.saved
+
+    def chained(*args: Any) -> Any:
+        rest = iter(args)
+        given = []
+        for step in inner:
+            if step is None:
+                given.append(next(rest))
+            else:
+                fn, count, shape = step
+                given.append(run_recompute(fn, [*islice(rest, count)]).view(shape))
+        return compute(*given, *rest)
+
+    return chained, tuple(sources)
+
+
+def forget_recompute(*tensors: Tensor) -> None:
+    """Removes the notes of tensors that many graphs save, so that none of them recomputes them."""
+    for x in tensors:
+        if hasattr(x, "_recompute"):
+            del x._recompute
 
 
 def run_recompute(fn: RecomputeFn, saved: Sequence[Tensor | None]) -> Tensor:

@@ -209,6 +209,28 @@ def num_stages(step: int, most: int = 3, room: int = 96 << 10) -> int:
     return 1 + min(most - 1, room // step)
 
 
+_run_fake: Callable[..., Any] | None = None
+_plain: tuple[type, ...] = Tensor, torch.nn.Parameter
+
+
+@contextlib.contextmanager
+def launch_on_fakes(run: Callable[..., Any], fake: type) -> Iterator[None]:
+    """Takes tensors of the type `fake` for real ones: operators on them call `run` with their
+    launcher, its `outputs` and its arguments."""
+    global _run_fake, _plain
+    before = _run_fake, _plain
+    _run_fake, _plain = run, (*_plain, fake)
+    try:
+        yield
+    finally:
+        _run_fake, _plain = before
+
+
+def launches_on_fakes() -> bool:
+    """Whether fake tensors stand for real ones, by `launch_on_fakes`."""
+    return _run_fake is not None
+
+
 def operator(
     name: str, outputs: Callable[..., Any], mutates: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Any]:
@@ -216,7 +238,8 @@ def operator(
 
     `outputs` allocates what the launcher returns; it gets the same arguments and names only those
     that it needs. The launcher calls it and fills the result. For meta and fake tensors and under
-    torch.compile, only `outputs` runs. `mutates` names the arguments that the launcher writes to.
+    torch.compile, only `outputs` runs, but see `launch_on_fakes`. `mutates` names the arguments
+    that the launcher writes to.
 
     torch.compile and dispatch modes see one opaque op; eager code calls the launcher directly,
     which saves the dispatcher's 10 microseconds. `.op` is the argument for `torch.library.opcheck`.
@@ -232,7 +255,13 @@ def operator(
                 return launch(x, *rest)
 
         op = torch.library.custom_op(f"tigon::{name}", run, mutates_args=mutates)
-        op.register_fake(outputs)
+
+        def allocate(*arguments: Any) -> Any:
+            if _run_fake is not None:
+                return _run_fake(launch, outputs, arguments)
+            return outputs(*arguments)
+
+        op.register_fake(allocate)
 
         @functools.wraps(launch)
         def call(x: Tensor, *rest: Any) -> Any:
@@ -341,6 +370,26 @@ def has_values(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or x.is_meta:
         return False
     return type(x) in (Tensor, torch.nn.Parameter)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Whether `x` is no subclass, which has products of its own; see `launch_on_fakes`."""
+    return type(x) in _plain
+
+
+def is_plain_parameter(x: Tensor) -> bool:
+    """Whether `x` is a parameter and no subclass."""
+    return type(x) is torch.nn.Parameter or (is_plain(x) and isinstance(x, torch.nn.Parameter))
+
+
+def is_watched() -> bool:
+    """Whether a dispatch mode sees operations, other than that of `launch_on_fakes`."""
+    return _run_fake is None and bool(torch._C._len_torch_dispatch_stack())
+
+
+def is_eager(x: Tensor) -> bool:
+    """Whether operations on `x` run now, and no dispatch mode sees them."""
+    return _run_fake is not None or (has_values(x) and not is_watched())
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:

@@ -125,10 +125,7 @@ class ActivationOffload:
             self._copying[-1] = copied, live
 
     def end(self) -> None:
-        """Lets the current stream wait for all copies to the host, and frees what was copied.
-
-        Call it after the last block.
-        """
+        """Waits, after the last block, for all copies to the host, and frees what was copied."""
         while self._copying:
             self._finish_copies()
 
@@ -140,10 +137,7 @@ class ActivationOffload:
         live.clear()  # autograd keeps `pack`, which has it
 
     def _side_stream(self) -> Any:
-        """Returns a context of the side stream, which first waits for the current one's work.
-
-        Without a GPU the context does nothing.
-        """
+        """Returns a context of the side stream after the current one; a null one on a CPU."""
         if not self.gpu:
             return nullcontext()
         side = _stream(self.device)

@@ -179,8 +179,7 @@ class Attention(SoftmaxAttention):
     def _rotate(
         self, qkv: Tensor, rotation: Rotation, *, overwrite: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated, perhaps in the memory
-        of qkv."""
+        """Returns q [B, T, H, D], k and v [B, T, K, D], normed and rotated, perhaps in place."""
         cos, sin, _ = rotation
         if self.flat_qk_norm:
             q, k, v = self._heads(qkv)

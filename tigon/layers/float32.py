@@ -7,10 +7,7 @@ from torch import Tensor, nn
 
 
 class Float32Module(nn.Module):
-    """A module of few parameters that conversions of the model leave in fp32.
-
-    FSDP gathers them apart from the others, in fp32, too.
-    """
+    """A module of few parameters that conversions leave, and FSDP gathers, in fp32."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Applies a conversion to the parameters, but to their device alone."""

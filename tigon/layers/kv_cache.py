@@ -87,7 +87,6 @@ class KVCache(Cache):
 
     @property
     def length(self) -> int:
-        """The tokens of every row."""
         return self._length
 
     def begin(
@@ -104,7 +103,6 @@ class KVCache(Cache):
         return self.length
 
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
-        """Returns the states for a pass; creates them for the first."""
         if not self.length:
             dtype = autocast_dtype(x.device) or x.dtype
             self._set_states(make(self.rows, None, chunk=1, dtype=dtype, device=x.device))
@@ -116,7 +114,6 @@ class KVCache(Cache):
         self.append, self.packed = None, mask.segment_ids is not None
 
     def select(self, rows: Tensor) -> None:
-        """Keeps the rows of the index, in its order."""
         super().select(rows)
         self.rows = len(rows)
 
@@ -206,7 +203,6 @@ class StaticCache(Cache):
 
     @property
     def length(self) -> int | None:
-        """The tokens that every row holds, or None if rows differ or only the device knows."""
         least, most = (int(n) for n in self._host_lengths.aminmax())
         return least if least == most != UNKNOWN else None
 
@@ -314,7 +310,6 @@ class StaticCache(Cache):
     def begin(
         self, batch: int, tokens: int, mask: Tensor | None = None, cu_seq_lens: Tensor | None = None
     ) -> int | Tensor:
-        """Prepares for [batch, tokens] new tokens; returns the cached ones, int or [rows]."""
         if mask is not None:
             self._check_mask(mask, batch, tokens)
         cached = self.length
@@ -350,7 +345,6 @@ class StaticCache(Cache):
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
-        """Advances the rows' lengths by the tokens of the pass."""
         grown, host_grown = self._growth
         self.append = None  # its masks can be large
         self.lengths.add_(grown)
@@ -395,7 +389,6 @@ class StaticCache(Cache):
             )
 
     def _check_batch(self, batch: int) -> None:
-        """Raises ValueError for a batch with other rows than the cache."""
         if batch != len(self.lengths):
             raise ValueError(f"the cache holds {len(self.lengths)} rows, this batch has {batch}")
 

@@ -144,10 +144,7 @@ class KVState(LayerState):
         window: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Returns attention [B, T, H, D] of q to what `store` returned in this pass.
-
-        Several layers may do so, one after the other.
-        """
+        """Returns attention [B, T, H, D] of q to what `store` returned; several layers may."""
         raise NotImplementedError
 
 
@@ -164,7 +161,6 @@ class GrowingKV(KVState):
     def store(
         self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """Stores k and v; returns those of all tokens [B, S, K, D]."""
         past = 0 if ctx.append is None else ctx.append.cached_tokens
         keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
         return keys.transpose(1, 2), values.transpose(1, 2)
@@ -245,10 +241,7 @@ class StaticKV(KVState):
     def store(
         self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns k and v after those earlier ones that their tokens see; in a step k and v alone.
-
-        Raises ValueError if a gradient is required.
-        """
+        """Returns k and v after earlier ones that they see; in a step k and v alone."""
         _refuse_gradients(k, v)
         cache_append = ctx.append
         assert cache_append is not None

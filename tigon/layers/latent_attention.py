@@ -87,8 +87,7 @@ class LatentAttention(SoftmaxAttention):
         device: torch.device | str,
         quantize: Quantize = None,
     ) -> KVState:
-        """Returns an empty cache of latents: without `capacity` one that grows, else a static one
-        of `capacity` slots."""
+        """Returns an empty cache of latents, static with a `capacity` of slots."""
         width = self.sizes.kv_lora_rank + self.sizes.qk_rope_head_dim
         if capacity is None:
             return GrowingLatents(width)
@@ -133,8 +132,7 @@ class LatentAttention(SoftmaxAttention):
     def _expand(
         self, latent: Tensor, turned: Tensor, *dropout_args: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Returns keys [B, S, H, N + R] and values [B, S, H, V] of latents [B, S, L] and rotated
-        dims [B, S, 1, R]."""
+        """Returns keys [B, S, H, N + R] and values [B, S, H, V] of latents and rotated dims."""
         sizes = self.sizes
         kv = self.kv_b_proj(latent, *dropout_args).unflatten(-1, (self.heads, -1))
         plain, v = kv.split((sizes.qk_nope_head_dim, sizes.v_head_dim), -1)

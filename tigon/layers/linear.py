@@ -1,7 +1,6 @@
 """Linear layers, and those that Hugging Face stores separately and one product computes."""
 
 from collections.abc import Collection, Iterator, Sequence
-from types import NoneType
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from tigon.kernels.linear.dropout import Dropout
 from tigon.kernels.linear.linear import gemv, uses_gemv
 from tigon.kernels.linear.lora import PLAIN_BASE, lora_linear, make_fp8_base
 from tigon.kernels.mlp.gated_act import Activation, gated_act
+from tigon.kernels.runtime import is_plain
 from tigon.layers.lora import Adapters
 from tigon.layers.quantized import QuantizedWeight
 
@@ -44,7 +44,6 @@ class Linear(nn.Linear):
         return self.weight if self.quantized is None else self.quantized.dequantize()
 
     def quantize(self, weight: QuantizedWeight) -> None:
-        """Replaces the parameter by the quantized `weight`."""
         self.register_parameter("weight", None)
         self.quantized = weight
 
@@ -170,7 +169,6 @@ class GatedLinear(FusedLinear):
 # Before anybody puts others into their place
 _FORWARD = {kind: kind.forward for kind in (nn.Linear, Linear, FusedLinear, GatedLinear)}
 _PRODUCT = {kind: getattr(kind, "product", None) for kind in _FORWARD}
-_PLAIN = (Tensor, nn.Parameter, NoneType)  # weights and biases without products of their own
 
 
 def is_unpatched(module: nn.Module, kind: type[nn.Linear]) -> bool:
@@ -187,7 +185,7 @@ def is_unpatched(module: nn.Module, kind: type[nn.Linear]) -> bool:
     if getattr(namespace, "product", None) is not _PRODUCT[kind]:
         return False
     weights = module._parameters
-    if "weight" not in weights or any(type(w) not in _PLAIN for w in weights.values()):
+    if "weight" not in weights or any(w is not None and not is_plain(w) for w in weights.values()):
         return False
     return not (
         not module.__dict__.keys().isdisjoint(("forward", "product"))

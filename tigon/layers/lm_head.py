@@ -116,8 +116,7 @@ class LMHead(nn.Module):
         return True
 
     def raw_logits(self, x: Tensor) -> Tensor:
-        """Returns logits [..., V] of states [..., C] as the weights give them, neither scaled nor
-        capped."""
+        """Returns logits [..., V] of states [..., C], neither scaled nor capped."""
         return self._logits(x, *self._active_weight())
 
     def _active_weight(self) -> tuple[Tensor, LowRank | None]:

@@ -111,10 +111,7 @@ class LowRank(LayerAdapter):
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Returns A, drawn part by part from Kaiming's uniform distribution, and B of zeros.
-
-        Magnitudes of DoRA are left out.
-        """
+        """Returns A from Kaiming's uniform distribution, part by part, and B of zeros."""
         a = torch.empty(shapes["lora_A"], dtype=torch.float32, device="cpu")
         for rows in a.split([part.rank for part in self.parts]):
             nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator)
@@ -228,10 +225,7 @@ class LowRankExperts(LayerAdapter):
     def lora_factors(
         self, gate_up: Tensor, down: Tensor, *, transposed: bool = False
     ) -> LoRAFactors:
-        """Returns A [E, r, K] and scaled B [E, O, r] of gate_up, then of down.
-
-        A matrix without an adapter has factors of rank 0. `transposed` matrices are [E, K, O].
-        """
+        """Returns A [E, r, K] and scaled B [E, O, r] of gate_up and down, rank 0 without."""
         local = {part.name: part for part in self.parts}
         initial: list[Tensor] = []
         for name, matrix in zip(MATRICES, (gate_up, down), strict=True):

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from tigon.kernels.norm.add_rms_norm import add_rms_norm
 from tigon.kernels.norm.rms_norm import Cast, rms_norm, rms_norm_with_input, sandwich_norm
 
 
@@ -23,6 +24,14 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
+
+
+def add_normed(x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
+    """Returns residual + norm(x), in one pass unless others have put a norm of theirs there."""
+    if type(norm) is not RMSNorm:
+        total: Tensor = residual + norm(x)
+        return total
+    return add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset, cast=norm.cast)
 
 
 class UnitRMSNorm(nn.Module):

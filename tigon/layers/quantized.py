@@ -24,10 +24,8 @@ from tigon.kernels.linear.quantized import (
 
 
 class QuantizedWeight(nn.Module, ABC):
-    """A weight [K, C] that stacks matrices [K_p, C], each quantized on its own.
-
-    `dtype` is that of the dequantized weight.
-    """
+    """A weight [K, C] of matrices [K_p, C], each quantized on its own; `dtype` is what it stands
+    for."""
 
     kind: ClassVar[str]
 
@@ -122,7 +120,6 @@ class NF4Weight(QuantizedWeight):
         return quantized.NF4Tensor(*(tensors[name] for name in self.BUFFERS))
 
     def allocate(self, device: torch.device) -> None:
-        """Allocates codes and scales on the device."""
         super().allocate(device)
         tensors = self._stored()
         tensors.places.copy_(quantized.group_offsets(self.matrices))
@@ -152,11 +149,9 @@ class NF4Weight(QuantizedWeight):
         tensors.offsets.fill_(0.05)
 
     def dequantize(self) -> Tensor:
-        """Returns the weight [K, C] in its dtype, in new memory."""
         return quantized.dequantize_nf4(self._stored(), self.matrices, self.shape, self.dtype)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
-        """Returns rows [first, first + count) of matrix `part`, dequantized in plain torch."""
         columns = self.shape[1]
         at = part, first * columns, count * columns
         numbers = quantized.dequantize_nf4_slice(self._stored(), self.matrices, *at, self.dtype)
@@ -197,7 +192,6 @@ class FP8Weight(QuantizedWeight):
         return BlockFP8Tensor(tensors["codes"], tensors["scales"], tensors["owners"])
 
     def allocate(self, device: torch.device) -> None:
-        """Allocates codes and scales on the device."""
         super().allocate(device)
         owner_rows, first = [], 0
         for rows, (block, _), height in zip(self.parts, self.blocks, self.heights, strict=True):
@@ -221,13 +215,11 @@ class FP8Weight(QuantizedWeight):
         self._stored().scales.copy_(torch.cat(list(grids)))
 
     def dequantize(self) -> Tensor:
-        """Returns the weight [K, C] in its dtype, in new memory."""
         return dequantize_block_fp8(
             self._stored(), width=self.width, stored=self.stored, dtype=self.dtype
         )
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
-        """Returns rows [first, first + count) of matrix `part`, dequantized in plain torch."""
         return dequantize_block_fp8_rows(
             self._stored(),
             sum(self.parts[:part]) + first,

@@ -34,10 +34,7 @@ class RecurrentState(LayerState):
         )
 
     def read(self, lengths: Tensor | int) -> tuple[Tensor, ...]:
-        """Returns the tensors [R, ...] of rows of `lengths` [R] tokens.
-
-        They are copies if there is a history, and zeros where a row is empty.
-        """
+        """Returns the tensors [R, ...] of rows of `lengths` [R] tokens, zeros of empty ones."""
         if self.history is None:
             return tuple(x[:, 0] for x in self.tensors)
         index = self._index(lengths)
@@ -67,14 +64,7 @@ class RecurrentState(LayerState):
 
 
 class DeltaState(RecurrentState):
-    """The last inputs of the convolution, and the state of the delta rule."""
-
-    def __init__(
-        self,
-        inputs: Tensor,  # [R, N + 1, W - 1, M]
-        recurrent_state: Tensor,  # fp32 [R, N + 1, H, Dk, Dv]
-    ):
-        super().__init__(inputs, recurrent_state)
+    """The inputs of the convolution, and the delta rule's state, fp32 [R, N + 1, H, Dk, Dv]."""
 
     @property
     def layout(self) -> str:

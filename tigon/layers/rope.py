@@ -22,8 +22,7 @@ def _powers(dim: int, theta: float) -> Tensor:
 
 
 def rotated_dims(head_dim: int, p: Mapping[str, Any]) -> int:
-    """Returns how many dims of a head a RoPE rotates; a proportional one has them all, most of
-    them by angles of 0."""
+    """Returns how many dims of a head a RoPE rotates, all for a proportional one."""
     partial = 1.0 if p.get("rope_type") == "proportional" else p.get("partial_rotary_factor", 1.0)
     return int(head_dim * partial)
 
@@ -163,10 +162,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def _at(self, position_ids: Tensor) -> Tensor:
-        """Returns the angles per position [D / 2] for a batch that has these positions.
-
-        They depend on the largest one in dynamic RoPE and longrope; the host does not wait.
-        """
+        """Returns the angles per position [D / 2] for a batch, without waiting for the device."""
         if self.turn == math.inf:
             return self.inv_freq
         length = position_ids.max() + 1
@@ -182,10 +178,7 @@ class RotaryEmbedding(nn.Module):
     def forward(
         self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
     ) -> Rotation:
-        """Returns the rotation of `position_ids` [B or 1, T] in `dtype`.
-
-        `of`: all positions of the batch, if `position_ids` are a part of them.
-        """
+        """Returns the rotation of `position_ids` in `dtype`; `of`: all positions of the batch."""
         inv_freq = self._at(position_ids if of is None else of)
         angles = position_ids[..., None].float() * inv_freq
         cos, sin = angles.cos(), angles.sin()
@@ -227,6 +220,5 @@ class NoRotary(nn.Module):
 
 
 def make_rotary(dim: int, rope: Mapping[str, Any], length: int) -> nn.Module:
-    """Makes the module for a layer's RoPE parameters; without a rope_type, one that rotates
-    nothing."""
+    """Makes the module for RoPE parameters; without a rope_type, one that rotates nothing."""
     return RotaryEmbedding(dim, rope, length) if "rope_type" in rope else NoRotary(dim, **rope)

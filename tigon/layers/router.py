@@ -75,7 +75,6 @@ class TopKRouter(Router):
         self.exact_weights = exact_weights
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
-        """Returns the routing of x [N, C]."""
         logits = self.logits(x)
         dtype = torch.float32 if self.exact_weights else logits.dtype
         if self.sigmoid:
@@ -87,10 +86,7 @@ class TopKRouter(Router):
 
 
 class ScaledRouter(Router):
-    """Gemma 4's choice of k of E experts for tokens that it norms, and scales by dimension.
-
-    The weights of a token sum to 1, and are then multiplied by a number of each expert.
-    """
+    """Gemma 4's choice of experts for normed, scaled tokens, with a factor of each expert."""
 
     one_init = ("scale", "per_expert_scale")  # parameters that begin as ones
 
@@ -160,7 +156,6 @@ class GroupRouter(Router):
             return F.linear(x.float(), self.weight.float())
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Routing:
-        """Returns the routing of x [N, C]."""
         logits = self.logits(x)
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
         ranked = scores.detach()
@@ -186,8 +181,7 @@ class GroupRouter(Router):
         return groups.masked_fill(outside.unsqueeze(-1), fill).flatten(1)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GroupRouter":
-        """Converts the module, but the bias only to another device: rounded, it would choose other
-        experts."""
+        """Converts the module; the bias only moves: rounded, it would choose others."""
         exact, move = self._buffers.get("e_score_correction_bias"), keep_dtype(fn)
 
         def convert(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tigon.kernels.attention.api import attention
 from tigon.kernels.norm.rms_norm import rms_norm
+from tigon.kernels.recompute import forget_recompute
 from tigon.kernels.rope.rope import rope
 from tigon.layers.attention import Attention
 from tigon.layers.context import BlockInputs, SharedKV
@@ -76,6 +77,7 @@ class SharingAttention(Attention):
             out = attention(q, *kv, mask=ctx.mask, **kwargs)
         else:
             out = state.read(q, *kv, ctx, **kwargs)
+        forget_recompute(k, v)  # later layers that read them keep one memory
         return self.o_proj(out.flatten(2), *ctx.dropout_args), kv
 
     def _rotate(

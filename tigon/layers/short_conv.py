@@ -38,8 +38,7 @@ class ShortConv(nn.Module):
         device: torch.device | str,
         quantize: Quantize = None,
     ) -> ConvState:
-        """Returns an empty state, which has the same size for any `capacity`, and is not
-        quantized."""
+        """Returns an empty state, of the same size for any `capacity`, not quantized."""
         channels, _, size = self.conv.weight.shape
         return ConvState(torch.zeros(rows, 1, size - 1, channels, dtype=dtype, device=device))
 

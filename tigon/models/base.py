@@ -110,8 +110,7 @@ class LanguageModel(CheckedCasts):
 
     @property
     def cache_restart(self) -> int | None:
-        """Length at which `generate` prefills the text again because RoPE's table changes; None:
-        never."""
+        """Length at which `generate` prefills again as RoPE's table changes; None: never."""
         return None
 
     def use_attention(self, backend: Backend) -> Self:
@@ -241,8 +240,7 @@ class LanguageModel(CheckedCasts):
         return output
 
     def _run_blocks(self, batch: Batch, needs_routing: bool) -> tuple[Tensor, Sequence[Tensor]]:
-        """Embed the batch and run the decoder: returns the last hidden states [B, T, C], and each
-        router's statistics."""
+        """Runs the decoder: returns the last hidden states [B, T, C] and router statistics."""
         embeds = batch.inputs_embeds
         if embeds is None:
             assert batch.input_ids is not None

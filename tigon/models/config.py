@@ -57,8 +57,7 @@ for _value, _keys in (
 
 @dataclass(frozen=True)
 class ConfigOrigin:
-    """The checkpoint that a config was read from; `to_dict` of the config keeps its unknown
-    keys."""
+    """The checkpoint that a config was read from, with the keys that `to_dict` keeps."""
 
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json's content
     wrapper: Mapping[str, Any] = field(default_factory=dict)  # the config around a text_config
@@ -82,6 +81,7 @@ class ModelConfig:
     wrapper_type: ClassVar[str] = ""
     default_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False  # whether partial_rotary_factor is supported
+    rotary_share: ClassVar[float | None] = None  # partial_rotary_factor of a source without one
     overflows_float16: ClassVar[bool] = False  # published models have activations above 65504
     rope_extras: ClassVar[Mapping[str, Any]] = {}  # additional keys of rope_parameters
     # Keys that may have any value: they change nothing, or the family reads them separately
@@ -175,8 +175,9 @@ class ModelConfig:
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Reads the config's `rope_parameters` from config.json's content; `longest` is
-        max_position_embeddings."""
+        """Reads `rope_parameters`; `longest` is max_position_embeddings."""
+        if cls.rotary_share is not None:
+            source = {"partial_rotary_factor": cls.rotary_share, **source}
         return read_rope(
             source, cls.default_theta, longest, partial=cls.partial_rotary, extras=cls.rope_extras
         )
@@ -224,8 +225,7 @@ class ModelConfig:
 
     @property
     def transformers_class(self) -> str:
-        """The class name in config.json's architectures: the sequence classifier's if the config
-        has labels."""
+        """The class in config.json's architectures, a classifier's with labels."""
         return (self.classifier() if self.labels else None) or self.architecture
 
     def to_dict(self) -> dict[str, Any]:
@@ -266,9 +266,15 @@ class ModelConfig:
         return write_rope(dict(self.rope_parameters))
 
 
+def check_layer_thetas(thetas: list[float] | None, layers: int) -> None:
+    """Raises ConfigError unless `layer_rope_theta` is None or has a theta, or 0, for each layer."""
+    if thetas is not None and (len(thetas) != layers or min(thetas) < 0):
+        numbers = f"a number from 0 on for each of {layers} layers"
+        raise ConfigError(f"layer_rope_theta={quote(thetas)} is not {numbers}")
+
+
 def check_layer_kinds(name: str, kinds: list[str] | None, layers: int, *known: str) -> None:
-    """Raises ConfigError unless `kinds`, the key `name`, is None or has a known kind for each
-    layer."""
+    """Raises ConfigError unless `kinds`, the key `name`, is None or a known kind a layer."""
     if kinds is not None and (len(kinds) != layers or not set(kinds) <= {*known}):
         names = " or ".join(map(repr, known))
         raise ConfigError(f"{name}={quote(kinds)} is not {names} for each of {layers} layers")
@@ -276,10 +282,7 @@ def check_layer_kinds(name: str, kinds: list[str] | None, layers: int, *known: s
 
 @dataclass(frozen=True, kw_only=True)
 class WindowedConfig(ModelConfig):
-    """The config of a family with sliding-window layers.
-
-    `layer_types` lists the kind of each layer; without it, `slides` decides.
-    """
+    """The config of a family with sliding-window layers, by `layer_types` or else `slides`."""
 
     sliding_window: int | None = 4096
     layer_types: list[str] | None = None
@@ -294,8 +297,7 @@ class WindowedConfig(ModelConfig):
         return True
 
     def layer_type(self, layer: int) -> str:
-        """The layer's kind, "sliding_attention" or "full_attention", from `layer_types` or else
-        from `slides`."""
+        """The layer's kind, "sliding_attention" or "full_attention"."""
         if self.layer_types is not None:
             return self.layer_types[layer]
         return SLIDING if self.slides(layer) else FULL
@@ -315,8 +317,7 @@ class TwoRopesConfig(WindowedConfig):
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Reads the RoPEs of full and of sliding layers, by kind of layer, from config.json's
-        content."""
+        """Reads the RoPEs of full and of sliding layers, by kind of layer."""
         return read_two_ropes(source, cls.default_theta, cls._local_theta(source), longest)
 
     def _rope_keys(self) -> dict[str, Any]:
@@ -329,6 +330,12 @@ def vocabulary_keys(c: ModelConfig) -> list[str]:
     embedding if it has a row for each of them."""
     second = "vocab_size_per_layer_input"
     return ["vocab_size"] + [second] * (getattr(c, second, None) == c.vocab_size)
+
+
+def eos_ids(c: ModelConfig, generation_config: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text by generation_config.json, or else by config.json."""
+    ids = generation_config.get("eos_token_id", c.eos_token_id)
+    return [ids] if isinstance(ids, int) else list(ids or ())
 
 
 def _num_labels(source: Mapping[str, Any]) -> int:
@@ -369,8 +376,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def activation(hidden_act: str) -> Activation:
-    """Maps config.json's `hidden_act` to the name of a kernel; raises ConfigError if there is
-    none."""
+    """Maps config.json's `hidden_act` to the name of a kernel, or raises ConfigError."""
     if hidden_act not in ACTIVATIONS:
         raise ConfigError(f"hidden_act={quote(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[hidden_act]

@@ -36,6 +36,7 @@ from tigon.layers import (
 from tigon.layers.activation_offload import ActivationOffload
 from tigon.layers.context import SharedKV
 from tigon.layers.kv_state import KVState
+from tigon.layers.norm import add_normed
 from tigon.models.config import SLIDING, ModelConfig, WindowedConfig, activation
 from tigon.utils.random import as_int64, mix
 
@@ -60,6 +61,7 @@ class TransformerBlock(nn.Module):
 
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
     norm_cast: ClassVar[Cast] = "before_weight"  # where norms round to the model's dtype
+    rounded_angles: ClassVar[bool] = True  # cos and sin are in the model's dtype, else in fp32
     mlp: nn.Module
     mixer_name = "self_attn"  # in checkpoints
     # The layer whose keys and values attention reads, and whose state it uses; None: its own
@@ -68,10 +70,9 @@ class TransformerBlock(nn.Module):
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
         """Makes the layer's attention, or another module that mixes tokens."""
-        return self.make_attention(c)
+        return self.make_layer_attention(c, layer)
 
     def add_mixer(self, c: ModelConfig, layer: int) -> None:
-        """Makes the layer's mixer and adds it as the submodule `mixer_name`."""
         mixer = self.make_mixer(c, layer)  # may set mixer_name
         self.add_module(self.mixer_name, mixer)
 
@@ -82,12 +83,19 @@ class TransformerBlock(nn.Module):
 
     def make_mlp(self, c: Any, layer: int) -> nn.Module:
         """Makes the layer's MLP or experts."""
-        return gated_mlp(c)
+        return gated_mlp(c, bias=getattr(c, "mlp_bias", False))
 
     def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
-        """The layer's head dim and RoPE parameters; {}, or options of `NoRotary`, if it has no
-        RoPE."""
+        """The layer's head dim and RoPE parameters; without RoPE {} or `NoRotary` options."""
         return c.head_dim, c.rope_parameters
+
+    def make_layer_attention(
+        self, c: ModelConfig, layer: int, *, bias: bool | None = None, **options: Any
+    ) -> Attention:
+        """Makes attention with the layer's window, if any, and by default with the config's
+        `attention_bias`, if it has one."""
+        bias = getattr(c, "attention_bias", False) if bias is None else bias
+        return self.make_attention(c, bias=bias, window=layer_window(c, layer), **options)
 
     def make_attention(
         self, c: ModelConfig, *, bias: bool = False, out_bias: bool | None = None, **options: Any
@@ -99,8 +107,7 @@ class TransformerBlock(nn.Module):
         return Attention(*sizes, offset=self.norm_offset, cast=self.norm_cast, **options)
 
     def make_norm(self, c: ModelConfig) -> RMSNorm:
-        """Makes an RMSNorm over hidden_size, with the config's eps and the family's offset and
-        cast."""
+        """Makes an RMSNorm over hidden_size with the family's offset and cast."""
         return RMSNorm(c.hidden_size, c.rms_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
 
     def make_add_norm(self, c: ModelConfig) -> AddRMSNorm:
@@ -129,10 +136,11 @@ def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = Fal
     return GatedMLP(c.hidden_size, c.intermediate_size, act, bias=bias)
 
 
-def layer_window(c: WindowedConfig, layer: int) -> int | None:
+def layer_window(c: Any, layer: int) -> int | None:
     """The layer's sliding window in tokens, the query's own included; None: full attention."""
-    slides = getattr(c, "use_sliding_window", True) and c.layer_type(layer) == SLIDING
-    return c.sliding_window if slides else None
+    full = isinstance(c, WindowedConfig) and c.layer_type(layer) != SLIDING
+    unused = full or not getattr(c, "use_sliding_window", True)
+    return None if unused else getattr(c, "sliding_window", None)
 
 
 class PreNormBlock(TransformerBlock):
@@ -164,8 +172,7 @@ class PreNormBlock(TransformerBlock):
 
 
 def _unview(x: Tensor) -> Tensor:
-    """Returns x as a tensor that is no view to autograd, since FSDP2 warns of views in a block's
-    output."""
+    """Returns x as no view to autograd, since FSDP2 warns of views in a block's output."""
     if torch.compiler.is_compiling() or not x._is_view():
         return x
     return torch.ops.aten._unsafe_view(x, x.shape)
@@ -220,7 +227,7 @@ class PostNormBlock(TransformerBlock):
         router's counts or None."""
         stream = x if residual is None else residual + x
         x = self.mixer(stream, rotation, state, ctx)
-        stream = stream + self.post_attention_layernorm(x)
+        stream = add_normed(x, stream, self.post_attention_layernorm)
         y, routing = self.mlp_forward(stream, ctx)
         return self.post_feedforward_layernorm(y), stream, routing
 
@@ -241,8 +248,8 @@ class Decoder(nn.Module):
 
     `embedding_scale`, rounded to the model's dtype, multiplies the embeddings of token ids, and
     `embedding_eps` norms them. `input_scale` multiplies the input of the first block, also if it is
-    `inputs_embeds`. With `rounded_angles`, cos and sin are in the model's dtype, else in fp32. The
-    last norm multiplies by `norm_offset` + weight; None is the offset of the block's norms.
+    `inputs_embeds`. The last norm multiplies by `norm_offset` + weight; None is the offset of the
+    block's norms.
     """
 
     def __init__(
@@ -253,12 +260,11 @@ class Decoder(nn.Module):
         embedding_scale: float = 1.0,
         embedding_eps: float | None = None,
         input_scale: float = 1.0,
-        rounded_angles: bool = True,
         norm_offset: float | None = None,
     ):
         super().__init__()
         c = config
-        self.input_scale, self.rounded_angles = input_scale, rounded_angles
+        self.input_scale, self.rounded_angles = input_scale, block.rounded_angles
         self.embed_tokens = Embedding(
             c.vocab_size,
             c.hidden_size,
@@ -439,6 +445,5 @@ class Decoder(nn.Module):
         return replace(ctx, **changes) if changes else ctx
 
     def recomputable(self, block: nn.Module) -> Callable[..., BlockOutput]:
-        """The function that is checkpointed, and called again in backward, in place of the block;
-        here the block itself."""
+        """The function that is checkpointed in place of the block; here the block."""
         return block

@@ -130,7 +130,6 @@ class LatentBlock(PreNormBlock):
     """A `PreNormBlock` with attention over latents, and with experts chosen by groups or an MLP."""
 
     def layer_rope(self, c: LatentConfig, layer: int) -> tuple[int, Mapping[str, Any]]:
-        """The rotated dims of a head, and the RoPE parameters."""
         rope = {k: v for k, v in c.rope_parameters.items() if k != "partial_rotary_factor"}
         return c.qk_rope_head_dim, rope
 
@@ -152,7 +151,6 @@ class LatentBlock(PreNormBlock):
         )
 
     def make_mlp(self, c: LatentConfig, layer: int) -> GatedMLP | SparseMoE:
-        """Makes the layer's experts with the shared ones, or its MLP if it has none."""
         return group_experts_or_mlp(c, layer)
 
 

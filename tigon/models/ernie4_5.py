@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from tigon.layers import Attention, GatedMLP
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ModelConfig
-from tigon.models.decoder import Decoder, PreNormBlock, gated_mlp
+from tigon.models.decoder import PreNormBlock, gated_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ernie4_5Config(ModelConfig):
-    """The config of ERNIE 4.5's dense models: `ModelConfig` with biases of all projections
-    (`use_bias`)."""
+    """The config of ERNIE 4.5's dense models, with biases of all projections (`use_bias`)."""
 
     model_type = "ernie4_5"
     architecture = "Ernie4_5ForCausalLM"
@@ -40,12 +39,12 @@ class Ernie4_5Config(ModelConfig):
 class Ernie4_5Block(PreNormBlock):
     """A `PreNormBlock` with interleaved RoPE and the biases of Ernie4_5Config."""
 
+    rounded_angles = False
+
     def make_mixer(self, c: Ernie4_5Config, layer: int) -> Attention:
-        """Makes attention with interleaved RoPE and the config's biases."""
-        return self.make_attention(c, bias=bool(c.use_bias), interleaved=True)
+        return self.make_layer_attention(c, layer, bias=bool(c.use_bias), interleaved=True)
 
     def make_mlp(self, c: Ernie4_5Config, layer: int) -> GatedMLP:
-        """Makes a gated MLP with the config's biases."""
         return gated_mlp(c, bias=bool(c.use_bias))
 
 
@@ -54,7 +53,3 @@ class Ernie4_5(CausalLM):
 
     config_class = Ernie4_5Config
     block_class = Ernie4_5Block
-
-    def make_decoder(self, c: Ernie4_5Config, **options: object) -> Decoder:
-        """Makes a decoder with cos and sin of RoPE in fp32."""
-        return super().make_decoder(c, rounded_angles=False, **options)

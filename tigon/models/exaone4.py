@@ -11,7 +11,7 @@ from typing import Any, Self
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import SLIDING, ConfigError, WindowedConfig
-from tigon.models.decoder import PostNormBlock, layer_window
+from tigon.models.decoder import PostNormBlock
 from tigon.utils.json import quote
 
 
@@ -49,7 +49,6 @@ class Exaone4Config(WindowedConfig):
             )
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: by the pattern."""
         pattern = self.sliding_window_pattern
         if pattern is None:
             return False
@@ -63,11 +62,9 @@ class Exaone4Block(PostNormBlock):
     have windows without RoPE where there is none."""
 
     def make_mixer(self, c: Exaone4Config, layer: int) -> Attention:
-        """Makes attention with QK-norm per head and the layer's sliding window."""
-        return self.make_attention(c, qk_norm_eps=c.rms_norm_eps, window=layer_window(c, layer))
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
 
     def layer_rope(self, c: Exaone4Config, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters, {} in full layers among sliding ones."""
         rotates = c.sliding_window is None or c.layer_type(layer) == SLIDING
         return c.head_dim, c.rope_parameters if rotates else {}
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tigon.kernels.mlp.gated_act import act_fn
 from tigon.layers import BlockInputs, GatedMLP, Linear, LMHead, Rotation, ScaledRouter, SparseMoE
+from tigon.layers.norm import add_normed
 from tigon.layers.shared_attention import SharingAttention, ValueSource
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import FULL, SLIDING, ConfigError, TwoRopesConfig, activation
@@ -285,12 +286,12 @@ class Gemma4Block(SandwichBlock):
             routed = self.moe(stream, *ctx.dropout_args)
             y = self.post_feedforward_layernorm_1(y) + self.post_feedforward_layernorm_2(routed.x)
             routing = self.moe.count_routing(routed, ctx.real) if ctx.routing else None
-        stream = stream + post_mlp(y)
+        stream = add_normed(y, stream, post_mlp)
         if ctx.layer_input is not None:
             gate = act_fn(self.per_layer_input_gate(stream, *ctx.dropout_args), self.act)
             y = self.per_layer_projection(gate * ctx.layer_input, *ctx.dropout_args)
-            stream = stream + self.post_per_layer_input_norm(y)
-        stream = stream * self.layer_scalar
+            stream = add_normed(y, stream, self.post_per_layer_input_norm)
+        stream = stream * self.layer_scalar.to(stream.dtype)  # which sharding does not cast
         return (stream, None, routing, kv) if self.kv_is_read else (stream, None, routing)
 
 

@@ -3,9 +3,7 @@
 Paper: arXiv 2406.12793; checked against transformers' modeling_glm4.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
@@ -16,12 +14,12 @@ from tigon.models.pretrained.names import QKV, CheckpointNames
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Config(ModelConfig):
-    """The config of GLM-4-0414: `ModelConfig` with `attention_bias` of queries, keys and values,
-    and RoPE on part of each head."""
+    """The config of GLM-4-0414, with biases of q, k, v and RoPE on part of each head."""
 
     model_type = "glm4"
     architecture = "Glm4ForCausalLM"
     partial_rotary = True
+    rotary_share = 0.5
     ignored = frozenset({"partial_rotary_factor"})  # read with the RoPE
 
     vocab_size: int = 151552
@@ -36,11 +34,6 @@ class Glm4Config(ModelConfig):
     pad_token_id: int | None = 151329
     attention_bias: bool = True
 
-    @classmethod
-    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """As ModelConfig's, with a partial_rotary_factor of 0.5 unless the source has one."""
-        return super()._read_rope({"partial_rotary_factor": 0.5, **source}, longest)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.eos_token_id is None:  # null means these, too
@@ -48,8 +41,7 @@ class Glm4Config(ModelConfig):
 
 
 class Glm4Block(SandwichBlock):
-    """A `SandwichBlock` with GLM's names of norms, interleaved RoPE, and no bias on attention's
-    output."""
+    """A `SandwichBlock` with GLM's names of norms, and interleaved RoPE."""
 
     NORMS = (
         "input_layernorm",
@@ -59,10 +51,7 @@ class Glm4Block(SandwichBlock):
     )
 
     def make_mixer(self, c: Glm4Config, layer: int) -> Attention:
-        """Makes attention with interleaved RoPE, and biases, if the config has them, on queries,
-        keys and values alone."""
-        bias = c.attention_bias
-        return self.make_attention(c, bias=bias, out_bias=False, interleaved=True)
+        return self.make_layer_attention(c, layer, out_bias=False, interleaved=True)
 
 
 class Glm4(CausalLM):

@@ -3,9 +3,7 @@
 Paper: arXiv 2508.06471; checked against transformers' modeling_glm4_moe.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
@@ -23,6 +21,7 @@ class Glm4MoeConfig(GroupMoEConfig):
     architecture = "Glm4MoeForCausalLM"
     classifier_name = None
     partial_rotary = True
+    rotary_share = 0.5
     ignored = GroupMoEConfig.ignored | {"partial_rotary_factor"}  # read with the RoPE
 
     vocab_size: int = 151552
@@ -48,24 +47,15 @@ class Glm4MoeConfig(GroupMoEConfig):
             object.__setattr__(self, "head_dim", width)
         super().__post_init__()
 
-    @classmethod
-    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """As ModelConfig's, with a partial_rotary_factor of 0.5 unless the source has one."""
-        return super()._read_rope({"partial_rotary_factor": 0.5, **source}, longest)
-
 
 class Glm4MoeBlock(PreNormBlock):
-    """A `PreNormBlock` with experts chosen by groups or an MLP, and no bias on attention's
-    output."""
+    """A `PreNormBlock` with experts chosen by groups, or an MLP."""
 
     def make_mixer(self, c: Glm4MoeConfig, layer: int) -> Attention:
-        """Makes attention with the config's biases on queries, keys and values alone and, if it has
-        one, with QK-norm per head."""
         eps = c.rms_norm_eps if c.use_qk_norm else None
-        return self.make_attention(c, bias=c.attention_bias, out_bias=False, qk_norm_eps=eps)
+        return self.make_layer_attention(c, layer, out_bias=False, qk_norm_eps=eps)
 
     def make_mlp(self, c: Glm4MoeConfig, layer: int) -> GatedMLP | SparseMoE:
-        """Makes the layer's experts with the shared ones, or its MLP if it has none."""
         return group_experts_or_mlp(c, layer)
 
 

@@ -16,8 +16,7 @@ DENSE, SPARSE = "dense", "sparse"
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4MoeLiteConfig(LatentConfig):
-    """The config of GLM-4.7-Flash: mlp_layer_types lists the layers with experts, null all but the
-    first."""
+    """The config of GLM-4.7-Flash: mlp_layer_types lists layers with experts."""
 
     model_type = "glm4_moe_lite"
     architecture = "Glm4MoeLiteForCausalLM"
@@ -53,8 +52,7 @@ class Glm4MoeLiteConfig(LatentConfig):
         check_layer_kinds("mlp_layer_types", types, layers, DENSE, SPARSE)
 
     def to_dict(self) -> dict[str, Any]:
-        """As ModelConfig's, with the number of layers without experts at the start, by which vLLM
-        and SGLang choose."""
+        """As ModelConfig's, with the number of dense first layers, for vLLM and SGLang."""
         types = self.mlp_layer_types or []
         first = types.index(SPARSE) if SPARSE in types else len(types)
         return super().to_dict() | {"first_k_dense_replace": first}

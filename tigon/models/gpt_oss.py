@@ -11,7 +11,7 @@ from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.layers import Attention, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.decoder import PreNormBlock, layer_window
+from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import MoEConfig, sparse_moe
 from tigon.models.pretrained.names import CheckpointNames
 
@@ -61,8 +61,6 @@ class GptOssConfig(MoEConfig, WindowedConfig):
         return super()._read_rope(source, longest)
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: layers 0, 2, 4 and so on
-        have."""
         return layer % 2 == 0
 
 
@@ -72,9 +70,7 @@ class GptOssBlock(PreNormBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: GptOssConfig, layer: int) -> Attention:
-        """Makes attention with sinks, the config's biases and the layer's sliding window."""
-        window = layer_window(c, layer)
-        return self.make_attention(c, bias=c.attention_bias, window=window, sinks=True)
+        return self.make_layer_attention(c, layer, sinks=True)
 
     def make_mlp(self, c: GptOssConfig, layer: int) -> SparseMoE:
         """Makes experts with biases and the clamped SwiGLU; softmax is over those that are chosen,

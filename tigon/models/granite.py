@@ -9,14 +9,13 @@ from typing import Any
 
 from tigon.layers import Attention, LMHead
 from tigon.models.causal_lm import CausalLM
-from tigon.models.decoder import Decoder
-from tigon.models.llama import LlamaBlock, LlamaConfig
+from tigon.models.decoder import Decoder, PreNormBlock
+from tigon.models.llama import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteConfig(LlamaConfig):
-    """The config of Granite 3: Llama's with multipliers of embeddings, branches, scores and (as a
-    divisor) logits."""
+    """The config of Granite 3: Llama's with multipliers, and a divisor of logits."""
 
     model_type = "granite"
     architecture = "GraniteForCausalLM"
@@ -28,31 +27,25 @@ class GraniteConfig(LlamaConfig):
     logits_scaling: float = 1.0
 
 
-class GraniteBlock(LlamaBlock):
-    """Llama's block whose branches are multiplied by residual_multiplier, and scores by
-    attention_multiplier."""
+class GraniteBlock(PreNormBlock):
+    """Llama's block with branches times residual_multiplier, scores times attention_multiplier."""
 
     def __init__(self, c: GraniteConfig, layer: int):
         super().__init__(c, layer)
         self.branch_scale = c.residual_multiplier
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Makes attention with the config's biases, and attention_multiplier as the scale of
-        scores."""
-        return self.make_attention(c, bias=c.attention_bias, scale=c.attention_multiplier)
+        return self.make_layer_attention(c, layer, scale=c.attention_multiplier)
 
 
 class Granite(CausalLM):
-    """Granite 3: `GraniteBlock`s, with inputs times embedding_multiplier and logits divided by
-    logits_scaling."""
+    """Granite 3: `GraniteBlock`s, embedding_multiplier, and logits_scaling, a divisor."""
 
     config_class = GraniteConfig
     block_class = GraniteBlock
 
     def make_decoder(self, c: GraniteConfig, **options: Any) -> Decoder:
-        """Makes a decoder that multiplies its input by embedding_multiplier."""
         return super().make_decoder(c, input_scale=c.embedding_multiplier, **options)
 
     def make_head(self, c: GraniteConfig, **options: Any) -> LMHead:
-        """Makes a head that divides the logits by logits_scaling."""
         return super().make_head(c, logit_scale=1 / c.logits_scaling, **options)

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tigon.layers import Attention
-from tigon.models.config import ConfigError, WindowedConfig
-from tigon.models.decoder import layer_window
+from tigon.models.config import WindowedConfig, check_layer_thetas
 from tigon.models.granite import Granite, GraniteBlock, GraniteConfig
-from tigon.utils.json import quote
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraniteSWAConfig(GraniteConfig, WindowedConfig):
-    """The config of Granite with sliding windows: Granite's with rope_theta of each layer, 0 where
-    it has no RoPE."""
+    """The config of Granite with sliding windows: rope_theta of each layer, 0 without RoPE."""
 
     model_type = "granite_swa"
     architecture = "GraniteSWAForCausalLM"
@@ -37,19 +34,12 @@ class GraniteSWAConfig(GraniteConfig, WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers, thetas = self.num_hidden_layers, self.layer_rope_theta
-        if thetas is not None and (len(thetas) != layers or min(thetas) < 0):
-            raise ConfigError(
-                f"layer_rope_theta={quote(thetas)} is not a number from 0 on for each of {layers} "
-                "layers"
-            )
-        for theta in filter(None, thetas or ()):  # raises for a theta that no RoPE can have
+        check_layer_thetas(self.layer_rope_theta, self.num_hidden_layers)
+        for theta in filter(None, self.layer_rope_theta or ()):  # raises where no RoPE can have it
             rope = {**self.rope_parameters, "rope_theta": theta}
             self._read_rope({"rope_parameters": rope}, self.max_position_embeddings)
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: all but layers 0, 4, 8
-        and so on have."""
         return layer % 4 != 0
 
 
@@ -57,15 +47,11 @@ class GraniteSWABlock(GraniteBlock):
     """Granite's block with sinks, and the layer's sliding window and RoPE."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Makes attention with sinks that begin as zeros, the config's biases and multiplier, and
-        the layer's sliding window."""
-        options = {"bias": c.attention_bias, "scale": c.attention_multiplier}
-        mixer = self.make_attention(c, window=layer_window(c, layer), sinks=True, **options)
+        mixer = self.make_layer_attention(c, layer, scale=c.attention_multiplier, sinks=True)
         mixer.zero_init = ("sinks",)
         return mixer
 
     def layer_rope(self, c: GraniteSWAConfig, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters, {} if it has no RoPE."""
         if c.layer_rope_theta is None:
             return c.head_dim, c.rope_parameters
         theta = c.layer_rope_theta[layer]

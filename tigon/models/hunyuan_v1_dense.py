@@ -14,8 +14,7 @@ from tigon.models.pretrained.names import CheckpointNames
 
 @dataclass(frozen=True, kw_only=True)
 class HunYuanV1DenseConfig(ModelConfig):
-    """The config of Hunyuan's dense models: `ModelConfig` with `attention_bias`, and `alpha` in
-    `rope_parameters` of type dynamic."""
+    """The config of Hunyuan's dense models, with `alpha` in a dynamic RoPE."""
 
     model_type = "hunyuan_v1_dense"
     architecture = "HunYuanDenseV1ForCausalLM"
@@ -39,9 +38,7 @@ class HunYuanV1DenseBlock(PreNormBlock):
     """A `PreNormBlock` whose attention norms heads after it has rotated them."""
 
     def make_mixer(self, c: HunYuanV1DenseConfig, layer: int) -> Attention:
-        """Makes attention with QK-norm per head after RoPE, and the config's biases."""
-        bias, eps = c.attention_bias, c.rms_norm_eps
-        return self.make_attention(c, bias=bias, qk_norm_eps=eps, rotates_first=True)
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, rotates_first=True)
 
 
 class HunYuanV1Dense(CausalLM):

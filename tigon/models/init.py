@@ -58,8 +58,7 @@ def _copy_local(name: str, parameter: Tensor, spec: ShardSpec | None, values: Te
 
 
 def _init(module: nn.Module, model: LanguageModel) -> None:
-    """Initializes the parameters of one module, without its submodules; a tied head is left as it
-    is."""
+    """Initializes the parameters of one module, without submodules and a tied head."""
     init: Callable[[], None] | None = getattr(module, "init_weights", None)
     if init is not None:
         init()

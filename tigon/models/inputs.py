@@ -257,8 +257,7 @@ def _check_tokens(
 
 
 def _check_dropout_keys(keys: Tensor | None, tokens: Tensor) -> Tensor | None:
-    """Returns the keys on the device of the tokens; raises ValueError unless they are int64 [B, T],
-    or None."""
+    """Returns the keys on the tokens' device; ValueError unless int64 [B, T] or None."""
     shape = tokens.shape[:2]
     if keys is None:
         return None
@@ -328,8 +327,7 @@ def _key_mask(mask: Tensor | None, batch: int, total: int, device: torch.device)
 
 
 def _check_position_ids(position_ids: Tensor, batch: int, tokens: int) -> Tensor:
-    """Returns positions as [B or 1, T], also if they were [T]; raises for another shape or values
-    that are not integers."""
+    """Returns positions as [B or 1, T], also from [T]; raises for others."""
     if position_ids.is_floating_point() or position_ids.dtype == torch.bool:
         raise TypeError(f"position_ids is {position_ids.dtype}: positions are integers")
     position_ids = position_ids[None] if position_ids.dim() == 1 else position_ids
@@ -432,8 +430,7 @@ def check_prefixes(prefixes: Tensor | None, cu: Tensor | None, tokens: int) -> T
 
 
 def mark_sequence_starts(cu: Tensor, batch: int, tokens: int) -> Tensor:
-    """Bool [B, T], True on the first token of each sequence that `cu` bounds; raises for a sequence
-    that spans two rows."""
+    """Bool [B, T], True where a sequence of `cu` begins; raises for one across two rows."""
     # Repeated ends (padding of cu_seq_lens itself) fall on the extra last slot
     starts = torch.zeros(batch * tokens + 1, dtype=torch.bool, device=cu.device)
     starts = starts.index_fill(0, cu.long(), True)[:-1].view(batch, tokens)

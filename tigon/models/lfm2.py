@@ -69,7 +69,6 @@ class ShortConvConfig(ModelConfig):
 
     @property
     def mlp_size(self) -> int:
-        """The size of an MLP."""
         return self.intermediate_size
 
 
@@ -105,7 +104,6 @@ class Lfm2Config(ShortConvConfig):
         return out | {key: out.get(key, self.hidden_size) for key in ("block_dim", "conv_dim")}
 
     def attends(self, layer: int) -> bool:
-        """Whether the layer has attention: by layer_types, or else full_attn_idxs, or else all."""
         if self.layer_types is None and self.full_attn_idxs is not None:
             return layer in self.full_attn_idxs
         return super().attends(layer)
@@ -126,12 +124,11 @@ class Lfm2Block(PreNormBlock):
     def make_mixer(self, c: ShortConvConfig, layer: int) -> nn.Module:
         """Makes attention with QK-norm, or a short convolution, which is called "conv"."""
         if c.attends(layer):
-            return self.make_attention(c, qk_norm_eps=c.rms_norm_eps)
+            return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
         self.mixer_name = CONV
         return ShortConv(c.hidden_size, c.conv_L_cache, bias=c.conv_bias)
 
     def make_mlp(self, c: Any, layer: int) -> Any:
-        """Makes a gated MLP of `mlp_size`."""
         return GatedMLP(c.hidden_size, c.mlp_size, "silu")
 
 

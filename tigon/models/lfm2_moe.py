@@ -37,7 +37,6 @@ class Lfm2MoeBlock(Lfm2Block):
     """LFM2's block with experts in place of the MLP in all but the first layers."""
 
     def make_mlp(self, c: Lfm2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
-        """Makes the layer's experts, whose router scores each with a sigmoid, or its MLP."""
         if layer < c.num_dense_layers:
             return super().make_mlp(c, layer)
         router = SigmoidRouter(

@@ -6,16 +6,14 @@ against transformers' modeling_llama.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention, GatedMLP
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ModelConfig
-from tigon.models.decoder import PreNormBlock, gated_mlp
+from tigon.models.decoder import PreNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(ModelConfig):
-    """The config of Llama: `ModelConfig` with biases of all attention projections
-    (`attention_bias`) and of the MLP."""
+    """The config of Llama: `ModelConfig` with `attention_bias` and `mlp_bias`."""
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
@@ -31,20 +29,8 @@ class LlamaConfig(ModelConfig):
     mlp_bias: bool = False
 
 
-class LlamaBlock(PreNormBlock):
-    """A `PreNormBlock` with the biases of LlamaConfig."""
-
-    def make_mixer(self, c: LlamaConfig, layer: int) -> Attention:
-        """Makes attention with the config's biases."""
-        return self.make_attention(c, bias=c.attention_bias)
-
-    def make_mlp(self, c: LlamaConfig, layer: int) -> GatedMLP:
-        """Makes a gated MLP with the config's biases."""
-        return gated_mlp(c, bias=c.mlp_bias)
-
-
 class Llama(CausalLM):
-    """Llama 1 to 3.3, and models of the same architecture: `LlamaBlock`s and nothing else."""
+    """Llama 1 to 3.3, and models of the same architecture: `PreNormBlock`s and nothing else."""
 
     config_class = LlamaConfig
-    block_class = LlamaBlock
+    block_class = PreNormBlock

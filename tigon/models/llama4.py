@@ -10,7 +10,7 @@ from typing import Any
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import FULL, ConfigError, activation, check_layer_kinds
-from tigon.models.decoder import Decoder, PreNormBlock
+from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import ExpertsConfig, sparse_moe
 from tigon.models.pretrained.names import CheckpointNames
 from tigon.utils.json import quote
@@ -64,22 +64,18 @@ class Llama4Config(ExpertsConfig):
         check_layer_kinds("layer_types", self.layer_types, layers, CHUNKED, FULL)
 
     def sparse(self, layer: int) -> bool:
-        """Whether the layer has experts: by moe_layers, or else every
-        interleave_moe_layer_step-th."""
+        """Whether the layer has experts: by moe_layers, or else by the interval."""
         if self.moe_layers is not None:
             return layer in self.moe_layers
         return (layer + 1) % self.interleave_moe_layer_step == 0
 
     def rotates(self, layer: int) -> bool:
-        """Whether the layer has RoPE: by no_rope_layers, or else all but every
-        no_rope_layer_interval-th."""
         if self.no_rope_layers:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
 
     def chunk(self, layer: int) -> int | None:
-        """The size of the layer's chunks; None: full attention. Without `layer_types`, those with
-        RoPE have chunks."""
+        """The size of the layer's chunks, by default those with RoPE; None: full attention."""
         types = self.layer_types
         chunked = self.rotates(layer) if types is None else types[layer] == CHUNKED
         return self.attention_chunk_size if chunked else None
@@ -87,6 +83,8 @@ class Llama4Config(ExpertsConfig):
 
 class Llama4Block(PreNormBlock):
     """A `PreNormBlock` with attention in chunks, and with experts and a shared one, or an MLP."""
+
+    rounded_angles = False
 
     def make_mixer(self, c: Llama4Config, layer: int) -> Attention:
         """Makes attention in the layer's chunks; with RoPE, which is interleaved, heads are normed
@@ -97,7 +95,6 @@ class Llama4Block(PreNormBlock):
         return self.make_attention(c, bias=c.attention_bias, **options)
 
     def make_mlp(self, c: Llama4Config, layer: int) -> GatedMLP | SparseMoE:
-        """Makes the layer's experts with a shared one, or its MLP if it has none."""
         if not c.sparse(layer):
             return GatedMLP(c.hidden_size, c.intermediate_size_mlp, activation(c.hidden_act))
         size = c.intermediate_size
@@ -125,7 +122,3 @@ class Llama4(CausalLM):
             "mlp": "feed_forward",
         },
     )
-
-    def make_decoder(self, c: Llama4Config, **options: Any) -> Decoder:
-        """Makes a decoder with cos and sin of RoPE in fp32."""
-        return super().make_decoder(c, rounded_angles=False, **options)

@@ -93,10 +93,8 @@ class LossTerms:
         return has_aux_loss or bool(self.router_metrics)
 
     def _resolve(self, c: LossTerm) -> LossTerm:
-        """The criterion with the batch's targets, weights and denominator where it has none.
-
-        Its tensors [B, T, ...] are indexed with the positions that the head reads.
-        """
+        """The criterion with targets, weights and denominator, indexed with the head's
+        positions."""
         targets, shape = self.targets, self.targets.batch.shape
         fields: dict[str, Any] = {}
         for name in POSITION_FIELDS:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, ModelConfig
 from tigon.models.decoder import PreNormBlock
@@ -72,17 +71,8 @@ class Ministral3Config(ScaledQueriesConfig):
     sliding_window: int | None = None  # of every layer
 
 
-class Ministral3Block(PreNormBlock):
-    """A `PreNormBlock` whose attention has the config's sliding window."""
-
-    def make_mixer(self, c: Ministral3Config, layer: int) -> Attention:
-        """Makes attention with the config's sliding window, the same in all layers."""
-        return self.make_attention(c, window=c.sliding_window)
-
-
 class Ministral3(CausalLM):
-    """Ministral 3: `Ministral3Block`s and nothing else; queries are scaled where RoPE is
-    applied."""
+    """Ministral 3: `PreNormBlock`s; queries are scaled where RoPE is applied."""
 
     config_class = Ministral3Config
-    block_class = Ministral3Block
+    block_class = PreNormBlock

@@ -6,16 +6,14 @@ modeling_mistral and modeling_ministral.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.decoder import PreNormBlock, layer_window
+from tigon.models.decoder import PreNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(WindowedConfig):
-    """The config of Mistral: `WindowedConfig` with a sliding window in all layers unless
-    sliding_window is None."""
+    """The config of Mistral: a window in all layers unless sliding_window is None."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
@@ -32,26 +30,17 @@ class MistralConfig(WindowedConfig):
 
 
 class MinistralConfig(MistralConfig):
-    """The config of Ministral: Mistral's fields for model_type "ministral", whose checkpoints
-    choose sliding layers with layer_types."""
+    """Mistral's config for model_type "ministral", which chooses layers by layer_types."""
 
     model_type = "ministral"
     architecture = "MinistralForCausalLM"
 
 
-class MistralBlock(PreNormBlock):
-    """A `PreNormBlock` without biases, whose attention has the layer's sliding window."""
-
-    def make_mixer(self, c: MistralConfig, layer: int) -> Attention:
-        """Makes attention with the layer's sliding window."""
-        return self.make_attention(c, window=layer_window(c, layer))
-
-
 class Mistral(CausalLM):
-    """Mistral 7B and Nemo: `MistralBlock`s and nothing else."""
+    """Mistral 7B and Nemo: `PreNormBlock`s and nothing else."""
 
     config_class = MistralConfig
-    block_class = MistralBlock
+    block_class = PreNormBlock
 
 
 class Ministral(Mistral):

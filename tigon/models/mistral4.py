@@ -15,8 +15,7 @@ from tigon.models.pretrained.names import CheckpointNames
 
 @dataclass(frozen=True, kw_only=True)
 class Mistral4Config(LatentConfig, ScaledQueriesConfig):
-    """The config of Mistral Small 4: latents and experts with Llama 4's scaling of queries in
-    `rope_parameters`."""
+    """The config of Mistral Small 4: latents, experts, Llama 4's scaling of queries."""
 
     model_type = "mistral4"
     architecture = "Mistral4ForCausalLM"
@@ -68,8 +67,7 @@ class Mistral4Config(LatentConfig, ScaledQueriesConfig):
 
 
 class Mistral4(CausalLM):
-    """Mistral Small 4: `LatentBlock`s; its checkpoints have all experts of a layer in one
-    tensor."""
+    """Mistral Small 4: `LatentBlock`s; checkpoints stack all experts of a layer."""
 
     config_class = Mistral4Config
     block_class = LatentBlock

@@ -5,7 +5,7 @@ Paper: arXiv 2401.04088; checked against transformers' modeling_mixtral.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention, SparseMoE
+from tigon.layers import SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import MoEConfig, sparse_moe
@@ -36,15 +36,9 @@ class MixtralConfig(MoEConfig):
 
 
 class MixtralBlock(PreNormBlock):
-    """A `PreNormBlock` with experts in place of the MLP, whose routing weights are normalized to
-    sum to 1."""
-
-    def make_mixer(self, c: MixtralConfig, layer: int) -> Attention:
-        """Makes attention with the config's sliding window, the same in all layers."""
-        return self.make_attention(c, window=c.sliding_window)
+    """A `PreNormBlock` with experts whose routing weights sum to 1."""
 
     def make_mlp(self, c: MixtralConfig, layer: int) -> SparseMoE:
-        """Makes experts of intermediate_size, with routing weights that sum to 1."""
         return sparse_moe(c, c.intermediate_size, normalize=True, exact_weights=True)
 
 

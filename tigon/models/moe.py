@@ -65,15 +65,13 @@ class MoEConfig(ExpertsConfig):
 def sparse_moe(
     c: ExpertsConfig, intermediate: int, act: ExpertActivation | None = None, **options: Any
 ) -> SparseMoE:
-    """Makes a SparseMoE with the config's sizes, experts of size `intermediate`, and the config's
-    activation unless `act` is given."""
+    """Makes a SparseMoE with the config's sizes and activation, experts of size `intermediate`."""
     sizes = c.hidden_size, intermediate, c.experts, c.num_experts_per_tok
     return SparseMoE(*sizes, activation(c.hidden_act) if act is None else act, **options)
 
 
 def expert_balance(c: ModelConfig, router_stats: Sequence[Tensor]) -> Balance | None:
-    """Computes each expert's share of assignments, and aux_loss, from the counts of each layer;
-    None if the model has no experts."""
+    """Computes each expert's share and aux_loss from the counts of layers; None without any."""
     if not isinstance(c, ExpertsConfig) or not router_stats:
         return None
     return balance(router_stats, c.num_experts_per_tok)

@@ -9,10 +9,9 @@ from typing import Any
 
 from tigon.layers import Attention, GatedMLP, LMHead, RMSNorm
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import ConfigError, WindowedConfig, activation
-from tigon.models.decoder import Decoder, SandwichBlock, gated_mlp, layer_window
+from tigon.models.config import WindowedConfig, activation, check_layer_thetas
+from tigon.models.decoder import Decoder, SandwichBlock, gated_mlp
 from tigon.models.pretrained.names import CheckpointNames
-from tigon.utils.json import quote
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,21 +46,13 @@ class MuseGlimmerConfig(WindowedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        layers, thetas = self.num_hidden_layers, self.layer_rope_theta
-        if thetas is not None and (len(thetas) != layers or min(thetas) < 0):
-            raise ConfigError(
-                f"layer_rope_theta={quote(thetas)} is not a number from 0 on for each of {layers} "
-                "layers"
-            )
+        check_layer_thetas(self.layer_rope_theta, self.num_hidden_layers)
 
     def rotates(self, layer: int) -> bool:
-        """Whether the layer has RoPE: by layer_rope_theta, or else by the rule of `slides`."""
         thetas = self.layer_rope_theta
         return self.slides(layer) if thetas is None else thetas[layer] != 0
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: all have but every
-        fourth, counted back from the last."""
         return (self.num_hidden_layers - 1 - layer) % 4 != 0
 
 
@@ -73,22 +64,17 @@ class MuseGlimmerBlock(SandwichBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: MuseGlimmerConfig, layer: int) -> Attention:
-        """Makes gated attention with qk_scale_factor in the scale of scores, and the layer's
-        sliding window."""
         options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "qk_norm_weight": False}
-        options |= {"bias": c.attention_bias, "gate": "gate_proj", "window": layer_window(c, layer)}
-        return self.make_attention(c, scale=c.qk_scale_factor * c.head_dim**-0.5, **options)
+        options |= {"scale": c.qk_scale_factor * c.head_dim**-0.5, "gate": "gate_proj"}
+        return self.make_layer_attention(c, layer, **options)
 
     def make_mlp(self, c: MuseGlimmerConfig, layer: int) -> GatedMLP:
-        """Makes a gated MLP with the config's `hidden_activation`."""
         return gated_mlp(c, activation(c.hidden_activation))
 
     def make_norm(self, c: Any) -> RMSNorm:
-        """Makes a norm behind a branch, with post_norm_eps."""
         return RMSNorm(c.hidden_size, c.post_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
 
     def layer_rope(self, c: MuseGlimmerConfig, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters, {} if it has no RoPE."""
         return c.head_dim, c.rope_parameters if c.rotates(layer) else {}
 
 
@@ -101,10 +87,8 @@ class MuseGlimmer(CausalLM):
     checkpoint_names = CheckpointNames(decoder="model.language_model.")
 
     def make_decoder(self, c: MuseGlimmerConfig, **options: Any) -> Decoder:
-        """Makes a decoder that norms the embeddings of token ids, whose last norm has no offset."""
         return super().make_decoder(c, embedding_eps=c.rms_norm_eps, norm_offset=0.0, **options)
 
     def make_head(self, c: MuseGlimmerConfig, **options: Any) -> LMHead:
-        """Makes a head with the config's multiplier and softcap of the logits."""
         scale, softcap = c.output_multiplier, c.final_logit_softcapping
         return super().make_head(c, logit_scale=scale, softcap=softcap, **options)

@@ -9,7 +9,7 @@ from typing import Any
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ModelConfig
-from tigon.models.decoder import Decoder, PostNormBlock
+from tigon.models.decoder import PostNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +34,10 @@ class Olmo2Block(PostNormBlock):
     """A `PostNormBlock` with norms of the whole queries and keys, across heads."""
 
     norm_cast = "after_weight"
+    rounded_angles = False
 
-    def make_mixer(self, c: Olmo2Config, layer: int, window: int | None = None) -> Attention:
-        """Makes attention with the config's biases, norms of whole queries and keys, and this
-        sliding window, by default none."""
-        bias, eps = c.attention_bias, c.rms_norm_eps
-        return self.make_attention(c, bias=bias, qk_norm_eps=eps, flat_qk_norm=True, window=window)
+    def make_mixer(self, c: Any, layer: int) -> Attention:
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, flat_qk_norm=True)
 
 
 class Olmo2(CausalLM):
@@ -47,7 +45,3 @@ class Olmo2(CausalLM):
 
     config_class = Olmo2Config
     block_class = Olmo2Block
-
-    def make_decoder(self, c: Olmo2Config, **options: Any) -> Decoder:
-        """Makes a decoder with cos and sin of RoPE in fp32."""
-        return super().make_decoder(c, rounded_angles=False, **options)

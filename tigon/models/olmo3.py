@@ -7,9 +7,7 @@ alone: sliding ones rotate with 5e5 unless `rope_parameters` says otherwise.
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.layers import Attention
 from tigon.models.config import TwoRopesConfig
-from tigon.models.decoder import layer_window
 from tigon.models.olmo2 import Olmo2, Olmo2Block, Olmo2Config
 
 
@@ -22,20 +20,13 @@ class Olmo3Config(Olmo2Config, TwoRopesConfig):
     default_theta = 5e5
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: all have but every
-        fourth."""
         return (layer + 1) % 4 != 0
 
 
 class Olmo3Block(Olmo2Block):
     """OLMo 2's block with a sliding window, and the RoPE of its kind of layer."""
 
-    def make_mixer(self, c: Any, layer: int, window: int | None = None) -> Attention:
-        """Makes OLMo 2's attention with the layer's sliding window; `window` is ignored."""
-        return super().make_mixer(c, layer, layer_window(c, layer))
-
     def layer_rope(self, c: Olmo3Config, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
         return c.head_dim, c.rope_parameters[c.layer_type(layer)]
 
 

@@ -4,6 +4,7 @@ Paper: arXiv 2409.02060; checked against transformers' modeling_olmoe.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from tigon.layers import Attention, SparseMoE
 from tigon.models.causal_lm import CausalLM
@@ -42,14 +43,10 @@ class OlmoeBlock(PreNormBlock):
     """A `PreNormBlock` with norms of whole queries and keys, across heads, and with experts."""
 
     def make_mixer(self, c: OlmoeConfig, layer: int) -> Attention:
-        """Makes attention with norms of whole queries and keys, the config's biases and bound."""
-        bias, eps = c.attention_bias, c.rms_norm_eps
-        return self.make_attention(
-            c, bias=bias, qk_norm_eps=eps, flat_qk_norm=True, clip=c.clip_qkv
-        )
+        options: dict[str, Any] = {"flat_qk_norm": True, "clip": c.clip_qkv}
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, **options)
 
     def make_mlp(self, c: OlmoeConfig, layer: int) -> SparseMoE:
-        """Makes the layer's experts."""
         return sparse_moe(c, c.intermediate_size, normalize=c.norm_topk_prob)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.mistral import MistralBlock
+from tigon.models.decoder import PreNormBlock
 from tigon.models.pretrained.names import CheckpointNames
 
 RENAMED = {"su": "longrope", "yarn": "longrope"}  # of configs older than the name
@@ -17,8 +17,7 @@ RENAMED = {"su": "longrope", "yarn": "longrope"}  # of configs older than the na
 
 @dataclass(frozen=True, kw_only=True)
 class Phi3Config(WindowedConfig):
-    """The config of Phi-3 to 4-mini: `WindowedConfig` with RoPE on part of each head and LongRoPE's
-    original length."""
+    """The config of Phi-3 to 4-mini: RoPE on part of each head, LongRoPE's original length."""
 
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
@@ -52,11 +51,10 @@ class Phi3Config(WindowedConfig):
 
 
 class Phi3(CausalLM):
-    """Phi-3 to 4-mini: Mistral's blocks; checkpoints store q, k, v and gate, up packed, as the
-    parameters are."""
+    """Phi-3 to 4-mini: Mistral's blocks; checkpoints store projections packed, as here."""
 
     config_class = Phi3Config
-    block_class = MistralBlock
+    block_class = PreNormBlock
     checkpoint_names = CheckpointNames(packed={})  # stored packed, as here
 
     @property

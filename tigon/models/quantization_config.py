@@ -46,8 +46,7 @@ def read_quantization(config: Mapping[str, Any]) -> BlockScales | Mxfp4Blocks | 
 
 
 def quantization_method(settings: Any) -> Any:
-    """The format that a quantization_config names, None if it names none; raises ConfigError if it
-    is no object."""
+    """The format that a quantization_config names, or None; ConfigError if no object."""
     if not isinstance(settings, Mapping):
         raise ConfigError(f"{KEY}={quote(settings)} is not an object with a quant_method")
     method = settings.get("quant_method")

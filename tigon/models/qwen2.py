@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.decoder import PreNormBlock, layer_window
+from tigon.models.decoder import PreNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(WindowedConfig):
-    """The config of Qwen2 and Qwen2.5: `WindowedConfig` whose windows count only with
-    use_sliding_window."""
+    """The config of Qwen2 and Qwen2.5: windows count only with use_sliding_window."""
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
@@ -30,8 +29,6 @@ class Qwen2Config(WindowedConfig):
     max_window_layers: int = 28
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: those from layer
-        max_window_layers on have."""
         return layer >= self.max_window_layers
 
 
@@ -39,10 +36,7 @@ class Qwen2Block(PreNormBlock):
     """A `PreNormBlock` with biases of queries, keys and values, and the layer's sliding window."""
 
     def make_mixer(self, c: Qwen2Config, layer: int) -> Attention:
-        """Makes attention with biases on queries, keys and values alone, and the layer's sliding
-        window."""
-        window = layer_window(c, layer)
-        return self.make_attention(c, bias=True, out_bias=False, window=window)
+        return self.make_layer_attention(c, layer, bias=True, out_bias=False)
 
 
 class Qwen2(CausalLM):

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, WindowedConfig
-from tigon.models.decoder import PreNormBlock, gated_mlp, layer_window
+from tigon.models.decoder import PreNormBlock, gated_mlp
 from tigon.models.moe import MoEConfig, sparse_moe
 
 
 @dataclass(frozen=True, kw_only=True)
 class QwenMoEConfig(MoEConfig):
-    """The config of Qwen's mixtures: every decoder_sparse_step-th layer has experts, unless it is
-    in mlp_only_layers."""
+    """The config of Qwen's mixtures: which layers have experts."""
 
     num_experts: int = 60
     moe_intermediate_size: int = 1408
@@ -30,14 +29,11 @@ class QwenMoEConfig(MoEConfig):
         super().__post_init__()
 
     def sparse(self, layer: int) -> bool:
-        """Whether this layer has experts."""
         on_step = (layer + 1) % self.decoder_sparse_step == 0
         return self.num_experts > 0 and on_step and layer not in (self.mlp_only_layers or ())
 
 
 def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | SparseMoE:
-    """Makes the layer's experts, or its MLP if it has none; `shared` is the shared expert's size, 0
-    for none."""
     if not c.sparse(layer):
         return gated_mlp(c)
     return sparse_moe(c, c.moe_intermediate_size, normalize=c.norm_topk_prob, shared=shared)
@@ -45,8 +41,7 @@ def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | 
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
-    """The config of Qwen2-MoE: Qwen's mixtures with a shared expert, sliding windows and
-    `qkv_bias`."""
+    """The config of Qwen2-MoE: a shared expert, sliding windows and `qkv_bias`."""
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
@@ -72,23 +67,16 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
             )
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: layers 0, 2, 4 and so on
-        below max_window_layers have."""
         return layer % 2 == 0 and layer < self.max_window_layers
 
 
 class Qwen2MoeBlock(PreNormBlock):
-    """A `PreNormBlock` with the layer's sliding window, and with experts and a shared one, or an
-    MLP."""
+    """A `PreNormBlock` with sliding windows, and experts and a shared one, or an MLP."""
 
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
-        """Makes attention with biases, if `qkv_bias`, on queries, keys and values alone, and the
-        layer's sliding window."""
-        window = layer_window(c, layer)
-        return self.make_attention(c, bias=c.qkv_bias, out_bias=False, window=window)
+        return self.make_layer_attention(c, layer, bias=c.qkv_bias, out_bias=False)
 
     def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
-        """Makes the layer's experts with a shared expert, or its MLP if it has none."""
         return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)
 
 

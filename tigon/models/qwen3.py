@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
-from tigon.models.decoder import PreNormBlock, layer_window
+from tigon.models.decoder import PreNormBlock
 from tigon.models.qwen2 import Qwen2Config
 
 
@@ -26,10 +26,7 @@ class Qwen3Block(PreNormBlock):
     """A `PreNormBlock` with QK-norm per head, `attention_bias` and the layer's sliding window."""
 
     def make_mixer(self, c: Qwen3Config, layer: int) -> Attention:
-        """Makes attention with QK-norm per head, the config's biases and the layer's sliding
-        window."""
-        bias, window = c.attention_bias, layer_window(c, layer)
-        return self.make_attention(c, bias=bias, qk_norm_eps=c.rms_norm_eps, window=window)
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
 
 
 class Qwen3(CausalLM):

@@ -27,6 +27,7 @@ class GatedDeltaConfig(ModelConfig):
     full_attention_interval-th, unless `layer_types` lists the kind of each layer."""
 
     partial_rotary = True
+    rotary_share = 0.25
     # Read with the RoPE; and always float32 here
     ignored = frozenset({"partial_rotary_factor", "mamba_ssm_dtype"})
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"attn_output_gate": (None, True)}
@@ -45,12 +46,6 @@ class GatedDeltaConfig(ModelConfig):
     full_attention_interval: int = 4
     layer_types: list[str] | None = None
 
-    @classmethod
-    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """As ModelConfig's, with a partial_rotary_factor of 0.25 unless the source has one, or null
-        for whole heads."""
-        return super()._read_rope({"partial_rotary_factor": 0.25, **source}, longest)
-
     def __post_init__(self) -> None:
         super().__post_init__()
         check_layer_kinds("layer_types", self.layer_types, self.num_hidden_layers, LINEAR, FULL)
@@ -58,7 +53,6 @@ class GatedDeltaConfig(ModelConfig):
             raise ConfigError(f"hidden_act={quote(self.hidden_act)}: Gated DeltaNet has silu alone")
 
     def attends(self, layer: int) -> bool:
-        """Whether the layer has attention."""
         if self.layer_types is not None:
             return self.layer_types[layer] == FULL
         return (layer + 1) % self.full_attention_interval == 0
@@ -72,11 +66,8 @@ class GatedDeltaBlock(PreNormBlock):
     packed = False  # whether checkpoints have the rows of each key head together
 
     def make_mixer(self, c: GatedDeltaConfig, layer: int) -> nn.Module:
-        """Makes attention with QK-norm and an output gate, or Gated DeltaNet."""
         if c.attends(layer):
-            return self.make_attention(
-                c, bias=c.attention_bias, qk_norm_eps=c.rms_norm_eps, gate="q_proj"
-            )
+            return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, gate="q_proj")
         self.mixer_name = "linear_attn"
         heads = c.linear_num_key_heads, c.linear_num_value_heads
         dims = c.linear_key_head_dim, c.linear_value_head_dim

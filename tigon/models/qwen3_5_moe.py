@@ -41,7 +41,6 @@ class Qwen3_5MoeBlock(GatedDeltaBlock):
     """Qwen3.5's block with experts, a gated shared one among them, in place of the MLP."""
 
     def make_mlp(self, c: Qwen3_5MoeConfig, layer: int) -> SparseMoE:
-        """Makes experts with routing weights that sum to 1, and a shared one."""
         shared = c.shared_expert_intermediate_size
         return sparse_moe(c, c.moe_intermediate_size, normalize=True, shared=shared)
 

@@ -13,8 +13,7 @@ from tigon.models.qwen2_moe import QwenMoEConfig, experts_or_mlp
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(QwenMoEConfig):
-    """The config of Qwen3-MoE: Qwen's mixtures with `attention_bias`, and a sliding window in all
-    layers or none."""
+    """The config of Qwen3-MoE: `attention_bias`, and a window in all layers or none."""
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
@@ -45,14 +44,9 @@ class Qwen3MoeBlock(PreNormBlock):
     """A `PreNormBlock` with QK-norm per head, and with experts, none of them shared, or an MLP."""
 
     def make_mixer(self, c: Qwen3MoeConfig, layer: int) -> Attention:
-        """Makes attention with QK-norm per head, the config's biases and, if it uses one, its
-        sliding window."""
-        window = c.sliding_window if c.use_sliding_window else None
-        bias, eps = c.attention_bias, c.rms_norm_eps
-        return self.make_attention(c, bias=bias, qk_norm_eps=eps, window=window)
+        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
 
     def make_mlp(self, c: Qwen3MoeConfig, layer: int) -> GatedMLP | SparseMoE:
-        """Makes the layer's experts, without a shared one, or its MLP if it has none."""
         return experts_or_mlp(c, layer)
 
 

@@ -35,7 +35,6 @@ class Qwen3NextBlock(GatedDeltaBlock):
     packed = True
 
     def make_mlp(self, c: Qwen3NextConfig, layer: int) -> GatedMLP | SparseMoE:
-        """Makes the layer's experts with a shared one, or its MLP if it has none."""
         return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)
 
 

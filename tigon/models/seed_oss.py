@@ -8,13 +8,13 @@ from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
-from tigon.models.llama import LlamaBlock, LlamaConfig
+from tigon.models.decoder import PreNormBlock
+from tigon.models.llama import LlamaConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeedOssConfig(LlamaConfig):
-    """The config of Seed-OSS: Llama's with another switch, attention_out_bias, for the bias of
-    attention's output."""
+    """The config of Seed-OSS: Llama's with attention_out_bias, a switch of its own."""
 
     model_type = "seed_oss"
     architecture = "SeedOssForCausalLM"
@@ -32,14 +32,11 @@ class SeedOssConfig(LlamaConfig):
     attention_out_bias: bool = False
 
 
-class SeedOssBlock(LlamaBlock):
-    """Llama's block with separate switches for biases of queries, keys and values, and of
-    attention's output."""
+class SeedOssBlock(PreNormBlock):
+    """Llama's block with a switch of its own for the bias of attention's output."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Makes attention with the config's biases: `attention_bias` on queries, keys and values,
-        and `attention_out_bias`."""
-        return self.make_attention(c, bias=c.attention_bias, out_bias=c.attention_out_bias)
+        return self.make_layer_attention(c, layer, out_bias=c.attention_out_bias)
 
 
 class SeedOss(CausalLM):

@@ -6,18 +6,16 @@ Checked against transformers' modeling_smollm3.
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, WindowedConfig
-from tigon.models.decoder import layer_window
-from tigon.models.llama import LlamaBlock, LlamaConfig
+from tigon.models.decoder import PreNormBlock
+from tigon.models.llama import LlamaConfig
 from tigon.utils.json import quote
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmolLM3Config(LlamaConfig, WindowedConfig):
-    """The config of SmolLM3: Llama's with a choice of layers that have no RoPE, and sliding
-    windows."""
+    """The config of SmolLM3: Llama's with layers without RoPE, and sliding windows."""
 
     model_type = "smollm3"
     architecture = "SmolLM3ForCausalLM"
@@ -47,28 +45,18 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
             )
 
     def rotates(self, layer: int) -> bool:
-        """Whether the layer has RoPE: by no_rope_layers, or else all but every
-        no_rope_layer_interval-th."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: those without RoPE
-        have."""
         return not self.rotates(layer)
 
 
-class SmolLM3Block(LlamaBlock):
-    """Llama's block with the layer's sliding window, and without RoPE in the layers of the
-    config."""
-
-    def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Makes attention with the config's biases and the layer's sliding window."""
-        return self.make_attention(c, bias=c.attention_bias, window=layer_window(c, layer))
+class SmolLM3Block(PreNormBlock):
+    """Llama's block with sliding windows, and without RoPE in some layers."""
 
     def layer_rope(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters, {} if it has no RoPE."""
         return c.head_dim, c.rope_parameters if c.rotates(layer) else {}
 
 

@@ -300,8 +300,7 @@ def _check_index(name: str, index: Tensor, first: int, end: int) -> None:
 
 
 def take(x: Tensor, keep: slice | Tensor) -> Tensor:
-    """Selects positions of each row of x [B, T, ...]: by a slice, an index [n] for all rows, or [B,
-    n] for each."""
+    """Selects positions of rows x [B, T, ...]: a slice, an index [n] for all, or [B, n]."""
     if isinstance(keep, slice):
         return x[:, keep]
     if keep.dim() == 1:

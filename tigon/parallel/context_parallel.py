@@ -40,8 +40,7 @@ def share_context(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
 
 
 def check_context(model: CausalLM, ranks: int) -> None:
-    """Raises ValueError if there are several ranks and a layer's mixer is neither attention nor a
-    short convolution."""
+    """Raises ValueError for several ranks and a mixer other than attention or short convolution."""
     if ranks == 1:
         return
     for i, block in enumerate(model.model.layers):

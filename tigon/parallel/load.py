@@ -153,10 +153,8 @@ def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> Non
 
 # No closure, so that a model can be copied and pickled before its first call
 def check_first_call(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Compares the checkpoint and the inputs over the ranks in the model's first call.
-
-    Calls raise ValueError on all ranks until both are the same.
-    """
+    """Raises ValueError on all ranks unless checkpoint and inputs of the first call are the
+    same."""
     facts = {"files of the model": model.files_digest, "dtype": model.dtype}
     facts["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
     check_same_on_all_ranks(model.communication_groups, CALL, facts, model.device)

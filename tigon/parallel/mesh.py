@@ -11,8 +11,7 @@ from tigon.distributed.collectives import Ranks
 
 
 def as_ranks(mesh: DeviceMesh | Ranks) -> Ranks:
-    """The ranks of a mesh of one dimension; `Ranks` themselves need no process group on the meta
-    device."""
+    """The ranks of a mesh of one dimension; `Ranks` need no process group on meta."""
     return mesh if isinstance(mesh, Ranks) else Ranks.of(mesh.get_group())
 
 
@@ -25,8 +24,7 @@ class DataRank(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """The number of ranks in each dimension. Tensor ranks are neighbors, since they communicate
-    the most."""
+    """The number of ranks in each dimension; tensor ranks, which talk the most, are neighbors."""
 
     replicate: int = 1
     fsdp: int = 1

@@ -120,20 +120,15 @@ class TensorPass:
     def take_norm(
         self, place: int, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Returns the norm's output if it was computed ahead from these tensors, else None.
-
-        What was computed ahead is dropped in any case.
-        """
+        """Returns the norm's output if it was computed ahead from these tensors, else None."""
         ahead, self._ahead = self._ahead, None
         if ahead is None or (ahead.place, ahead.version) != (place, ahead.total._version):
             return None
         return ahead.output if ahead.total is x and ahead.residual is residual else None
 
     def expect_sum(self, place: int, residual: Tensor) -> None:
-        """Prepares to compute the norm at `place` with the next sum over ranks.
-
-        Does nothing unless the region is replicated and gradients are off, or without such a norm.
-        """
+        """Prepares the norm at `place` for the next sum over ranks, in decoding without
+        gradients."""
         if self.region.replicated and place < len(self.norms) and not torch.is_grad_enabled():
             self._pending = place, residual
 
@@ -182,10 +177,7 @@ class ReplicatedLinear(Linear):
 
 
 class TensorParallelLatentAttention(LatentAttention):
-    """Latent attention of which each rank has some heads, and latents of its own tokens.
-
-    The latents are gathered, since every head reads those of all tokens.
-    """
+    """Latent attention with some heads on each rank, which gathers the latents of all tokens."""
 
     tensor: TensorPass
 
@@ -246,17 +238,13 @@ class DispatchedExperts(Experts):
 
 
 class DispatchedMoE(SparseMoE):
-    """Experts that are whole on one of the ranks: each rank dispatches its own tokens.
-
-    In decoding, with one token a row, every rank computes all tokens with its own experts.
-    """
+    """Whole experts on ranks: each dispatches its own tokens, but in decoding computes all."""
 
     tensor: TensorPass
     experts: DispatchedExperts
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> MoEOutput:
-        """As in the base for the region's tokens x; routing is of this rank's tokens alone, but in
-        decoding of all."""
+        """As in the base for the region's tokens x; routes this rank's alone, in decoding all."""
         region = self.tensor.region
         if self.experts.has_all_tokens:
             return super().forward(x)
@@ -273,10 +261,7 @@ class DispatchedMoE(SparseMoE):
 
 
 class TensorParallelNorm(AddRMSNorm):
-    """AddRMSNorm, which takes its result if it was computed with the sum over ranks before it.
-
-    It then prepares the next norm to be computed with the next sum.
-    """
+    """AddRMSNorm, which takes its result if computed with the sum over ranks before it."""
 
     tensor: TensorPass
     place: int  # in `TensorPass.norms`
@@ -310,10 +295,7 @@ class FlatParallelNorm(RMSNorm):
 
 
 class TensorParallelDecoder(Decoder):
-    """A decoder whose blocks have a rank's own tokens, or in decoding all of them.
-
-    Input and output are all tokens [B, T, C] on every rank.
-    """
+    """A decoder whose blocks have a rank's own tokens; input and output are all [B, T, C]."""
 
     tensor: TensorPass
 

@@ -196,10 +196,8 @@ FLAT_QK_NORM = {"q_norm.weight": ShardRule(0, head_rows), "k_norm.weight": Shard
 def shard_specs(
     model: CausalLM, ranks: Ranks, excluded: Container[nn.Module]
 ) -> Iterator[tuple[str, ShardSpec]]:
-    """Yields name and spec of every parameter: what it has already, or by `PLAN`, or replicated.
-
-    `excluded`: modules to which no rule applies.
-    """
+    """Yields each parameter's spec, by `PLAN` or replicated; no rule applies to `excluded`
+    modules."""
     rules_of: dict[str, tuple[nn.Module, ShardRule]] = {}
     for path, module in model.named_modules():
         if module in excluded:
@@ -335,10 +333,7 @@ def _pieces_of_part(weight: ShardSpec, part: LoRAPart) -> Pieces:
 
 
 def _local_lora_part(part: LoRAPart, weight: ShardSpec) -> LoRAPart:
-    """Returns an adapter's part with `first` and `size` of this rank's output.
-
-    A row-wise parallel layer has the whole output on each rank.
-    """
+    """Returns an adapter's part with `first` and `size` of this rank's output."""
     if _is_row_wise(weight):
         return part
     pieces = _pieces_of_part(weight, part)

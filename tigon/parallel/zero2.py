@@ -84,10 +84,7 @@ class ShardedParameter:
             module._parameters[name] = parameter
 
     def add_up(self, dtype: torch.dtype) -> None:
-        """Add a gradient of another dtype to `sum`, in `dtype`, and remove it from `whole`.
-
-        One of this dtype stays in `whole`, where autograd accumulates.
-        """
+        """Adds a gradient of another dtype to `sum`, in `dtype`, and removes it from `whole`."""
         gradient = self.whole.grad
         if gradient is None or gradient.dtype == dtype:
             return
@@ -95,10 +92,7 @@ class ShardedParameter:
         self.whole.grad = None
 
     def take_gradient(self, dtype: torch.dtype) -> Tensor:
-        """Removes and returns the accumulated gradient [n r, ...], padded with zeros.
-
-        Zeros in `dtype` if the loss has no gradient here.
-        """
+        """Removes and returns the accumulated gradient [n r, ...], padded with zeros."""
         gradient = self.whole.grad if self.sum is None else self.sum
         self.whole.grad = self.sum = None
         if gradient is None:
@@ -184,11 +178,7 @@ class Zero2:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Starts the all-gathers of all weights in the order of forward, which waits for each
-        group.
-
-        Weights stay gathered until `release` or the end of the last backward.
-        """
+        """Starts all-gathers of all weights, which stay until `release` or the last backward."""
         if self.gathered:
             return
         self.allocate()
@@ -276,8 +266,7 @@ class Zero2:
             group.missing = len(group.trained)
 
     def gradient_holder(self, whole: nn.Parameter) -> tuple[Any, str]:
-        """The object and the attribute that hold a whole parameter's gradient between the backward
-        passes of a step."""
+        """The object and attribute with a parameter's gradient between backward passes."""
         weight = self.weights[whole]
         return (weight.whole, "grad") if self.sums == self.compute else (weight, "sum")
 

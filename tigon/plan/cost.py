@@ -112,8 +112,7 @@ class ParameterCounts:
         return sum(self.counts.values())
 
     def per_shard(self, shards: int) -> Iterator[tuple[bool, float]]:
-        """Yields whether parameters are hidden matrices, and how many of them one of `shards` FSDP
-        ranks holds."""
+        """Yields whether parameters are hidden matrices, and how many an FSDP rank holds."""
         for (hidden, sharded), count in self.counts.items():
             yield hidden, count / (shards * self.tensor // self.expert if sharded else shards)
 
@@ -150,8 +149,7 @@ class Shapes:
 
     @property
     def experts(self) -> int:
-        """Returns the greatest common divisor of the layers' numbers of experts, which ranks may
-        divide; 0 without experts."""
+        """Returns the number of experts that ranks may divide in all layers; 0 without experts."""
         counts = [len(m.down_proj) for m in self.shard().modules() if isinstance(m, Experts)]
         return math.gcd(*counts)
 
@@ -291,8 +289,7 @@ def kernel_bytes(
 
 
 def has_post_norms(block: nn.Module) -> bool:
-    """Returns whether a block also norms its branches before it adds them to the residual
-    stream."""
+    """Returns whether a block also norms its branches before it adds them."""
     return sum(isinstance(module, RMSNorm) for module in block.children()) >= 4
 
 

@@ -86,10 +86,7 @@ def known_gpus() -> dict[str, GPU]:
 
 
 def find_gpu(name: str = "", *, torch_name: str = "") -> tuple[GPU, Constants]:
-    """Returns the GPU with this name, or with torch's name for it, and its constants.
-
-    Raises ValueError for an unknown GPU.
-    """
+    """Returns the GPU with this name, or torch's name for it; ValueError for an unknown one."""
     known = known_gpus()
     if torch_name:
         gpu = next((gpu for gpu in known.values() if gpu.torch_name == torch_name), None)

@@ -169,8 +169,7 @@ def table_rows(plan: LayoutPlan) -> list[list[str]]:
 
 
 def format_reasons(plan: LayoutPlan) -> list[str]:
-    """Returns lines that say why other layouts are impossible, the most frequent reasons first; []
-    if none is."""
+    """Returns lines that say why other layouts are impossible, the most frequent first."""
     if not plan.reasons:
         return []
     reasons = merge_rank_counts(plan.reasons)

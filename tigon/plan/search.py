@@ -119,8 +119,7 @@ def estimate_memory(job: Job, layout: Layout) -> Estimate:
 
 
 def persistent_bytes(job: Job, layout: Layout) -> int:
-    """Returns a lower bound of the bytes of weights, gradients and states that a GPU has at once in
-    each step."""
+    """Returns a lower bound of a GPU's bytes of weights, gradients and states in a step."""
     item = getattr(torch, job.config.param_dtype).itemsize
     counts, several = job.shapes.counts(layout.tensor, layout.expert), layout.micro_batches > 1
     states = 0.0 if job.config.optimizer_offload else state_bytes(job.config, hidden=True)
@@ -138,8 +137,7 @@ def persistent_bytes(job: Job, layout: Layout) -> int:
 
 
 class MemorySearch:
-    """Estimates the memory of layouts, each once, and none that must be above the budget as a
-    leaner one is."""
+    """Estimates layouts once each, and none above the budget as a leaner one is."""
 
     def __init__(self, job: Job, estimate: EstimateMemory, budget: int) -> None:
         self.job, self.estimate, self.budget = job, estimate, budget
@@ -234,8 +232,7 @@ def make_plan(
 
 
 def rank_ties(choices: Iterable[LayoutChoice]) -> list[LayoutChoice]:
-    """Returns choices of ascending time with those sorted by memory that are within TIE of the
-    fastest of their group."""
+    """Returns choices by time; those within TIE of their group's fastest by memory."""
     keyed, fastest = list[tuple[float, int, LayoutChoice]](), 0.0
     for choice in choices:
         if choice.step.seconds > fastest * (1 + TIE):

@@ -29,8 +29,7 @@ def render_page(runs: Sequence[RunFiles]) -> str:
 
 
 def describe_state(run: RunFiles) -> str:
-    """Returns a text that says whether the run has finished, goes on or was interrupted, and its
-    step."""
+    """Returns whether the run has finished, goes on or was interrupted, and its step."""
     last, steps = run.last_step or 0, run.config.get("steps")
     if run.is_finished:
         return f"finished · {last:,} steps"
@@ -39,8 +38,7 @@ def describe_state(run: RunFiles) -> str:
 
 
 def facts(run: RunFiles) -> dict[str, str]:
-    """Returns texts by name that say what was trained on what, and where; without what is not
-    known."""
+    """Returns texts by name on what was trained on what, and where, as far as it is known."""
     config, init = run.config, run.config.get("init")
     count = f"{run.parameters:,} parameters" if run.parameters else ""
     size = ", ".join(filter(None, (run.architecture, count)))
@@ -101,8 +99,7 @@ def figures(run: RunFiles) -> dict[str, str]:
 
 
 def format_setting(value: Any) -> str:
-    """Returns a setting as YAML on one line, cut after CHARACTERS, without what is empty in entries
-    of data."""
+    """Returns a setting as a line of YAML, cut after CHARACTERS."""
     if isinstance(value, list | tuple):
         value = [{k: v for k, v in item.items() if v not in (None, {}, [])}
                  if isinstance(item, dict) else item for item in value]  # fmt: skip
@@ -132,8 +129,7 @@ def settings(run: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
 
 
 def differences(runs: Sequence[RunFiles]) -> Iterator[list[str]]:
-    """Yields the name of each setting that differs, except run_dir and resume, with the value of
-    each run."""
+    """Yields each setting that differs, but run_dir and resume, with its value in each run."""
     for name in dict.fromkeys(name for run in runs for name in run.config):
         values = [format_setting(run.config[name]) if name in run.config else "–" for run in runs]
         if len(set(values)) > 1 and name not in ("run_dir", "resume"):

@@ -45,7 +45,6 @@ class Column:
         return [s for s, v in zip(self.steps, self.values, strict=True) if math.isnan(v)]
 
     def last(self) -> float:
-        """Returns the last finite value, or NaN."""
         return next((value for value in reversed(self.values) if not math.isnan(value)), math.nan)
 
     def lowest(self) -> tuple[int, float] | None:
@@ -127,8 +126,7 @@ def _content(path: Path, limit: int = BYTES) -> bytes:
 
 
 def _read_config(run: RunFiles) -> None:
-    """Reads settings and machine from config.yaml into the run; a missing or damaged one becomes a
-    problem."""
+    """Reads settings and machine from config.yaml into the run, or notes a problem."""
     try:
         text = _content(run.path / "config.yaml").decode(errors="replace")
         config = parse_yaml(text, "config.yaml")
@@ -144,8 +142,7 @@ def _read_config(run: RunFiles) -> None:
 
 
 def _read_metrics(run: RunFiles) -> None:
-    """Reads columns, skipped steps and rollbacks from metrics.jsonl into the run; what is missing
-    or damaged becomes a problem."""
+    """Reads columns, skips and rollbacks from metrics.jsonl into the run, or notes problems."""
     rollbacks = 0.0
     for row in _rows(run, "metrics.jsonl"):
         step = row.pop("step")
@@ -210,8 +207,7 @@ def _is_locked(path: Path) -> bool:
 
 
 def _read_model(run: RunFiles) -> None:
-    """Reads architecture and number of parameters from the export, or else from the newest
-    checkpoint, into the run."""
+    """Reads architecture and parameters from the export or newest checkpoint into the run."""
     steps = run.path.glob("checkpoints/step-*")
     newest = max(steps, default=None, key=lambda path: (len(path.name), path.name))
     for folder in filter(None, (run.path / "hf", newest)):

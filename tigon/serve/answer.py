@@ -130,8 +130,7 @@ class Answer:
         return self._texts is not None
 
     def append(self, output: Sequence[float]) -> None:
-        """Takes the next token, a row of what `DecodeBatch.step` returns, unless the answer has
-        ended."""
+        """Takes the next token, a row of `DecodeBatch.step`, unless the answer has ended."""
         if self.ended:
             return
         token = int(output[0])

@@ -93,10 +93,8 @@ async def read_body(request: HTTPRequest) -> bytes:
 
 
 class Completion:
-    """Sends the reply to a request, at once or as a stream, while its answers are written.
-
-    A client that goes away, or reads nothing for READER_SECONDS, ends its answers.
-    """
+    """Sends the reply to a request until the client goes away, or reads nothing for
+    READER_SECONDS."""
 
     def __init__(self, reply: Reply, wake: asyncio.Event):
         self.reply, self.answers, self.wake = reply, reply.answers, wake

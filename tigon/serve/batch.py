@@ -110,8 +110,7 @@ class DecodeBatch:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def warm_up(self, settings: GenerationSettings | None) -> None:
-        """Runs what requests with these settings will need, which compiles kernels and captures
-        graphs."""
+        """Runs what such requests need, which compiles kernels and captures graphs."""
         rows, work = len(self._work), SamplingNeeds()
         if settings is not None:
             work = self._sampling.set(0, settings, self._last[0], 1)
@@ -187,8 +186,7 @@ class DecodeBatch:
         return self._choose(out.logits[:, -1], 0, work, logprobs)
 
     def _choose(self, logits: Tensor, start: int, work: SamplingNeeds, logprobs: bool) -> Tensor:
-        """Chooses the tokens of the rows from `start` on and notes them; returns what `step`
-        does."""
+        """Chooses the tokens of rows from `start` on and notes them; returns what `step` does."""
         token = self._sampling(logits, work, start)[:, None]
         rows, known = slice(start, start + len(logits)), token.clamp(min=0)
         self._last[rows] = known

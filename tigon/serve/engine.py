@@ -73,8 +73,7 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="tigon-engine", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread if it is not; waits until it is ready, and raises the error that it
-        has met."""
+        """Starts the thread, waits until it is ready, and raises the error that it met."""
         if not self._ready.is_set():
             self._thread.start()
         self._ready.wait()
@@ -89,8 +88,7 @@ class Engine:
         self._thread.join()
 
     def submit(self, answers: Sequence[Answer]) -> None:
-        """Queues the answers of a request; raises QueueFullError, and takes none, if there is no
-        room for all."""
+        """Queues the answers of a request, all or none; raises QueueFullError."""
         with self._changed:
             waiting = sum(not answer.cancelled for answer in self._waiting)
             if waiting + len(answers) > self.max_queue + self._rows.count(None):
@@ -197,8 +195,7 @@ class Engine:
             self._send(output, list(enumerate(answers, reading.start)))
 
     def _begin(self) -> tuple[Reading, list[Answer]] | None:
-        """Takes prompts for neighboring free rows: of at most PREFILL tokens in all, or a longer
-        one."""
+        """Takes prompts for free neighbor rows: of at most PREFILL tokens, or a longer one."""
         with self._changed:
             while self._waiting and self._waiting[0].cancelled:
                 self._waiting.popleft()

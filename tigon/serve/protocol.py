@@ -105,7 +105,6 @@ class TextRequest(Request):
 
     @property
     def top(self) -> int | None:
-        """Returns `logprobs`."""
         return self.logprobs
 
 
@@ -296,10 +295,7 @@ def _part_text(part: Any, name: str) -> str:
 
 
 def encode_prompts(prompt: Any, tokenizer: Tokenizer, vocab: int) -> list[list[int]]:
-    """Returns the tokens of a prompt, which is a text or token ids, or a list of either.
-
-    Raises RequestError for anything else, and for ids outside of the vocabulary.
-    """
+    """Returns the tokens of a text or token ids, or a list of either, or raises RequestError."""
     several = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
     prompts = prompt if several else [prompt]
     if len(prompts) > 128:

@@ -84,7 +84,6 @@ class Reply:
         return options is not None and options.include_usage
 
     def _chunk(self, choice: int, text: dict[str, Any], piece: Piece) -> dict[str, Any]:
-        """Returns a chunk of one choice."""
         body = self._body([self._choice(choice, text, piece)], ".chunk")
         return body | ({"usage": None} if self._counts else {})
 

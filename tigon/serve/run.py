@@ -82,8 +82,7 @@ def make_server(
     local: bool = True,
     announce: Callable[[], object] | None = None,
 ) -> Server:
-    """Returns the server of a service, whose `run` takes a list of sockets; `key` and `local` as of
-    `make_app`."""
+    """Returns the server of a service; `key` and `local` as of `make_app`."""
     config = uvicorn.Config(
         make_app(service, key, local),
         http="h11",

@@ -50,10 +50,8 @@ def message_weights(
 def learned_turns(
     messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None]
 ) -> list[int]:
-    """Returns the indices of the assistant's turns that are learned.
-
-    Raises ValueError if the messages are no conversation.
-    """
+    """Returns the indices of the assistant's turns that are learned; ValueError if no
+    conversation."""
     check_messages(messages)
     learned = message_weights(messages, train_on, weights)
     if train_on == "all":

@@ -269,10 +269,7 @@ def check_unicode(text: Any) -> None:
 
 
 def _template_message(message: Message) -> dict[str, Any]:
-    """Copies a message without its None values, which most templates print.
-
-    Reasoning is under both keys that templates read.
-    """
+    """Copies a message without None values, with reasoning under both keys."""
     plain: dict[str, Any] = _plain({k: v for k, v in message.items() if v is not None})
     reasoning = next((plain[key] for key in REASONING if key in plain), None)
     if reasoning is None:

@@ -195,8 +195,7 @@ def add_tokens(
 
 
 def _added_token(value: str | dict[str, Any]) -> AddedToken:
-    """Makes an AddedToken of its text, or of a text with flags; it is special unless they say
-    otherwise."""
+    """Makes an AddedToken of text, or of text with flags; special unless they say otherwise."""
     if isinstance(value, str):
         return AddedToken(value, special=True)
     flags = {key: value[key] for key in _FLAGS if key in value}

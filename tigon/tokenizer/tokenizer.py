@@ -90,8 +90,7 @@ class Tokenizer:
     def from_pretrained(
         cls, path_or_repo: str | os.PathLike[str], **options: Unpack[HubOptions]
     ) -> "Tokenizer":
-        """Loads the tokenizer of a local directory or hub repository: its tokenizer.json, settings
-        and chat templates."""
+        """Loads tokenizer.json, settings and chat templates of a directory or hub repository."""
         repository = Repository(path_or_repo, **options)
         # All files now: an export at the end of a long run must not depend on the hub
         files = find_files(repository)
@@ -144,8 +143,7 @@ class Tokenizer:
         return len(self) - before
 
     def special_id(self, text: str) -> int | None:
-        """Returns the id of a special token, whose text `skip_special_tokens` leaves out; None for
-        any other text."""
+        """Returns the id of a special token, which `skip_special_tokens` drops, or None."""
         token = self._token_id(text)
         return token if token in self._special_ids else None
 
@@ -184,8 +182,7 @@ class Tokenizer:
         self.pad_token, self.pad_token_id = self._set_special("pad_token", token_id), token_id
 
     def _set_special(self, name: str, token_id: int) -> str:
-        """Notes a token under a special token's name, for exports too, and returns its text;
-        ValueError for an unknown id."""
+        """Notes a token as a special one and returns its text; ValueError if unknown."""
         token = self.backend.id_to_token(token_id)
         if token is None:
             raise ValueError(f"the tokenizer has no token {token_id}")
@@ -358,10 +355,7 @@ class Tokenizer:
         return EncodedChat(encoded, rewritten, missing_opener)
 
     def encode_weighted(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[float]]:
-        """Encodes a text with special tokens, and returns its token ids and their weights.
-
-        The weight of a token is the largest of the spans that overlap it, or 0.
-        """
+        """Encodes a text and returns ids and weights, each the largest of spans over it."""
         encoding = self._encode(text, add_special_tokens=True)
         text_tokens = [i for i, added in enumerate(encoding.special_tokens_mask) if not added]
         # The offsets of special tokens at the end are (0, 0), as of those at the start
@@ -435,8 +429,7 @@ class Tokenizer:
         self.backend.encode_special_tokens = split
 
     def _encode(self, text: str, add_special_tokens: bool = False) -> tokenizers.Encoding:
-        """Encodes a text, with its offsets; ValueError if it is not Unicode or the library
-        fails."""
+        """Encodes a text with offsets; ValueError if it is not Unicode or the library fails."""
         try:
             with library_errors(self._error_message):
                 return self.backend.encode(text, add_special_tokens=add_special_tokens)
@@ -457,12 +450,10 @@ class Tokenizer:
         return variables | {"strftime_now": self.strftime_now}
 
     def _templates(self) -> list[str]:
-        """Lists the texts of all chat templates."""
         templates = self.chat_template or {}
         return [*templates.values()] if isinstance(templates, dict) else [templates]
 
 
 def _special_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    """The ids of the added tokens that are special."""
     added = backend.get_added_tokens_decoder()
     return frozenset(number for number, token in added.items() if token.special)

@@ -86,10 +86,7 @@ def _sections(doc: str) -> dict[str, list[str]]:
 
 
 def _arguments(lines: list[str]) -> dict[str, str]:
-    """Returns the descriptions in an `Args:` section by argument.
-
-    Lines indented deeper than the first one continue a description.
-    """
+    """Returns the descriptions in an `Args:` section by argument; deeper lines continue one."""
     descriptions: dict[str, str] = {}
     lines = [line for line in lines if line.strip()]
     indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0
@@ -105,8 +102,7 @@ def _arguments(lines: list[str]) -> dict[str, str]:
 
 
 def _type_schema(hint: Any, subject: str) -> dict[str, Any]:
-    """Returns the JSON schema of a type hint; ValueError, which names the `subject`, for types that
-    JSON lacks."""
+    """Returns the JSON schema of a type hint of `subject`; ValueError for what JSON lacks."""
     kind, arguments = get_origin(hint) or hint, get_args(hint)
     if kind is Any:
         return {}

@@ -32,10 +32,7 @@ ADVICE = (
 
 
 def skip_empty_thinking(text: str, start: int) -> int:
-    """Returns the end of an empty block of reasoning that begins or is open at `start`.
-
-    Returns `start` if there is no such block.
-    """
+    """Returns the end of an empty block of reasoning that begins or is open at `start`, or that."""
     opened = _ENDS_OPEN.search(text, max(0, start - 64), start)
     block = _EMPTY_BLOCK.match(text, opened.start() if opened else start)
     return max(start, block.end()) if block else start
@@ -49,10 +46,7 @@ class Turn(NamedTuple):
 
 
 class Conversation:
-    """Renders a conversation in full and up to each turn of the assistant, each text once.
-
-    `special_tokens` are the texts of the tokens that may end a turn.
-    """
+    """Renders a conversation up to each turn once; `special_tokens` may end a turn."""
 
     def __init__(
         self,
@@ -71,7 +65,6 @@ class Conversation:
         self._turns: dict[int, Turn] = {}
 
     def render(self, messages: Sequence[Message], **options: Any) -> Rendered:
-        """Renders messages by the template with the variables of the conversation."""
         return render(self.template, messages, **options, **self.variables)
 
     def turn(self, i: int) -> Turn:
@@ -170,10 +163,7 @@ class Conversation:
         )
 
     def _move_after_prompt(self, i: int, prompt: str, turn: Rendered) -> Rendered | None:
-        """Puts the turn behind its prompt, if the turn changes how earlier messages are written.
-
-        None if it changes the message before it too.
-        """
+        """Puts a turn that changes earlier messages behind its prompt; None if it cannot."""
         if i == 0:
             return None
         before = self._render_prefix(i, self.messages[: i - 1]).text if i > 1 else ""

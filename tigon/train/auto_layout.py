@@ -57,10 +57,7 @@ def resolve_layout(config: Config, world: World, gpus: int) -> tuple[Config, Wor
 def choose_layout(
     config: Config, device: torch.device, gpus: int, hardware: Hardware
 ) -> tuple[Parallel, str]:
-    """Returns the layout for that many GPUs like `device`, and the reason.
-
-    A resumed run on as many GPUs keeps its layout if that still fits.
-    """
+    """Returns the layout for that many GPUs like `device`, a resumed run's if it fits, and why."""
     instead = "set the dimensions (docs/parallel.md), or leave parallel out, which is fsdp alone"
     if device.type != "cuda":
         raise ValueError(

@@ -51,7 +51,7 @@ from tigon.train.optim import (
     check_ranks,
 )
 from tigon.train.optim.groups import num_steps
-from tigon.train.overlap import EarlyModel, tokenizer_process
+from tigon.train.overlap import EarlyModel, compile_step, tokenizer_process
 from tigon.train.prefetch import Prefetcher
 from tigon.train.publish import lacks_token
 from tigon.train.resume import check_shared, claim
@@ -215,8 +215,7 @@ def count_steps(config: Config, data: Loader) -> int:
 
 
 def resolve_parallel(config: Config, world: World, gpus: int) -> tuple[Config, World]:
-    """Returns both with the layout that is chosen for `gpus` GPUs in place of parallel=auto, or
-    unchanged without that."""
+    """Returns both with the layout for `gpus` GPUs in place of parallel=auto."""
     if config.parallel != "auto":
         return config, world
     from tigon.train.auto_layout import resolve_layout  # the planner imports the trainer
@@ -246,7 +245,8 @@ def prepare(config: Config, world: World) -> TrainingRun:
     with world.raise_on_all_ranks():
         model = early.take(config)
         if model is None:
-            model = build_seeded(world, config, source, inputs.choice)
+            with compile_step(inputs.task, source, inputs.choice):
+                model = build_seeded(world, config, source, inputs.choice)
         inputs.check_model(model)
         prompts = read_prompts(config, inputs.tokenizer, model)
         benchmarks = load_benchmarks(config, model, inputs.tokenizer, world)

@@ -74,8 +74,7 @@ class CallbackContext:
 
 @dataclass(frozen=True, kw_only=True)
 class PassContext(PassOutput, CallbackContext):
-    """Holds what a callback is called with after a pass; `logits_at` has the positions that this
-    callback chose."""
+    """Holds what a callback gets after a pass, with `logits_at` of its own positions."""
 
     at: Tensor | None  # int64 [n]: these positions, in the flattened batch
     index: int  # of the micro-batch, among those of this rank
@@ -144,11 +143,9 @@ class UserCallback(Callback):
         return chosen.to(labels.device).flatten().nonzero().squeeze(1)
 
     def on_pass(self, context: PassContext) -> None:
-        """Calls the user's callable."""
         self._run(self._call, context)
 
     def on_evaluate(self, context: EvaluationContext) -> None:
-        """Calls the user's method, if there is one."""
         on_evaluate = getattr(self._call, "on_evaluate", None)
         if on_evaluate is not None:
             self._run(on_evaluate, context)
@@ -210,8 +207,7 @@ class CallbackHandler:
 
 
 def _import_function(name: str) -> Any:
-    """Returns what module:function or file.py:function names; ValueError if it cannot be
-    imported."""
+    """Returns what module:function or file.py:function names, or raises ValueError."""
     source, _, attribute = name.rpartition(":")
     if not source or not attribute:
         raise ValueError(f"hooks={name}: give module:function or file.py:function")
@@ -278,8 +274,7 @@ class PredictionsWriter(Callback):
             self._opened.__exit__(*error)
 
     def on_pass(self, context: PassContext) -> None:
-        """Writes the next micro-batch of every rank, once for ranks with the same rows; all ranks
-        call it."""
+        """Writes the next micro-batch of every rank, equal rows once; all ranks call it."""
         rows = prediction_rows(context) if self.world.is_data_leader else []
         for row in rows:
             for name in ("target", "predicted"):
@@ -348,7 +343,6 @@ class NamedSets(Callback):
         return cls(names, torch.tensor(sets, device=device), by_sequence=by_sequence)
 
     def on_pass(self, context: PassContext) -> None:
-        """Adds this rank's next micro-batch."""
         micro_batch = context.micro_batch
         if not len(micro_batch.spans):
             return  # nothing but padding

@@ -101,7 +101,6 @@ def spaced_blocks(count: int, layers: int) -> frozenset[int]:
 
 
 def open_settings(config: Config) -> frozenset[str]:
-    """Returns the settings of BY_MEMORY that are auto."""
     return frozenset(name for name in BY_MEMORY if getattr(config, name) == "auto")
 
 
@@ -144,8 +143,7 @@ def possible_shardings(config: Config, sizes: MeshSizes, compute: torch.dtype) -
 
 
 def order_ways(ways: Sequence[Way], previous: Way | None) -> list[Way]:
-    """Sorts ways to compute a step: what a run has had, if there is one, then those with its
-    sharding, then the fastest."""
+    """Sorts ways to compute a step: the run's own, those with its sharding, the fastest."""
 
     def order(way: Way) -> tuple[bool, bool, float]:
         differs = previous is not None and way.sharding != previous.sharding

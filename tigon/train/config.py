@@ -456,8 +456,7 @@ def parallel_settings(config: Config) -> Parallel:
 
 
 def micro_batch_rows(config: Config) -> int:
-    """Returns the rows of a micro-batch; raises ValueError if micro_batch_size=auto is not
-    resolved."""
+    """Returns the rows of a micro-batch; ValueError if it is still auto."""
     if config.micro_batch_size == "auto":
         raise ValueError("micro_batch_size=auto: no size has been chosen yet")
     return config.micro_batch_size

@@ -134,8 +134,7 @@ def _setting_names(values: dict[str, Any], groups: Container[str], parse: Parse)
 
 
 def _named_eval_data(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
-    """Returns eval_data={NAME: path or entry, ...} as a list of entries with a name; {} for any
-    other eval_data."""
+    """Returns eval_data={NAME: ...} as a list of entries with names; {} for others."""
     value = values.get("eval_data")
     if isinstance(value, str) and value.lstrip().startswith("{"):
         value = parse(value)
@@ -201,7 +200,6 @@ def load_aliases() -> Aliases:
 
 
 def _invert(answers: dict[str, list[str]]) -> dict[str, str]:
-    """Returns the answer for each name, from the names for each answer."""
     return {name: text for text, names in answers.items() for name in names}
 
 

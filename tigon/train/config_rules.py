@@ -164,8 +164,7 @@ def holds(config: Any, condition: str) -> bool:
 
 
 def _term_holds(config: Any, term: str) -> bool:
-    """Returns whether a term of CONFLICTS or REQUIRES, such as `packing=false`, holds for the
-    config."""
+    """Returns whether a term of CONFLICTS or REQUIRES, such as `packing=false`, holds."""
     match = TERM.fullmatch(term)
     assert match is not None, term
     name, operator, expected = match.groups()

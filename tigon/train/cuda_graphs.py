@@ -240,7 +240,6 @@ class CapturedGraph:
 
 
 def mask_tensors(mask: AttentionMask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns cu_seq_lens, segment_ids and key_mask of a mask."""
     return mask.cu_seq_lens, mask.segment_ids, mask.key_mask
 
 
@@ -369,8 +368,7 @@ class Graphs:
         self.say(f"cuda_graphs=auto: not used: {why}")
 
     def _decide(self, meter: LaunchMeter) -> bool:
-        """Returns whether it is known if passes wait for launches; says so then, and turns graphs
-        off if they do not."""
+        """Returns whether it is known if passes wait for launches; turns graphs off if not."""
         bound = meter.is_launch_bound()
         if bound is None:
             return False
@@ -421,8 +419,7 @@ class Graphs:
             self.say(f"note: cuda_graphs: {text}")
 
     def _add(self, kind: GraphKey) -> bool:
-        """Adds a kind of micro-batch and returns True; False if there are MAX_GRAPHS of them
-        already."""
+        """Adds a kind of micro-batch and returns True; False with MAX_GRAPHS already."""
         if len(self.learned) < MAX_GRAPHS:
             self.learned[kind] = set()
             return True

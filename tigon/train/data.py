@@ -40,10 +40,7 @@ def build_loader(
     held_out: bool = False,
     cursor: Mapping[str, Any] | None = None,
 ) -> Loader:
-    """Builds a loader of training rows in shuffled order, or of held-out rows in their own.
-
-    `cursor`: where a stream resumes, as a checkpoint has it.
-    """
+    """Builds a loader of training rows, shuffled, from the `cursor` on, or of held-out rows."""
     config, world = task.config, task.world
     name = "eval_data" if held_out else "data"
     entries = as_entries(config, items)
@@ -109,10 +106,8 @@ def tokenize_entries(
 def find_entry_sources(
     config: Config, entries: Sequence[Entry], *, held_out: bool = False, streaming: bool = False
 ) -> list[list[Source]]:
-    """Returns the sources of each entry: with eval_fraction, the held-out rows or the others.
-
-    Raises ValueError if none are left.
-    """
+    """Returns each entry's sources, with eval_fraction held-out rows or others; ValueError if
+    none."""
     options: dict[str, Any] = {"separator": config.separator, "columns": config.columns}
     sources = [find_sources(entry, streaming=streaming, **options) for entry in entries]
     if not (fraction := config.eval_fraction):

@@ -216,8 +216,7 @@ def _split_by_weight(
 
 
 def find_special_tokens(row: Row, tokenizer: Tokenizer, ignored: set[str]) -> Iterator[str]:
-    """Yields a line for each text of a row that the tokenizer makes special tokens of, except
-    under `ignored` keys."""
+    """Yields a line for each text of a row that the tokenizer makes special tokens of."""
     backend = tokenizer.backend
     special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     named = map(backend.token_to_id, tokenizer.special_tokens.values())
@@ -304,8 +303,7 @@ def _describe(example: PreviewExample, config: Config) -> str:
 
 
 def _describe_cut(example: PreviewExample) -> str:
-    """Returns a line to follow the text of an example that is cut, left out or goes on in more
-    rows; "" for a whole one."""
+    """Returns a line on an example that is cut, left out or in several rows; else ""."""
     if not example.kept:
         return "--- left out of the run"
     if lost := example.tokens - example.kept:

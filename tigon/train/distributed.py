@@ -277,8 +277,7 @@ def reshard(model: CausalLM) -> None:
 
 
 def format_rank_errors(errors: Sequence[str]) -> str:
-    """Returns the errors of ranks as lines, "" if none has one; one that all ranks have is said
-    once."""
+    """Returns the errors of ranks as lines, one of all ranks once; "" without any."""
     by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(errors):
         if text:
@@ -304,8 +303,7 @@ def record_error(text: str) -> None:
 
 
 def end_soon(code: int) -> None:
-    """Ends this process and its children after LINGER seconds, from a thread: leaving the group of
-    a dead rank may never end."""
+    """Ends this process and its children after LINGER s: leaving a dead group may never end."""
 
     def end() -> None:
         for child in multiprocessing.active_children():
@@ -332,8 +330,7 @@ def prepare_flight_recorder(config: Config) -> None:
 
 @contextmanager
 def flight_recorder(config: Config, world: World) -> Iterator[None]:
-    """Makes the folder of the dumps, and removes it at the end if it is empty; does nothing on one
-    rank or on CPUs."""
+    """Makes the folder of the dumps, removed at the end if empty; on several GPUs alone."""
     if world.size == 1 or world.device.type == "cpu":
         yield
         return

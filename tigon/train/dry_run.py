@@ -117,10 +117,7 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
 
 
 def dry_run(config: Config, world: World, gpus: int) -> None:
-    """Prints the dry run of a run on `gpus` GPUs, at least those of the world.
-
-    Raises InputError if a step does not fit into memory.
-    """
+    """Prints the dry run of a run on `gpus` GPUs; InputError if a step does not fit into memory."""
     config, world = resolve_parallel(config, world, gpus)
     sizes = mesh_sizes(config, gpus)
     ranks = sizes.data

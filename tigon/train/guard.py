@@ -67,8 +67,7 @@ def check_step(
 
 
 def check_skipped(run: TrainingRun, step: int) -> None:
-    """Raises FloatingPointError if more than half of a run's `step` steps were skipped; called when
-    it ends."""
+    """Raises FloatingPointError if over half of a run's `step` steps were skipped."""
     if 2 * run.state.skipped > step:
         raise FloatingPointError(
             f"{run.state.skipped} of {step} steps were skipped, most of the run, and nothing is "
@@ -77,16 +76,14 @@ def check_skipped(run: TrainingRun, step: int) -> None:
 
 
 def weights_changed(run: TrainingRun, loss: float) -> bool:
-    """Returns whether backward has updated the weights already, which optimizer_in_backward does
-    unless the loss is not finite."""
+    """Returns whether optimizer_in_backward has updated the weights already."""
     return run.in_backward is not None and math.isfinite(loss)
 
 
 def _find_problem(
     run: TrainingRun, step: int, loss: float, grad_norm: float, own_loss: float
 ) -> BadStep | None:
-    """Returns what is wrong with a step, before its update: a non-finite value or a spike; or
-    None."""
+    """Returns what is wrong with a step before its update: not finite, a spike; or None."""
     config = run.config
     measured = f"loss {loss:.6g}, gradient norm {grad_norm:.6g}"
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -121,8 +118,7 @@ def _find_problem(
 
 
 def spike_bound(past: Sequence[float], sigma: float) -> float:
-    """Returns mean + sigma * stdev, as OLMo-core's SkipStepOptimizer; inf for fewer values than
-    WINDOW / 2."""
+    """Returns mean + sigma * stdev as OLMo-core does; inf for fewer than WINDOW / 2 values."""
     if len(past) < WINDOW // 2:
         return math.inf
     return statistics.fmean(past) + sigma * statistics.stdev(past)
@@ -152,10 +148,7 @@ def is_broken(size: float) -> bool:
 
 @torch.no_grad()
 def largest_weight(model: nn.Module, world: World, *, quantized: bool = False) -> float:
-    """Returns the largest absolute weight over all ranks; NaN if any is. Waits for the device.
-
-    `quantized`: includes quantized weights, which are dequantized one by one.
-    """
+    """Returns the largest absolute weight of all ranks, `quantized` ones too; NaN if any is."""
     weights = [local(p) for p in model.parameters()]
     norms = [*torch._foreach_norm([p for p in weights if p.numel()], math.inf)]
     for layer in model.modules() if quantized else ():
@@ -214,10 +207,7 @@ def stop_error(
 
 
 def rollback(run: TrainingRun, step: int, bad_step: BadStep) -> int:
-    """Loads the last checkpoint and skips the rows up to `step`. Returns the checkpoint's step.
-
-    Raises FloatingPointError if there is none, or if max_rollbacks are used up.
-    """
+    """Loads the last checkpoint and skips rows up to `step`; returns its step, or raises."""
     state, config = run.state, run.config
     if state.rollbacks >= config.max_rollbacks:
         raise stop_error(run, step, bad_step, f"max_rollbacks={config.max_rollbacks} are used up")

@@ -56,8 +56,7 @@ def within_memory(run: TrainingRun, step: int, compute: Callable[[], T]) -> T:
 
 
 def use_less(run: TrainingRun, problem: str) -> None:
-    """Drops what a step has computed, and gives the run its next smaller choice; raises
-    StepMemoryError if there is none."""
+    """Drops what a step computed and takes the next smaller choice, or raises StepMemoryError."""
     model, graphs = run.model, run.model.graphs
     run.optimizer.zero_grad()
     if model.zero2 is not None:

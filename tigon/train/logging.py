@@ -129,8 +129,7 @@ class Sinks:
 
     @contextmanager
     def _dropped_on_error(self, name: str) -> Iterator[None]:
-        """Drops a service if the `with` block raises an Exception, which is reported and not
-        raised."""
+        """Drops a service if the `with` block raises an Exception, and reports it."""
         try:
             yield
         except Exception as error:
@@ -226,8 +225,7 @@ class Console:
         self.say(f"{self._step(step)}  {text} {seconds:.1f} s")
 
     def seconds_left(self, step: int) -> float | None:
-        """Returns an estimate of the seconds of the remaining steps and evaluations; None while
-        unknown."""
+        """Returns an estimate of the seconds of steps and evaluations; None if unknown."""
         if step == self.steps:
             return 0.0
         if not self.times:
@@ -279,8 +277,7 @@ def fit_columns(columns: Sequence[tuple[int, str]], width: int | None) -> str:
 
 
 def split_by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
-    """Returns the metrics of all data in an evaluation's row, and those of each named data set, all
-    without "eval_"."""
+    """Returns the metrics of all data in an evaluation's row, and of each named data set."""
     whole: dict[str, float] = {}
     sets: dict[str, dict[str, float]] = {}
     for key, value in row.items():
@@ -297,8 +294,7 @@ def split_by_set(row: Row) -> tuple[dict[str, float], dict[str, dict[str, float]
 
 
 def format_measures(values: Mapping[str, float]) -> str:
-    """Returns names and formatted values in a line; a NaN but for the loss, as the mean of nothing
-    is, becomes "-"."""
+    """Returns names and formatted values in a line; a NaN but for the loss becomes "-"."""
     texts = []
     for name, value in values.items():
         shown = f"{value:6.1%}" if name == "accuracy" else format_number(value)
@@ -371,8 +367,7 @@ class RunLog:
             self.console.step(row)
 
     def rewind(self, step: int) -> None:
-        """Drops the rows of steps after `step` from metrics.jsonl and samples.jsonl: they come
-        again."""
+        """Drops the rows of steps after `step`, which come again."""
         if self.main:
             self._cut(step)
 
@@ -401,8 +396,7 @@ class RunLog:
             raise OSError(error.errno, error.strerror, str(self.metrics)) from None
 
     def _cut(self, step: int) -> None:
-        """Removes the rows after a step, all if it is 0, and the note of an export of later
-        weights: they come again."""
+        """Removes the rows after a step, all for 0, and the note of a later export."""
         for path in (self.metrics, self.path / SAMPLES):
             kept = [row for row in read_metrics(path) if step and row["step"] <= step]
             if kept or path == self.metrics or path.exists():
@@ -419,8 +413,7 @@ def is_unfinished(config: Config, step: int) -> bool:
 
 
 def read_eval_loss(metrics: Path, step: int) -> float | None:
-    """Returns the loss of the evaluation at this step, inf if it is not finite or was of tasks
-    alone; None without one."""
+    """Returns the loss of this step's evaluation, inf if it has no finite one; None without."""
     rows = [row for row in read_metrics(metrics) if row["step"] == step and is_evaluation(row)]
     if not rows:
         return None

@@ -269,8 +269,7 @@ def gpu_memory(device: torch.device) -> int | None:
 
 
 def memory_budget(config: Config, memory: int | None) -> int | None:
-    """Returns the bytes for the tensors of a GPU: memory_budget, or most of a GPU's `memory`; None
-    if neither is known."""
+    """Returns the bytes for tensors: memory_budget, or most of a GPU's `memory`; or None."""
     if config.memory_budget is not None:
         return int(config.memory_budget * GIB)
     return None if memory is None else int(memory * (1 - SHARE)) - CONTEXT

@@ -138,7 +138,6 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def model_tensors(model: nn.Module) -> list[Tensor]:
-    """Returns the parameters and buffers."""
     return [*model.parameters(), *model.buffers()]
 
 

@@ -76,8 +76,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
 
 
 def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | None]:
-    """Returns the model without its adapter, on the meta device, and its weights to load, None if
-    they are random."""
+    """Returns the meta model without adapter, and its weights, None if they are random."""
     if config.init:
         return _from_config(_init_path(config), dtype, config), None
     options: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
@@ -94,8 +93,7 @@ def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoin
 def _load_or_init_weights(
     model: CausalLM, config: Config, weights: Checkpoint | None, dtype: torch.dtype
 ) -> None:
-    """Loads the weights into the model, or without any draws those of `init`, equally on any number
-    of ranks."""
+    """Loads the weights, or without any draws those of `init`, equally on any ranks."""
     if weights is not None:
         load_weights(model, weights)
         return
@@ -134,10 +132,7 @@ def sampled_digest(path: str, revision: str | None = None) -> str:
 def build_adapted_model(
     config: Config, dtype: torch.dtype | None, device: str | torch.device
 ) -> CausalLM:
-    """Builds the base of a LoRA run with its weights, and an uninitialized adapter, in one process.
-
-    The base has `dtype`, by default that of its config.json; the adapter has param_dtype.
-    """
+    """Builds a LoRA run's base in `dtype`, and an uninitialized adapter, in one process."""
     outlined = meta_model(config, torch.float32)
     dtype = dtype or torch_dtype(outlined.config.dtype or "float32")
     model, weights = _build_base(config, dtype)
@@ -155,8 +150,7 @@ def weights_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def parallelize(model: CausalLM, config: Config, world: World) -> None:
-    """Shards the model over the ranks, in place, as `parallel` and `sharding` say; on one rank,
-    only if `is_sharded`."""
+    """Shards the model in place as `parallel` and `sharding` say; one rank if `is_sharded`."""
     compute = compute_dtype(config, world.device)
     if world.size == 1 and not is_sharded(config, 1, compute):
         return
@@ -339,8 +333,7 @@ def check_fp8(config: Config, device: torch.device) -> None:
 
 
 def compute_dtype(config: Config, device: torch.device) -> torch.dtype:
-    """Returns the dtype of activations and products: by default bfloat16 on a GPU, else
-    param_dtype."""
+    """Returns the dtype of activations: by default bfloat16 on a GPU, else param_dtype."""
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     return torch.bfloat16 if device.type == "cuda" else getattr(torch, config.param_dtype)
@@ -383,10 +376,7 @@ def _from_config(path: Path, dtype: torch.dtype, settings: Config | None = None)
 
 
 def add_lora(model: CausalLM, config: Config) -> None:
-    """Adds the settings' adapter in param_dtype, uninitialized, with a reward model's head.
-
-    Quantizes the base first if lora.quantize says so and it is not quantized yet.
-    """
+    """Adds the settings' adapter in param_dtype, uninitialized, to a base quantized if need be."""
     assert config.lora is not None
     if config.lora.quantize and not quantized_bytes(model):
         quantize_model(model, config.lora.quantize)

@@ -1,37 +1,42 @@
 """Overlaps what a run does before its first step: data, model and kernels, on one rank.
 
-A process of its own tokenizes into the cache, while this one loads the model and compiles its
-kernels by a pass over tokens that mean nothing. The run then reads the data from the cache, and
-says what is wrong with them, as it does without.
+A process of its own tokenizes into the cache, while this one loads the model and others compile its
+kernels. The run then reads the data from the cache, and says what is wrong with them, as it does
+without.
 """
 
 import os
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
 
 from tigon.data.cache import train_extra
 from tigon.data.sources import BLOCK_BYTES
 from tigon.data.tokenized import MIN_PARALLEL_BLOCKS, exit_with_parent
+from tigon.kernels.precompile import compile_kernels
+from tigon.kernels.runtime import runs_triton
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
-from tigon.train.config import Config
+from tigon.train.config import Config, micro_batch_rows
 from tigon.train.data import as_entries, find_entry_sources, tokenize_entries
 from tigon.train.memory import dummy_batch
+from tigon.train.model import compute_dtype, meta_model, set_fp8, weights_dtype
+from tigon.train.optim import build_optimizer
+from tigon.train.optim.clip import clip
 from tigon.train.signals import handled_signals
 from tigon.train.tasks import CrossEntropyTask, Task
 
 Build: TypeAlias = Callable[[Config, Path | None, StepChoice | None], CausalLM]
 SMALL = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
-WARM_UP_TOKENS = 2**10  # of a pass whose kernels serve rows of any length
 
 
 class TokenizerProcess:
@@ -80,10 +85,8 @@ class EarlyModel:
         """Builds the model and compiles its kernels, unless data are wrong. What is wrong with the
         model is said when it is built again, after what is wrong with the data."""
         if not data.failed:
-            with suppress(ValueError, OSError, ImportError):
+            with suppress(ValueError, OSError, ImportError), compile_step(task, source, choice):
                 self._built = task.config, self._build(task.config, source, choice)
-        if self._built is not None and self._built[1].device.type == "cuda" and not data.failed:
-            warm_up(self._built[1], task)
 
     def take(self, config: Config) -> CausalLM | None:
         """Returns the model if it was built with these settings, to which data may have added
@@ -138,47 +141,63 @@ def _make_group(process: int) -> None:
         os.setpgid(process, process)
 
 
-def warm_up(model: CausalLM, task: Task) -> None:
-    """Compiles the kernels of a training pass, by a pass over a row of made-up tokens.
+def compile_step(
+    task: Task, source: Path | None, choice: StepChoice | None
+) -> AbstractContextManager[None]:
+    """Compiles kernels of a training step on one GPU, while a `with` block runs, which then waits.
 
-    Weights, gradients and random states are as before, and no more than one gradient is held at a
-    time. Does nothing for weights that are sharded, and for tasks with columns or pairs of their
-    own; an error is left to the first step.
+    A context that does nothing on a CPU and several ranks, and for tasks with columns or pairs of
+    their own.
     """
+    config, world = task.config, task.world
     plain = isinstance(task, CrossEntropyTask) and not (task.per_token or task.one_prompt)
-    if not plain or isinstance(model, FSDPModule) or model.zero2 is not None:
-        return
-    gpus = [model.device] if model.device.type == "cuda" else []
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(_free_gradient)
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    ]
-    with torch.random.fork_rng(gpus), suppress(Exception):
-        run_pass(model, task)
-    for hook in hooks:
-        hook.remove()
-    torch.cuda.empty_cache()  # other sizes follow
+    on_gpu = world.device.type == "cuda" and runs_triton(torch.empty(0, device=world.device))
+    if not plain or world.size > 1 or not on_gpu:
+        return nullcontext()
+    compute = compute_dtype(config, world.device)
+    model = meta_model(config, weights_dtype(config, world.device), source)
+    if config.lora is None:
+        model.to(dtype=compute)
+    set_fp8(model, config)
+    if choice is not None:
+        choice.apply(model)
+    return compile_kernels(partial(compute_gradients, model, task, world.device))
 
 
-def _free_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
-
-
-def run_pass(model: CausalLM, task: Task) -> None:
-    """Computes gradients for a row of two sequences of made-up tokens, all of them learned."""
-    tokens = min(task.config.seq_len, WARM_UP_TOKENS)
-    half, host = tokens // 2, torch.device("cpu")
-    spans = torch.tensor([[0, half], [half, tokens]], device=host)
-    positions = torch.arange(tokens, device=host)
+def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None:
+    """Computes gradients and their norm, of a model on meta that it moves to the device, for rows
+    of two sequences of made-up tokens."""
+    allocate(model, device)
+    config = task.config
+    rows, tokens = micro_batch_rows(config), config.seq_len
+    half = tokens // 2
+    row = np.array([[0, half], [half, tokens]])
+    spans = np.concatenate([row + tokens * i for i in range(rows)])
+    positions = torch.arange(tokens, device="cpu") % half
     batch = replace(
-        dummy_batch(1, tokens, task, device="cpu"),
-        position_ids=torch.where(positions < half, positions, positions - half)[None],
-        cu_seq_lens=torch.tensor([0, half, tokens], dtype=torch.int32, device=host),
+        dummy_batch(rows, tokens, task, device="cpu"),
+        position_ids=positions.expand(rows, -1),
+        cu_seq_lens=torch.tensor([0, *spans[:, 1].tolist()], dtype=torch.int32, device="cpu"),
         longest=tokens - half,
-        spans=spans,
-        parts=torch.zeros(2, dtype=torch.int64, device=host),
-        host_spans=spans.numpy(),
+        spans=torch.tensor(spans, device="cpu"),
+        parts=torch.zeros(len(spans), dtype=torch.int64, device="cpu"),
+        host_spans=spans,
     )
-    inputs = task.resolve(model, batch.to(model.device))
+    inputs = task.resolve(model, batch.to(device))
     task.loss(model, inputs, task.sums(model, inputs)).loss.backward()
+    clip(model, build_optimizer(model, config), config.max_grad_norm)
+
+
+def allocate(model: CausalLM, device: torch.device) -> None:
+    """Allocates all tensors of a model, without values; as fake ones too, unlike `materialize`."""
+    made: dict[Tensor, Tensor] = {}  # tied ones once
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, x in held.items():
+                if x is None:
+                    continue
+                if x not in made:
+                    empty = torch.empty(x.shape, dtype=x.dtype, device=device)
+                    learns = isinstance(x, nn.Parameter)
+                    made[x] = nn.Parameter(empty, x.requires_grad) if learns else empty
+                held[name] = made[x]  # type: ignore[assignment]

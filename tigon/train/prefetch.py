@@ -66,8 +66,7 @@ class Prefetcher:
         return batches
 
     def _fill(self) -> None:
-        """Submits the next steps until QUEUE_SIZE are in the queue; starts the thread before the
-        first."""
+        """Submits the next steps until QUEUE_SIZE are queued; starts the thread first."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="feed")
         for step in range(self._next + len(self._pending), self._next + QUEUE_SIZE):

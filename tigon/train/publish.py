@@ -80,7 +80,6 @@ def lacks_token(config: Config) -> bool:
 
 
 def is_run(path: Path) -> bool:
-    """Returns whether a directory has config.yaml and metrics.jsonl, as a run's has."""
     return (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file()
 
 
@@ -179,8 +178,7 @@ def _training_section(files: RunFiles, task: str, public: set[str]) -> str:
 
 
 def _results_section(files: RunFiles, export: Path) -> str:
-    """Returns the card's section on the step of the weights, the last training loss, and the losses
-    of evaluations."""
+    """Returns the card's section on the weights' step and the losses."""
     best, step = files.column("eval_loss").lowest(), files.exported
     if named := STEP.fullmatch(export.name):
         step = int(named[1])
@@ -240,8 +238,7 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> s
 
 
 def _base_model(config: dict[str, Any]) -> str | None:
-    """Returns the hub name of the model that the run began with, also of one in the hub's cache;
-    None if it has none."""
+    """Returns the hub name of the model that the run began with, or None."""
     model = config.get("model")
     if not isinstance(model, str):
         return None
@@ -279,6 +276,5 @@ def _link_data(data: Any, public: set[str]) -> str:
 
 
 def _word(value: Any) -> str:
-    """Returns a text of at most 40 letters, digits, "_", "." and "-" as it is; "" for any other
-    value."""
+    """Returns a text of at most 40 letters, digits, "_", "." and "-", "" for any other value."""
     return value if isinstance(value, str) and WORD.fullmatch(value) else ""

@@ -84,8 +84,7 @@ def attach(
 
 
 def read(path: Path, tokens: int) -> np.ndarray | None:
-    """Returns fp32 [tokens], mapped into memory; None if the file is absent, damaged or of other
-    data."""
+    """Returns fp32 [tokens], memory-mapped; None if absent, damaged or of other data."""
     try:
         description = read_json(path.with_suffix(".json"))
         values = np.load(path, mmap_mode="r")
@@ -237,8 +236,7 @@ def _read_cached_digest(config: Config, path: Path) -> tuple[str | None, Path]:
 
 
 def weights_digest(config: Config) -> str:
-    """Returns a digest of the files of the reference, or without one of the initial model; raises
-    OSError if they are gone."""
+    """Returns a digest of the files of the reference, or else of the initial model."""
     if not (config.reference or config.model):
         return hash_files([Path(config.init)], config.seed, config.param_dtype)
     revision = None if config.reference else config.revision

@@ -179,10 +179,7 @@ def start_time(source: Path | None, world: World) -> datetime:
 
 
 def check_adapter(source: Path, config: Config) -> None:
-    """Raises ValueError for another adapter, and for another model under the same one.
-
-    The first check of all: other errors may follow from such a change.
-    """
+    """Raises ValueError for another adapter or base; first, as others may follow from it."""
     before, now, changed = _find_changes(source, config)
     was, new = ({"quantize": None, **(c["lora"] or {}), "merge": False} for c in (before, now))
     names = ("model", "revision", "init") if before["lora"] and now["lora"] else ()
@@ -194,8 +191,7 @@ def check_adapter(source: Path, config: Config) -> None:
 
 
 def check_base(source: Path, config: Config, digest: str) -> None:
-    """Raises ValueError if an adapter was trained on other weights than the base, of this digest,
-    has now."""
+    """Raises ValueError if the adapter's base had another digest than now."""
     if checkpoint.read_metadata(source).get("base", digest) != digest:
         raise ValueError(
             f"{source} is an adapter of other weights than {config.model or config.init} has now: "
@@ -241,8 +237,7 @@ def read_state(source: Path, steps: int) -> TrainState:
 def _find_changes(
     source: Path, config: Config
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
-    """Returns the checkpoint's settings and the run's, as JSON has them, and a description of each
-    that differs."""
+    """Returns the settings of checkpoint and run as JSON, and a description of each change."""
     saved = checkpoint.read_metadata(source)
     for name in ("config", "data"):
         if name not in saved:

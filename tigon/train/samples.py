@@ -9,6 +9,7 @@ import torch
 
 from tigon.data.messages import normalize_messages
 from tigon.models import CausalLM
+from tigon.models.config import eos_ids
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
@@ -62,11 +63,7 @@ def generate(
     All ranks generate the same texts in the same number of passes, as sharded weights need it. The
     model is left in training mode, and no random number is drawn.
     """
-    width = max(len(prompt.ids) for prompt in prompts)
-    ids = torch.tensor([[0] * (width - len(p.ids)) + p.ids for p in prompts], device="cpu")
-    mask = torch.tensor(
-        [[0] * (width - len(p.ids)) + [1] * len(p.ids) for p in prompts], device="cpu"
-    )
+    ids, mask = tokenizer.pad([prompt.ids for prompt in prompts])
     greedy: dict[str, Any] = {"do_sample": False, "num_return_sequences": 1, "stop_strings": None}
     model.eval()
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
@@ -80,9 +77,9 @@ def generate(
         )
     model.train()
     reshard(model)
-    ends = model.generation_config.get("eos_token_id", model.config.eos_token_id)
-    end_ids = {ends} if isinstance(ends, int) else set(ends or ())
-    texts = [tokenizer.decode(truncate_at(row, end_ids)) for row in sequences[:, width:].tolist()]
+    end_ids = set(eos_ids(model.config, model.generation_config))
+    rows = sequences[:, ids.shape[1] :].tolist()
+    texts = [tokenizer.decode(truncate_at(row, end_ids)) for row in rows]
     return [{"prompt": p.text, "text": text} for p, text in zip(prompts, texts, strict=True)]
 
 
@@ -105,8 +102,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read_prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> SamplePrompt:
-    """Returns the prompt of a row, {"prompt": text} or {"messages": [...]}; ValueError, naming
-    `where`, for any other."""
+    """Returns the prompt of a row {"prompt"} or {"messages"}; ValueError names `where`."""
     fields = row if isinstance(row, dict) else {}
     text, messages = fields.get("prompt"), fields.get("messages")
     try:

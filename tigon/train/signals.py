@@ -91,8 +91,7 @@ class Signals:
             raise SystemExit(128 + number)
 
     def _announce(self, descriptor: int) -> None:
-        """Says, in a thread, what each signal that arrives will do; a second Ctrl-C ends the
-        process."""
+        """Says, in a thread, what each signal will do; a second Ctrl-C ends the process."""
         first, interrupted = 0.0, False
         while number := os.read(descriptor, 1)[0]:
             if number not in NUMBERS:

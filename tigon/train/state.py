@@ -63,13 +63,11 @@ class TrainState:
             self.evaluations_since += 1
 
     def is_out_of_patience(self, patience: int) -> bool:
-        """Returns whether at least `patience` evaluations in a row were no better than the best; 0:
-        never."""
+        """Returns whether `patience` evaluations in a row were no better; 0: never."""
         return 0 < patience <= self.evaluations_since
 
     def roll_back_to(self, was: "TrainState", offset: int) -> None:
-        """Replaces the state by that of a checkpoint, with this `offset` and one rollback more than
-        now."""
+        """Takes the state of a checkpoint, with this `offset` and one more rollback."""
         self.__dict__.update(was.__dict__, offset=offset, rollbacks=self.rollbacks + 1)
 
 

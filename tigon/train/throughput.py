@@ -141,8 +141,7 @@ def _product(weight: Tensor, input_gradient: bool) -> float:
 
 
 class Meter:
-    """Measures what metrics.jsonl has of the speed of steps, for a model that computes in
-    `dtype`."""
+    """Measures the speed of steps for metrics.jsonl, of a model that computes in `dtype`."""
 
     def __init__(self, model: CausalLM, world: World, dtype: torch.dtype):
         # Ranks of tensor parallelism have a share of each product
@@ -186,8 +185,7 @@ class Meter:
 
 
 def peak_memory(device: torch.device) -> dict[str, float | None]:
-    """Returns the peak memory so far in GiB: of tensors and of the allocator on a GPU; on a CPU of
-    this process."""
+    """Returns the peak GiB so far: of tensors and of the allocator; on a CPU of the process."""
     if device.type == "cuda":
         had, taken = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return {"memory_gib": had / 2**30, "memory_reserved_gib": taken / 2**30}

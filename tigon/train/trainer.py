@@ -74,6 +74,11 @@ def train(run: TrainingRun) -> int:
         world.signals.phase = "in training: resume=auto goes on from the last checkpoint"
         with world.signals.deferred():
             step = run.start if over else train_steps(run, log)
+            if not over and not should_stop(run):
+                # While the last checkpoint is written
+                evaluate_last(run, step, log)
+                if world.main:
+                    report.load_matplotlib()
             run.saver.wait()
         if signal := world.all_reduce_max_int(world.signals.received):
             log.close()
@@ -84,7 +89,9 @@ def train(run: TrainingRun) -> int:
             world.log_rank0(f"stopped by a signal after step {step}: resume=auto {where}")
             return 128 + signal
         world.signals.phase = "in the last evaluation or the export: resume=auto goes on with it"
-        finish(run, step, log)
+        if over:
+            evaluate_last(run, step, log)
+        finish(run, step)
     return 0
 
 
@@ -329,11 +336,7 @@ def measure_held_out(run: TrainingRun, data: Loader, step: int) -> dict[str, flo
 
 
 def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
-    """Evaluates, samples, exports the best weights and logs. If metrics.jsonl has the row already,
-    only notes its loss in `run.state`.
-
-    A pending signal ends it; the evaluation is then made when the run resumes.
-    """
+    """Evaluates, samples, exports the best weights and logs; stops at a pending signal."""
     known = read_known_eval_loss(run, step)
     if known is not None:  # a run that ended may have evaluated after the step's checkpoint
         run.state.note_evaluation(step, known)
@@ -448,8 +451,7 @@ class Deadline:
 
 
 def export_pending(run: TrainingRun) -> bool:
-    """Returns whether an export after `run.start`, the step of the last checkpoint, is due by
-    hf_every and missing."""
+    """Returns whether an export of hf_every after `run.start` is due and missing."""
     config, step = run.config, run.start
     latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
     due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0
@@ -458,25 +460,31 @@ def export_pending(run: TrainingRun) -> bool:
     return run.world.any(due and run.world.main)  # as the first rank sees it
 
 
-def finish(run: TrainingRun, step: int, log: RunLog) -> None:
-    """Makes the last evaluation, the exports, the report and the push, where they are missing.
+def evaluate_last(run: TrainingRun, step: int, log: RunLog) -> None:
+    """Makes the evaluation after the last step, if it is missing, and closes the log.
 
     Raises FloatingPointError before that if most of the steps were skipped.
     """
-    config, world, state = run.config, run.world, run.state
+    state = run.state
     guard.check_skipped(run, step)
-    if state.is_out_of_patience(config.patience):
+    if state.is_out_of_patience(run.config.patience):
         count = format_count(state.evaluations_since, "evaluation")
-        world.log_rank0(
+        run.world.log_rank0(
             f"ended after step {step}: no eval loss in {count} was "
             f"below {state.best_loss:.4f}, of step {state.best_step}"
         )
     evaluate_once(run, step, log)
     log.close()
+
+
+def finish(run: TrainingRun, step: int) -> None:
+    """Makes the exports, the report and the push, where they are missing."""
+    config, world = run.config, run.world
     directory = Path(config.run_dir)
     exports = config.export and world.any(read_exported_step(config) != step)
     if exports:
-        export(run, directory / export_name(config))
+        # What a run saves after its last step has the weights that it exports
+        export(run, directory / export_name(config), source=run.saver.written)
         if config.lora is not None and config.lora.merge:
             run.model.graphs = None  # captured with the adapter, which is merged now
             run.model.merge_adapter()

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from tigon.data import Loader, Mixture
 from tigon.models import CausalLM
+from tigon.models.config import eos_ids
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.utils.json import quote
@@ -45,8 +46,7 @@ class Vocabulary(NamedTuple):
 
 
 def read_vocabulary(config: Config) -> Vocabulary | None:
-    """Returns the ids that new_tokens get in the tokenizer of the settings; None without
-    new_tokens."""
+    """Returns the ids that new_tokens get in the tokenizer; None without new_tokens."""
     if not config.new_tokens:
         return None
     tokenizer = read_tokenizer(config)
@@ -93,7 +93,7 @@ def add_stop_tokens(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]
     it becomes the tokenizer's eos, which other programs read, unless the chat template reads that.
     """
     generation = dict(model.generation_config)
-    generated = _as_list(generation.get("eos_token_id", model.config.eos_token_id))
+    generated = eos_ids(model.config, generation)
     new = sorted(set(ends) - set(generated))
     if not new:
         return
@@ -102,14 +102,8 @@ def add_stop_tokens(model: CausalLM, tokenizer: Tokenizer, ends: Collection[int]
         merged = list(dict.fromkeys([*ids, *new]))
         return merged if len(merged) > 1 else merged[0]
 
-    known = _as_list(model.config.eos_token_id)
-    model.config = replace(model.config, eos_token_id=merge(known))
+    model.config = replace(model.config, eos_token_id=merge(eos_ids(model.config, {})))
     if generation:
         model.generation_config = generation | {"eos_token_id": merge(generated)}
     if len(new) == len(ends) == 1 and not tokenizer.template_reads("eos_token"):
         tokenizer.use_eos(new[0])
-
-
-def _as_list(ids: int | list[int] | None) -> list[int]:
-    """Returns token ids as a new list; [] for None."""
-    return [ids] if isinstance(ids, int) else list(ids or ())

@@ -25,7 +25,6 @@ class Output:
         return [(name, getattr(self, name)) for name in self.keys()]
 
     def to_tuple(self) -> tuple[Any, ...]:
-        """`values()` as a tuple."""
         return tuple(self.values())
 
     def __getitem__(self, key: str | int | slice) -> Any:

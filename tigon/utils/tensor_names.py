@@ -21,8 +21,7 @@ IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a tensor of this name belongs to another modality, or is a buffer that is computed
-    here."""
+    """Whether a tensor belongs to another modality, or is a buffer computed here."""
     return name.endswith(IGNORED_ENDINGS) or name.removeprefix("model.").startswith(
         OTHER_MODALITIES
     )

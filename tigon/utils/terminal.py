@@ -35,8 +35,7 @@ def one_line(text: object) -> str:
 
 
 class _Escaping:
-    """Writes to a text stream with control characters escaped, and keeps its first error; else it
-    is the stream."""
+    """A text stream that escapes control characters, and keeps its first error."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -55,7 +54,6 @@ class _Escaping:
         return len(text)
 
     def writelines(self, lines: Iterator[str]) -> None:
-        """Writes each of the lines as `write` does."""
         for line in lines:
             self.write(line)
 

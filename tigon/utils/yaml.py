@@ -45,16 +45,14 @@ class _Loader(yaml.SafeLoader):
     """Loads YAML within limits; merges and keys that stand twice are errors, dates stay text."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Constructs a value; raises _Refused for a number of more than LONGEST_NUMBER
-        characters."""
+        """Constructs a value; _Refused for a number of over LONGEST_NUMBER characters."""
         if node.tag in NUMBERS and len(node.value) > LONGEST_NUMBER:
             line = node.start_mark.line + 1
             raise _Refused(f"line {line}: a number of {len(node.value)} characters")
         return super().construct_object(node, deep)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Constructs a dictionary; raises _Refused for a merge (<<) and for a key that is given
-        twice."""
+        """Constructs a dictionary; _Refused for a merge (<<) and a key given twice."""
         lines: dict[Any, int] = {}
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else []:
             line = key.start_mark.line + 1

@@ -50,14 +50,12 @@ class Fp8Tensor(DecodedTensor):
 
     @property
     def unit(self) -> int:
-        """The rows of a block, so that no scale is read twice; 1 for a stack, or where a block has
-        all rows."""
+        """The rows of a block, so that no scale is read twice; 1 where that is all."""
         single_row = len(self.shape) == 3 or self.block[0] >= self.shape[0]  # of scales
         return 1 if single_row else self.block[0]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
-        """Reads rows [first, first + count) and dequantizes them to fp32; of a stack, a row is a
-        matrix."""
+        """Dequantizes rows [first, first + count) to fp32; of a stack, matrices."""
         codes = self._read(reader, self.stored, first, count).view(torch.uint8)
         numbers = NUMBERS[self.stored.dtype].index_select(0, codes.flatten().int())
         values = numbers.view(codes.shape)
@@ -144,8 +142,7 @@ def decode_fp8(
 def _make_fp8_tensor(
     name: str, info: TensorInfo, scale: TensorInfo, scales: BlockScales
 ) -> Fp8Tensor:
-    """Returns an fp8 tensor with its scales; raises ValueError for another dtype or shape of
-    these."""
+    """Returns an fp8 tensor with its scales; ValueError for scales that do not fit."""
     where = f"{escape(scale.path)}: tensor {quote(name + SCALE)}"
     if scale.dtype not in SCALES:
         raise ValueError(f"{where} is {scale.dtype}; scales are read in fp32, bf16 or fp16")

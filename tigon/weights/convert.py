@@ -103,8 +103,7 @@ def _row_blocks(
     shape: Sequence[int],
     dtype: torch.dtype,
 ) -> list[RowBlock]:
-    """Makes blocks that write stored rows [source_row, source_row + count) to rows from `row`
-    on."""
+    """Makes blocks that write `count` stored rows from source_row to rows from `row` on."""
     blocks = []
     for block in stored:
         info = block.checkpoint.tensors[block.name]

@@ -98,8 +98,7 @@ class ResizedTensor(DecodedTensor):
 
 
 def read_rows(reader: Reader, info: TensorInfo | DecodedTensor, out: Tensor, row: int) -> None:
-    """Fills `out` with rows of the tensor from `row` on, as many as it has, converted to its
-    dtype."""
+    """Fills `out` with as many rows from `row` on, converted to its dtype."""
     row_bytes = info.nbytes // max(1, info.shape[0]) if info.shape else info.nbytes
     with torch.no_grad():
         if isinstance(info, TensorInfo):

@@ -96,7 +96,6 @@ class WriterGroup:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first rank."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:

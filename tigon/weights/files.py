@@ -33,8 +33,7 @@ def require_space(directory: Path, needed: int) -> None:
 
 @contextmanager
 def explain_full_disk(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Rewords an OSError inside that says too little: a full disk with sizes, others with
-    `path`."""
+    """Rewords an OSError that says too little: a full disk with sizes, others with `path`."""
     try:
         yield
     except OSError as error:
@@ -48,8 +47,7 @@ def explain_full_disk(path: Path, needed: int | None = None) -> Iterator[None]:
 def full_disk_error(
     path: Path, error: OSError, needed: int | None = None, remedy: str = ""
 ) -> DiskFullError:
-    """Makes the error that says how much is free where `path` was to be written, and how to
-    help."""
+    """Makes the error that says how much is free for `path`, and how to help."""
     free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
     quota = " (a quota)" if error.errno == errno.EDQUOT else ""
     text = f"the disk{quota} became full while {path} was written: {_sizes(needed, free)}"
@@ -238,10 +236,7 @@ def _locked(target: Path) -> Iterator[bool]:
 
 
 def remove_leftovers(parent: Path, names: str) -> None:
-    """Removes what killed writers of directories left in `parent`, unless they are being written.
-
-    `names`: a regular expression for the directories' names.
-    """
+    """Removes what killed writers of directories with such `names`, a pattern, left in `parent`."""
     pattern = re.compile(rf"\.({names})\.(?:lock|(?:tmp|old)-[0-9a-f]{{16}})")
     matches = map(pattern.fullmatch, os.listdir(parent) if parent.is_dir() else ())
     for name in sorted({match[1] for match in matches if match is not None}):
@@ -251,10 +246,7 @@ def remove_leftovers(parent: Path, names: str) -> None:
 
 
 def _recover(target: Path) -> None:
-    """Remove what killed writers left, and put an old directory back that one had moved away.
-
-    Call it with the lock.
-    """
+    """Removes what killed writers left, or puts an old directory back; call it with the lock."""
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(tmp|old)-[0-9a-f]{{16}}")
     for path in sorted(target.parent.iterdir()):
         if not (name := pattern.fullmatch(path.name)) or path.is_symlink():
@@ -310,8 +302,7 @@ def _publish(temporary: Path, target: Path, replace: bool) -> None:
 
 @contextmanager
 def read_lock(directory: Path) -> Iterator[None]:
-    """Keeps writers from removing or replacing a directory in the body of a `with`, if the file
-    system has locks."""
+    """Keeps writers from removing a directory in the body of a `with`, if there are locks."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
@@ -323,8 +314,7 @@ def read_lock(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _unread(directory: Path) -> Iterator[bool]:
-    """Keeps readers from locking a directory in the body of a `with`; yields False if one has it
-    locked."""
+    """Keeps readers from a directory in the body of a `with`; yields False if one has it."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         free = True

@@ -96,8 +96,7 @@ class _Piece(NamedTuple):
 
 
 def _write_header(writer: Any, path: Path, entries: Sequence[GGUFEntry]) -> list[int]:
-    """Writes header, metadata and the list of tensors, and gives the file its size; returns where
-    each tensor begins."""
+    """Writes header, metadata and tensor list, sets the size; returns tensors' offsets."""
     types = import_gguf().GGMLQuantizationType
     for entry in entries:
         writer.add_tensor_info(

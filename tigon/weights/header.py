@@ -38,8 +38,7 @@ def tensor_infos(tensors: Mapping[str, StoredTensor]) -> dict[str, TensorInfo]:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Reads the tensors of a file by name; every length, dtype, shape and offset of its header is
-    checked."""
+    """Reads the tensors of a file by name; everything in its header is checked."""
     return tensor_infos(read_tensors(path))
 
 

@@ -66,10 +66,7 @@ class TensorSlice:
         return self.inner[-1].source if self.inner else 0
 
     def lines(self, shape: Sequence[int]) -> Iterator[RowSpan]:
-        """Yields the spans of rows as spans of lines, which are rows of the last dimension.
-
-        `shape`: the parameter's.
-        """
+        """Yields spans of rows as lines, rows of the last dimension; `shape`: the parameter's."""
         middle = self.inner_spans[:-1]
         if all(span == RowSpan(0, 0, n) for span, n in zip(middle, self.shape[1:-1], strict=True)):
             per_row = math.prod(self.shape[1:-1])
@@ -228,8 +225,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shard(name: str, parameter: Tensor) -> LocalShard:
-    """This rank's shard of a parameter: rows, columns or both. Raises ValueError for placements
-    that are no contiguous shard."""
+    """This rank's shard of a parameter; ValueError for placements that are not contiguous."""
     parameter, shape = parameter.detach(), tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return LocalShard(parameter, shape, (0,) * len(shape))
@@ -244,10 +240,7 @@ def local_shard(name: str, parameter: Tensor) -> LocalShard:
 
 
 def local_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of a parameter, and the index of the first one.
-
-    Raises ValueError for a parameter that is sharded by columns.
-    """
+    """This rank's rows of a parameter and the first one's index; ValueError if columns are."""
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
     if isinstance(parameter, DTensor):

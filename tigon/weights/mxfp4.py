@@ -71,10 +71,7 @@ class Mxfp4Tensor(DecodedTensor):
 def decode_mxfp4(
     tensors: Mapping[str, TensorInfo | DecodedTensor],
 ) -> dict[str, TensorInfo | DecodedTensor]:
-    """Combines blocks and scales to an Mxfp4Tensor each; other tensors stay unchanged.
-
-    Raises ValueError for scales that are missing, or another shape or dtype.
-    """
+    """Combines blocks and scales to Mxfp4Tensors; ValueError if they do not fit."""
     combined = dict(tensors)
     for name, info in tensors.items():
         if not name.endswith(BLOCKS):

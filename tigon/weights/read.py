@@ -82,8 +82,7 @@ class ReadSpan:
 
     @property
     def direct(self) -> bool:
-        """Whether the file's bytes go into `out` as they are: full lines of its dtype,
-        contiguous."""
+        """Whether bytes go into `out` as they are: full lines of its dtype, contiguous."""
         if self.out.dim() == 1:
             return True
         whole = self.out.shape[1] == self.width and self.out.is_contiguous()

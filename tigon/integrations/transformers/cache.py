@@ -99,10 +99,7 @@ class TigonCache(DynamicCache):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last `-tokens_to_remove` tokens of each row; a number above 0 is how many stay.
-
-        Raises ValueError if a layer keeps one state for all tokens.
-        """
+        """Drops `-tokens_to_remove` last tokens of each row; above 0 is how many stay."""
         length = tokens_to_remove
         if tokens_to_remove <= 0:
             length = max(self.get_seq_length() + tokens_to_remove, 0)

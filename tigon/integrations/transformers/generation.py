@@ -101,8 +101,7 @@ class TigonGeneration(GenerationMixin):
         return inputs
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises NotImplementedError: transformers' continuous batching pages the caches of its own
-        attention."""
+        """Raises NotImplementedError: it pages the caches of transformers' attention."""
         raise NotImplementedError(
             "transformers' continuous batching (generate_batch) needs its own attention: call "
             "generate, or serve the model with tigon serve"
@@ -111,10 +110,7 @@ class TigonGeneration(GenerationMixin):
     def _prepare_cache_for_generation(  # type: ignore[override]
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any
     ) -> None:
-        """Gives transformers' loop a growing cache of Tigon's, unless the call has one or none.
-
-        Raises ValueError for one that is quantized or offloaded.
-        """
+        """Gives transformers' loop a growing cache of Tigon's, unless the call has one."""
         implementation = generation_config.cache_implementation
         if implementation not in GROWING:
             raise ValueError(
@@ -205,8 +201,7 @@ def _has_row_that_ends_in_padding(ids: Tensor, ends: Mapping[str, Any]) -> bool:
 
 
 def _is_assisted(model: Any, call: dict[str, Any], tensors: Mapping[str, Any]) -> bool:
-    """Puts the native model in place of the draft; returns whether there is none, or one that the
-    own loop can use."""
+    """Puts in the native draft; returns whether the own loop can use it, or there is none."""
     draft = call.get("assistant_model")
     if draft is None:
         return True

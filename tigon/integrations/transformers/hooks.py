@@ -33,6 +33,5 @@ def keep_hooks(block: nn.Module, run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _set_hooks(modules: list[nn.Module], hooks: list[dict[str, Any]]) -> None:
-    """Gives each module its dicts of hooks, by kind."""
     for module, kinds in zip(modules, hooks, strict=True):
         vars(module).update(kinds)

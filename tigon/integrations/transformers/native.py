@@ -67,8 +67,7 @@ def load_native(
 
 
 def find_device(device_map: Any) -> torch.device:
-    """The device that a `device_map` names, by default the CPU; ValueError if it names several, or
-    is "auto" with several accelerators."""
+    """The device of a `device_map`, by default the CPU; ValueError if that means several."""
     named = device_map
     if isinstance(device_map, Mapping):
         devices = {str(device): device for device in device_map.values()}

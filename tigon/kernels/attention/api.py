@@ -31,6 +31,7 @@ from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.attention.sequences import Sequences
 from tigon.kernels.attention.sinks import FusedPasses, attention_with_sinks, scale_by_sinks
 from tigon.kernels.attention.wide import wide_attention
+from tigon.kernels.saved_sources import save_sources
 
 FA4_MIN_SEQLEN = 512  # below it as the longest sequence, flash-attn-4 would compile once more
 FLEX_MULTIPLE = 256  # FlexAttention compiles for every length: rows are padded to a multiple
@@ -90,7 +91,8 @@ def _fa4(
     """Returns flash-attn-4's attention [B, T, H, D] in the sequences of the plan, or in rows."""
     if sinks is not None:
         return _with_sinks(_fa4_passes, q, k, v, mask, plan, sinks)
-    package = fa4 if torch.compiler.is_compiling() else flash_attn_4()
+    is_op = torch.compiler.is_compiling() or runtime.launches_on_fakes()
+    package = fa4 if is_op else flash_attn_4()
     sequences = plan.sequences
     options: dict[str, Any] = {
         "softmax_scale": plan.scale,
@@ -99,6 +101,8 @@ def _fa4(
         "softcap": plan.softcap or 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
     }
+    if not is_op:  # without it evaluation would compile a kernel of its own
+        options["return_lse"] = True
     if sequences is None:
         return package.flash_attn_func(q, k, v, **options)[0]
     flat, (cu, cu_k), (longest, longest_k) = _flatten_sequences(q, k, v, sequences)
@@ -239,6 +243,8 @@ def _flex(
     Outside of torch.compile, rows are padded to a multiple of FLEX_MULTIPLE, and it is compiled for
     each kind of call.
     """
+    if runtime.launches_on_fakes():  # what torch.compile makes would run at addresses of nothing
+        return fused_shapes(q, k, v, sinks)
     run: Callable[..., Any] = flex_attention
     b, t = q.shape[:2]
     if not torch.compiler.is_compiling():
@@ -363,7 +369,8 @@ def attention(
     """
     _check_inputs(q, k, v, mask, window, softcap, sinks)
     if q.is_meta and runtime.runs_triton(q):
-        return _attention_meta(q, k, v, mask, sinks)
+        with save_sources(q, k, v):
+            return _attention_meta(q, k, v, mask, sinks)
     kind = (window, softcap, scale, sinks is not None, _needs_grad(q, k, v, sinks))
     if torch.compiler.is_compiling():
         plan = _plan(q, mask, *kind)
@@ -373,10 +380,13 @@ def attention(
             mask.plans[key] = _plan(q, mask, *kind)
         plan = mask.plans[key]
     run = BACKENDS[plan.choice.name]
-    if plan.even is None:
+    if plan.choice.name == "flex":  # torch.compile makes it, and does not trace hooks
         return run(q, k, v, mask, plan, sinks)
-    rows = (x.reshape(-1, plan.even.tokens, *x.shape[2:]) for x in (q, k, v))
-    return run(*rows, plan.even, plan, sinks).reshape(q.shape)
+    with save_sources(q, k, v):
+        if plan.even is None:
+            return run(q, k, v, mask, plan, sinks)
+        rows = (x.reshape(-1, plan.even.tokens, *x.shape[2:]) for x in (q, k, v))
+        return run(*rows, plan.even, plan, sinks).reshape(q.shape)
 
 
 def _attention_meta(

@@ -3,7 +3,9 @@
 import functools
 import json
 import logging
+import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -179,8 +181,7 @@ def _reason_against(name: str, r: AttentionRequest) -> str | None:
 
 
 def check_backend(name: str) -> None:
-    """Raises ValueError for a name that is none of `Backend`, ImportError for "fa4" if
-    flash-attn-4 cannot be used."""
+    """Raises ValueError for no name of `Backend`, ImportError for "fa4" that cannot be used."""
     _check_name(name)
     if name == "fa4" and isinstance(flash_attn_4(), str):
         raise ImportError(f"attention='fa4': {flash_attn_4()}")
@@ -191,6 +192,8 @@ def check_training(
 ) -> None:
     """Raises if the named backend cannot train in this dtype on this device with any model."""
     check_backend(name)
+    if name == "auto":  # serves every request; importing flash-attn-4 can wait
+        return
     gpu, index = device.type == "cuda", device.index or 0
     sm = capability(index) if gpu else 0
     request = AttentionRequest(device.type, sm, dtype, grad=True, deterministic=deterministic)
@@ -198,7 +201,6 @@ def check_training(
 
 
 def _check_name(name: str) -> None:
-    """Raises ValueError unless `name` is one of `Backend`."""
     if name not in get_args(Backend):
         raise ValueError(f"attention={name!r} is not one of {', '.join(get_args(Backend))}")
 
@@ -241,6 +243,7 @@ def choose_backend(
 def flash_attn_4() -> Any:
     """Imports and returns the package, or the reason why it cannot be used."""
     hint = "pip install tigon[fa4]"
+    _keep_compiled()
     try:
         import flash_attn.cute as package
     except ModuleNotFoundError as error:
@@ -250,6 +253,15 @@ def flash_attn_4() -> Any:
     except Exception as error:  # of the driver, the compiler, another version ...
         return f"flash-attn-4 does not load ({type(error).__name__}: {error}): {hint}"
     return package
+
+
+def _keep_compiled() -> None:
+    """Lets flash-attn-4 keep on disk what it compiles, unless the environment says otherwise."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flash_attn_cute")
+    with suppress(OSError, RuntimeError):  # a home that cannot be written, or is not known
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 
 
 @device_fact

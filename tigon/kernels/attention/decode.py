@@ -336,11 +336,7 @@ def _token_bytes(stored: torch.dtype, width: int) -> int:
 
 
 def _num_splits(groups: int, blocks: int, resident_programs: int) -> int:
-    """Returns the number of programs that share the tokens of each of `groups`.
-
-    `resident_programs` run at once. Few groups fill the device exactly once; many, whose lengths
-    may differ, take turns.
-    """
+    """Returns how many programs share the tokens of each group, of `resident_programs` at once."""
     once = resident_programs // groups
     return min(blocks, once if once >= 4 else -(-2 * resident_programs // groups))
 

@@ -120,3 +120,13 @@ def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _forward.op.register_autograd(_gradients, setup_context=_save)
+LAUNCHERS = _forward.__wrapped__, _backward.__wrapped__
+
+
+def environment() -> dict[str, str]:
+    """Returns the variables that tell flash-attn-4 the GPU in a process that cannot use it."""
+    if not torch.cuda.is_available():
+        return {}
+    gpu = torch.cuda.get_device_properties()
+    arch, count = f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count
+    return {"FLASH_ATTENTION_ARCH": arch, "FLASH_ATTENTION_NUM_SMS": str(count)}

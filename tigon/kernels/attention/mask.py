@@ -126,11 +126,7 @@ class AttentionMask:
         return self._like(self.tokens, **options)
 
     def slice_queries(self, first: int, end: int) -> Self:
-        """Returns the mask of the queries [first, end) of each row and the S keys that they may
-        see.
-
-        There must be no cache.
-        """
+        """Returns the mask of queries [first, end) and the S keys they see; without a cache."""
         keys = end if self.causal else self.tokens
         segments, real = (
             None if x is None else x[:, :keys] for x in (self.segment_ids, self.key_mask)
@@ -270,10 +266,7 @@ class AttentionMask:
         return self._once("even", lambda: self._like(longest))
 
     def pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
-        """Returns the mask with rows of queries and of keys padded on the right.
-
-        What padded queries see is undefined.
-        """
+        """Returns the mask with queries and keys padded on the right, which see anything."""
         return self._once("padded", lambda: self._pad(tokens, keys, batch, device))
 
     def _pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
@@ -343,9 +336,7 @@ class AttentionMask:
         return seen[:, None]
 
     def blocks(self, window: int | None, device: torch.device) -> BlockMask:
-        """Returns the mask for FlexAttention, without a cache: [T / 128, S / 128] blocks and a
-        mask_mod.
-        """
+        """Returns the mask for FlexAttention: [T / 128, S / 128] blocks and a mask_mod."""
         return self._once(("blocks", window), lambda: self._build_blocks(window, device))
 
     def _build_blocks(self, window: int | None, device: torch.device) -> BlockMask:
@@ -443,10 +434,7 @@ def pad_cu_seqlens(mask: AttentionMask, total: int, windows: Iterable[int]) -> A
 
 
 def padded_count(sequences: int) -> int:
-    """Returns the number of sequences after padding: a power of two, at least MIN_SEQUENCES.
-
-    With deterministic algorithms, the number stays as it is.
-    """
+    """Returns the number of sequences after padding, a power of two unless deterministic."""
     # FlashAttention-2 divides the sum of dQ by their number where it is to be deterministic
     if torch.are_deterministic_algorithms_enabled():
         return sequences

@@ -62,6 +62,5 @@ def attention_with_sinks(
 
 
 def scale_by_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """Returns attention [B, H, T, D] with sinks from that without them, whose lse [B, H, T] has a
-    gradient."""
+    """Returns attention [B, H, T, D] with sinks, from that without them and its lse [B, H, T]."""
     return (out * torch.sigmoid(lse - sinks.float()[:, None])[..., None]).to(out.dtype)

@@ -38,7 +38,6 @@ class SymmetricBuffers(NamedTuple):
 
 
 def empty_bits(dtype: torch.dtype) -> int:
-    """Returns the bits of -0.0."""
     return torch.iinfo(BITS[dtype]).min
 
 
@@ -183,10 +182,7 @@ def _check(x: Tensor, n: int, buffers: SymmetricBuffers) -> None:
 def _launch(
     x: Tensor, y: Tensor, first: int, size: int | None, buffers: SymmetricBuffers
 ) -> Tensor:
-    """Writes the sum over ranks to y and returns it; `first` and `size` as in all-gather.
-
-    Without `size` each rank's x has all elements of y.
-    """
+    """Writes the sum over ranks to y; `first` and `size` as in all-gather."""
     local, addresses, turns, rank, dtype, _ = buffers
     _check(x, y.numel(), buffers)
     _one_shot_kernel[(triton.cdiv(y.numel(), S),)](

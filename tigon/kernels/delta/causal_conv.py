@@ -70,8 +70,7 @@ def causal_conv_qkv_ref(
     starts: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits silu of the convolution, divides each head of q and k by its length, in fp32, and q
-    by sqrt(D), too."""
+    """Splits silu of the convolution; norms heads of q and k in fp32; divides q by sqrt(D)."""
     y = causal_conv_ref(x, weight, activation="silu", starts=starts, state=state)
     size = key_heads * key_dim
     q, k, v = y.split((size, size, y.shape[-1] - 2 * size), -1)

@@ -203,7 +203,6 @@ def gated_delta_rule(
 
 
 def _check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
-    """Raises ValueError unless the bounds rise from 0 to the number of tokens."""
     bounds = cu_seqlens.tolist()
     if not bounds or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
         raise ValueError(f"cu_seqlens {bounds} do not rise from 0 to {tokens} tokens")

@@ -125,10 +125,7 @@ class _ApplyDropout(torch.autograd.Function):
 
 
 def apply_dropout(x: Tensor, dropout: Dropout) -> Tensor:
-    """Returns x with 0 where an element is dropped; others are not scaled.
-
-    Backward draws the mask again; none is saved, but under torch.compile.
-    """
+    """Returns x with 0 where it is dropped, not scaled; backward draws the mask again."""
     if torch.compiler.is_compiling():
         return apply_dropout_ref(x, dropout)
     if x.requires_grad and torch.is_grad_enabled():

@@ -207,6 +207,5 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns what `fp8_linear` does: its definition, casts and products in plain torch, in both
-    directions."""
+    """Returns what `fp8_linear` does: casts and products in plain torch, in both directions."""
     return _linear(x, weight, bias, False)

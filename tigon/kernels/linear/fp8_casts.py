@@ -191,10 +191,7 @@ def store_column_cast(turned, scales, v, bits, rows, columns, C, S, first):
 
 @triton.jit
 def tile_of_program(C, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
-    """Returns strip, block, rows and columns of a tile.
-
-    From the end: what was read or written last is in the cache yet.
-    """
+    """Returns strip, block, rows and columns of a tile, from the end, which is in the cache yet."""
     blocks = tl.cdiv(C, TILE_C)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     strip = tile // blocks
@@ -253,10 +250,7 @@ def _rows_output(x: Tensor, maxima: bool) -> list[Tensor]:
 
 @operator("fp8_cast_rows", _rows_output)
 def _cast_rows(x: Tensor, maxima: bool) -> list[Tensor]:
-    """Returns data and scales of x cast by rows, and with `maxima` the columns' largest as bits.
-
-    A few programs then update these, each once.
-    """
+    """Returns data and scales of x cast by rows, and with `maxima` columns' largest as bits."""
     data, scale, *bits = outputs = _rows_output(x, maxima)
     (R, C), block = x.shape, next_power_of_2(x.shape[1])
     if block > MAX_COLUMNS:
@@ -282,10 +276,7 @@ def _tiles_output(x: Tensor, rows: bool, *_: Any) -> list[Tensor]:
 def _cast_tiles(
     x: Tensor, rows: bool, row_bits: Tensor | None, column_bits: Tensor | None
 ) -> list[Tensor]:
-    """Returns data and scales of x cast by columns, with `rows` after those cast by rows.
-
-    Maxima that are not known are found first.
-    """
+    """Returns x cast by columns, with `rows` by rows too; finds maxima that are not known."""
     outputs, (R, C) = _tiles_output(x, rows), x.shape
     maxima = Maxima(row_bits, column_bits)
     if column_bits is None or (row_bits is None and rows):

@@ -187,7 +187,6 @@ def _cast_gated_rows(gate_up: Tensor, act: str) -> list[Tensor]:
 
 
 def cast_gated_rows(gate_up: Tensor, act: Activation) -> ScaledMatrix:
-    """Returns `cast_rows` of `gated_act(gate_up, act)` for gate_up [R, 2 I]."""
     return ScaledMatrix(*_cast_gated_rows(as_rows(gate_up), act))
 
 
@@ -229,8 +228,7 @@ def cast_gated_gradients(dy: Tensor, gate_up: Tensor, act: Activation) -> GatedC
 
 
 class MLPState:
-    """Holds what the nodes of one pass share: maxima of the columns, and gate_up for a late
-    product."""
+    """Holds what the nodes of one pass share: maxima of columns, and gate_up for a late product."""
 
     def __init__(self) -> None:
         self.up, self.down = ColumnMaxima(), ColumnMaxima()

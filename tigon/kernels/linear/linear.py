@@ -25,9 +25,17 @@ from tigon.kernels.mlp.gated_act import (
     gated_act_ref,
     gradient_and_product,
 )
-from tigon.kernels.recompute import find_recompute, has_function_mode, run_recompute, start_fetch
+from tigon.kernels.recompute import (
+    find_recompute,
+    has_function_mode,
+    note_recompute,
+    run_recompute,
+    start_fetch,
+)
 from tigon.kernels.runtime import (
     autocast_dtype,
+    is_plain,
+    is_plain_parameter,
     next_power_of_2,
     num_sms,
     operator,
@@ -40,6 +48,8 @@ from tigon.kernels.runtime import (
 )
 
 SMALL = 2**22  # numbers of a result; all that were wrong had at most half as many
+# Summands of a product that takes no longer than to write its result, and may be computed again
+CHEAP_SUMMANDS = 256
 RARE = 1024  # one in so many summands and fewer may be lost; all that were lost were rarer
 
 
@@ -224,7 +234,7 @@ def _has_gradient_at_risk(x: Tensor, weight: Tensor) -> bool:
 
 def has_plain_operands(x: Tensor, weight: Tensor) -> bool:
     """Whether no subclass of x, other dtype, autocast or mode changes the product with `weight`."""
-    plain = type(x) is Tensor and x.dtype == weight.dtype
+    plain = is_plain(x) and x.dtype == weight.dtype
     return plain and autocast_dtype(x.device) is None and not has_function_mode()
 
 
@@ -234,7 +244,7 @@ def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         weight.requires_grad
         and not torch.compiler.is_compiling()
         and _has_gradient_at_risk(x, weight)
-        and type(weight) in (Tensor, torch.nn.Parameter)
+        and is_plain(weight)
         and has_plain_operands(x, weight)
     ):
         y: Tensor = _ChunkedLinear.apply(x, weight, bias)
@@ -251,7 +261,7 @@ def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     if not weight.requires_grad or (recompute := find_recompute(x)) is None:
         return chunked_linear(x, weight, bias)
     # The gradient of another weight would be another product
-    plain = type(weight) is torch.nn.Parameter and weight.is_contiguous()
+    plain = is_plain_parameter(weight) and weight.is_contiguous()
     if not (plain and has_plain_operands(x, weight)):
         return chunked_linear(x, weight, bias)
     deferred = defers_product()
@@ -400,7 +410,7 @@ def _is_plain_product(x: Tensor, weight: Tensor) -> bool:
         and not x.is_meta  # which autocast does not know
         and not torch.is_autocast_enabled(x.device.type)
         and x.dtype == weight.dtype
-        and type(weight) is torch.nn.Parameter  # subclasses, such as quantized ones, have their own
+        and is_plain_parameter(weight)  # subclasses, such as quantized ones, have their own
         and weight.is_contiguous()
     )
 
@@ -453,13 +463,22 @@ def _num_parts(x: Tensor, weight: Tensor) -> int:
     return parts if parts >= 4 else 1
 
 
+def _is_learned_product(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product is that of a plain parameter that learns, so that a graph has x."""
+    plain = is_plain_parameter(weight) and weight.requires_grad
+    return plain and not torch.compiler.is_compiling() and has_plain_operands(x, weight)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, faster for the few rows of decoding: one on a GPU, 4 to 8 in fp32 on a CPU.
 
     In training an `x` that backward can recompute is not saved: see `training_linear`.
     """
     if torch.is_grad_enabled():
-        return training_linear(x, weight, bias)
+        y = training_linear(x, weight, bias)
+        if weight.shape[-1] <= CHEAP_SUMMANDS and _is_learned_product(x, weight):
+            note_recompute(y, F.linear, (x, weight, bias), chained=True)
+        return y
     if uses_gemv(x, weight):
         return gemv(x, weight, bias)
     if (parts := _num_parts(x, weight)) > 1:

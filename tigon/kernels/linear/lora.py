@@ -49,7 +49,7 @@ from tigon.kernels.linear.low_rank import (
 )
 from tigon.kernels.mlp.gated_act import Activation, gradient_and_product
 from tigon.kernels.recompute import RecomputeFn, find_recompute, run_recompute, start_fetch
-from tigon.kernels.runtime import refuse_second_derivative
+from tigon.kernels.runtime import is_plain_parameter, refuse_second_derivative
 
 
 class LoRATerm(NamedTuple):
@@ -264,7 +264,7 @@ def _fits_one_node(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether one autograd node can compute the product of a frozen weight and its additions."""
     return (
         not torch.compiler.is_compiling()
-        and type(weight) is torch.nn.Parameter
+        and is_plain_parameter(weight)
         and not weight.requires_grad
         and (bias is None or not bias.requires_grad)
         and has_plain_operands(x, weight)

@@ -22,7 +22,7 @@ from tigon.kernels.linear.linear import (
     placeholder,
 )
 from tigon.kernels.recompute import Recompute, find_recompute, run_recompute
-from tigon.kernels.runtime import refuse_second_derivative
+from tigon.kernels.runtime import is_plain_parameter, refuse_second_derivative
 
 Biases = Sequence[Tensor | None]
 
@@ -103,8 +103,7 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Tenso
     backward can recompute is not saved (`tigon.kernels.recompute`).
     """
     plain = not torch.compiler.is_compiling() and all(
-        type(w) is torch.nn.Parameter and w.is_contiguous() and has_plain_operands(x, w)
-        for w in weights
+        is_plain_parameter(w) and w.is_contiguous() and has_plain_operands(x, w) for w in weights
     )
     if not plain or x.numel() == x.shape[-1]:  # of one row `linear` has a kernel
         return packed_linear_ref(x, weights, biases)

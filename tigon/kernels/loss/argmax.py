@@ -26,8 +26,7 @@ NO_KEY = -(2**63)
 
 
 def argmax_ref(scores: Tensor) -> Tensor:
-    """Returns each row's argmax, or NOT_FINITE where the largest score is not finite: the
-    definition."""
+    """Returns each row's argmax, or NOT_FINITE where the largest score is not: the definition."""
     column = scores.argmax(-1)  # of a NaN, if there is one
     value = scores.gather(-1, column[..., None])[..., 0]
     return column.masked_fill(~value.isfinite(), NOT_FINITE)

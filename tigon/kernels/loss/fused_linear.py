@@ -41,7 +41,7 @@ from tigon.kernels.loss.terms import LogProbs, LossTerm, ValidRows, WeightedTerm
 from tigon.kernels.loss.vocab_parallel import VocabularyShard
 from tigon.kernels.runtime import (
     check_devices,
-    has_values,
+    is_eager,
     is_transformed,
     refuse_second_derivative,
     retains_graph,
@@ -384,7 +384,7 @@ def _pass(
     ahead = any(needs) and comparable and not any(per_token)
     overlap = rows.stride(1) != 1 or (rows.stride(0) < rows.shape[1] and len(rows) > 1)
     exclusive = overwrite and ahead and not overlap
-    exclusive = exclusive and has_values(rows) and not is_transformed(rows)
+    exclusive = exclusive and is_eager(rows) and not is_transformed(rows)
     kinds = ["kl" if a.plan.kind != "cross_entropy" else a.plan.kind for a in prepared]
     if weight is not None:
         kinds = [f"linear_{kind}" for kind in kinds]

@@ -363,10 +363,8 @@ def _run_piece(
     rows: int,
     cut: VocabularyShard | None,
 ) -> list[Tensor]:
-    """Returns the values of all loss terms for the `rows` rows of a chunk from `start` on.
-
-    The last term writes the total gradient to `out`.
-    """
+    """Returns the values of `rows` rows from `start` on; the last term writes the gradient to
+    `out`."""
     part = slice(start, start + rows)
     z, out_logits = logits[part], None if out is None else out[part]
     out_logits = z if out is logits else out_logits
@@ -482,10 +480,7 @@ def _add_products(
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:
-    """Returns `total + a @ b` in fp32, in the memory of `total`, if there is one.
-
-    An `only` product has no total, and the dtype of a.
-    """
+    """Returns `total + a @ b` in fp32 in the memory of `total`; without one in the dtype of a."""
     if only:
         return chunked_matmul(a, b)
     if a.device.type == "cuda" and a.dtype != torch.float32 and len(b):

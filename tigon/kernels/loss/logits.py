@@ -14,7 +14,7 @@ from torch import Tensor
 from tigon.kernels.runtime import (
     check_devices,
     check_values,
-    has_values,
+    is_eager,
     may_sync,
     num_sms,
     operator,
@@ -53,7 +53,6 @@ class Options:
         return Options(self.softcap, self.logit_scale)
 
     def at_temperature(self, t: float) -> "Options":
-        """Returns softcap and scale for logits divided by `t`."""
         cap = None if self.softcap is None else self.softcap / t
         return Options(cap, self.logit_scale / t)
 
@@ -224,7 +223,7 @@ def _may_overwrite(x: Tensor, factor: Tensor) -> bool:
     if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, factor)):
         return False
     # On meta there is nothing to write, but memory counts as on a GPU
-    return x.is_meta or (has_values(x) and not torch._C._len_torch_dispatch_stack())
+    return x.is_meta or is_eager(x)
 
 
 def _overwrite(x: Tensor, out: Tensor, factor: Tensor) -> None:
@@ -256,7 +255,6 @@ def check_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str 
 
 
 def check_reduction(reduction: str) -> None:
-    """Raises ValueError unless the reduction is "sum" or "none"."""
     if reduction not in ("sum", "none"):
         raise ValueError(f"reduction={reduction!r} is not 'sum' or 'none'")
 

@@ -233,10 +233,7 @@ def metrics_of_term(c: LossTerm) -> Sequence[str]:
 
 
 def _metric_rows(metrics: Sequence[str]) -> tuple[str, ...]:
-    """Returns the per-row values that the metrics are computed from; ValueError for unknown ones.
-
-    They are the metrics themselves, but for accuracy "predicted_tokens".
-    """
+    """Returns the per-row values that the metrics come from; ValueError for unknown ones."""
     unknown = [m for m in metrics if m not in METRICS]
     if unknown:
         raise ValueError(f"unknown metrics {unknown}; there are {', '.join(METRICS)}")

@@ -38,8 +38,7 @@ class ValidRows:
             self._arrived.record(torch.cuda.current_stream(keep.device))
 
     def index(self) -> Tensor | None:
-        """Returns the rows that count, int64 in order, or None if all do; the host waits for their
-        number."""
+        """Returns the rows that count, int64 in order, or None if all do; the host waits."""
         if self._arrived is not None:
             self._arrived.synchronize()
         count = int(self._count)

@@ -22,7 +22,7 @@ from tigon.kernels.loss.divergence_rows import (
 )
 from tigon.kernels.loss.logits import IGNORE_INDEX, LogitGradient, Options, scale_and_cap
 from tigon.kernels.loss.terms import Divergence, LossTerm
-from tigon.kernels.runtime import operator, pdl_options, pdl_wait, runs_triton, tl, triton
+from tigon.kernels.runtime import is_plain, operator, pdl_options, pdl_wait, runs_triton, tl, triton
 
 
 class VocabularyShard(NamedTuple):
@@ -334,7 +334,7 @@ def embedding_rows(
     One outside of the vocabulary is an error on every rank. A kernel replaces ten of torch's in
     decoding, each of which takes longer to start than to run.
     """
-    plain = weight.is_contiguous() and type(weight) in (Tensor, torch.nn.Parameter)
+    plain = weight.is_contiguous() and is_plain(weight)
     if torch.is_grad_enabled() or not (plain and ids.numel() and runs_triton(weight)):
         return embedding_rows_ref(ids, weight, shard, padding_idx)
     return _embedding_rows(ids.contiguous(), weight, shard.first, shard.rows, shard.size)

@@ -12,6 +12,7 @@ from torch import Tensor
 from tigon.kernels.recompute import GatedInputs, note_recompute
 from tigon.kernels.runtime import (
     as_rows,
+    is_watched,
     operator,
     pdl_options,
     pdl_wait,
@@ -64,10 +65,7 @@ def act_and_slope(x, ACT: tl.constexpr):
 
 @triton.jit
 def gated_gradients(d, gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
-    """Returns the gradients of gate and up, and act(gate) * up, in fp32.
-
-    Only the activation is rounded to the input's dtype.
-    """
+    """Returns gradients of gate and up, and act(gate) * up, in fp32; only act is rounded."""
     a, slope = act_and_slope(gate, ACT)
     a = a.to(dtype).to(tl.float32)
     return d * up * slope, d * a, a * up
@@ -152,7 +150,6 @@ def _backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
 
 
 def _gradient_and_product(dy: Tensor, gate_up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Allocates the gradient of gate_up and the product."""
     return _gradient(dy, gate_up), dy.new_empty(dy.shape)
 
 
@@ -265,7 +262,7 @@ def gradient_and_product(
 
     `dy` is contiguous and belongs to the caller.
     """
-    if torch._C._len_torch_dispatch_stack():  # modes see ops, and ops alias no input
+    if is_watched():  # modes see ops, and ops alias no input
         return _backward_product(dy, gate_up, act)
     gradient = gradient_memory(gate_up, overwrite)
     with torch.cuda.device_of(gradient):
@@ -287,7 +284,7 @@ class _GatedAct(torch.autograd.Function):
         refuse_second_derivative("gated_act")
         (gate_up,) = ctx.saved_tensors
         # Modes see ops, which alias no input. Dynamo overwrites nothing, so it is asked first
-        if not _can_overwrite(gate_up, ctx.overwrite) or torch._C._len_torch_dispatch_stack():
+        if not _can_overwrite(gate_up, ctx.overwrite) or is_watched():
             return _backward(dy, gate_up, ctx.act), None, None
         gradient = gradient_memory(gate_up, ctx.overwrite)
         with torch.cuda.device_of(gradient):
@@ -296,7 +293,6 @@ class _GatedAct(torch.autograd.Function):
 
 
 def check_act(act: str) -> None:
-    """Raises ValueError unless `act` is one of ACTIVATIONS."""
     if act not in ACTIVATIONS:
         raise ValueError(f"act={act!r} is not one of {ACTIVATIONS}")
 

@@ -257,8 +257,7 @@ def forward_workspace(
 
 
 def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:
-    """Returns the most bytes that `grouped_mlp_backward` uses besides its outputs, which are made
-    one by one."""
+    """Returns the most bytes that `grouped_mlp_backward` uses besides its outputs."""
     low, _, needs_grad, hidden, *_, transposed = rest
     c, inner = expert_widths(down, transposed)
     slots, size = len(hidden), x.element_size()

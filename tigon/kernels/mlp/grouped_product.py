@@ -110,10 +110,7 @@ def training_syncs(shape: torch.Size, dtype: torch.dtype, device: torch.device) 
 
 
 def product_by_row(x: Tensor, matrices: Tensor, experts: Tensor) -> Tensor:
-    """Multiplies each row of x [S, K] by the matrix [K, O] of its expert [S] -> [S, O].
-
-    The rows are in any order; nothing waits for the device.
-    """
+    """Multiplies each row of x [S, K] by its expert's [K, O] -> [S, O], without waiting."""
     # A row's own copy of a matrix moves it three times; in a product with all, each moves once
     if 3 * len(x) < len(matrices):
         return torch.bmm(x[:, None], matrices[experts])[:, 0]
@@ -182,10 +179,7 @@ def grouped_weight_gradient(dy: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_bias_gradient(dy: Tensor, weights: Tensor | None, ends: Tensor) -> Tensor:
-    """Returns [E, O], each expert's sum of its rows of dy [S, O], times weights [S] if given.
-
-    It is the product with a matrix whose columns are equal, in rows of 16 bytes.
-    """
+    """Returns [E, O], each expert's sum of rows of dy [S, O], times weights [S] if given."""
     ones = dy.new_ones(len(dy), 16 // dy.element_size())
     columns = ones if weights is None else ones * weights[:, None].to(dy.dtype)
     return grouped_weight_gradient(dy, columns, ends)[..., 0].contiguous()

@@ -17,11 +17,6 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 WIDTH = tl.constexpr(3)  # of a row: first program, elements, address
 
 
-def squared_norm_ref(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the sum of the squares of all elements, in float64: the definition."""
-    return torch.stack([t.double().square().sum() for t in tensors]).sum()
-
-
 @triton.jit
 def _squares_kernel(
     rows, owners, partials, G: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,

@@ -4,8 +4,9 @@
 
 Bytes per element in bf16: forward 4, with a residual 8; backward 6, with a residual 8. Every input
 is read once and every output is written once, which is the minimum. A sandwich norm saves its
-input, the sum and both 1 / rms: forward 8 (branch and residual in, normed and sum out), backward 12
-(branch, the sum and both gradients in, two out).
+inputs and both 1 / rms: forward 8 (branch and residual in, normed and sum out), backward 12
+(branch, residual and both gradients in, two out). It adds up the sum again, since the residual is
+a stream that a norm before it has saved anyway.
 """
 
 from typing import Any, Literal, get_args, overload
@@ -150,11 +151,13 @@ def _forward(
     outputs = _outputs(x, residual, save, gate, weight, post_weight)
     y, total = outputs[0], None if residual is None else outputs[1]
     rstd = outputs[-1] if save else None
-    _launch(x, residual, gate, weight, post_weight, y, total, rstd, eps, post_eps, offset, before)
+    launch_norm(
+        x, residual, gate, weight, post_weight, y, total, rstd, eps, post_eps, offset, before
+    )
     return outputs
 
 
-def _launch(x: Tensor, *args: Any, reuse_rstd: bool = False) -> None:
+def launch_norm(x: Tensor, *args: Any, reuse_rstd: bool = False) -> None:
     """Runs `norm_forward_kernel`, whose arguments without sizes these are."""
     residual, gate, weight, post_weight, y, total, rstd, eps, post_eps, offset, before = args
     if x.numel() == 0:
@@ -168,10 +171,15 @@ def _launch(x: Tensor, *args: Any, reuse_rstd: bool = False) -> None:
         *(y, total, rstd, N, eps, post_eps, C, offset, before),
         *(launch.block, launch.rows, reuse_rstd),
         num_warps=launch.warps,
-        # A fused multiply-add would not round a normed branch
-        **({} if post_weight is None else {"enable_fp_fusion": False}),
+        **unfused(post_weight),
         **pdl_options(x),
     )
+
+
+def unfused(post_weight: Tensor | None) -> dict[str, bool]:
+    """Returns the option of a kernel that adds a normed branch: a fused multiply-add would not
+    round it."""
+    return {} if post_weight is None else {"enable_fp_fusion": False}
 
 
 @operator("rms_norm_again", lambda x, *_: _empty_like(x))
@@ -186,8 +194,26 @@ def recompute_norm(
     """Recomputes the output bit for bit from the saved rstd."""
     y = _empty_like(x)
     norm = 0.0, 0.0, offset, before
-    _launch(x, None, gate, weight, None, y, None, rstd, *norm, reuse_rstd=True)
+    launch_norm(x, None, gate, weight, None, y, None, rstd, *norm, reuse_rstd=True)
     return y
+
+
+@operator("sandwich_norm_again", lambda x, *_: _empty_like(x))
+def recompute_sandwich(
+    x: Tensor,  # [..., C]
+    residual: Tensor,  # [..., C]
+    rstd: Tensor,  # [2N]; without a weight those of x alone, [N]
+    post_weight: Tensor,  # [C]
+    weight: Tensor | None,  # [C]
+    offset: float,
+    before: bool,
+) -> Tensor:
+    """Recomputes a sandwich's output, or without a weight its sum, bit for bit."""
+    out = _empty_like(x)
+    y, total = (out, None) if weight is not None else (None, out)
+    norm = 0.0, 0.0, offset, before
+    launch_norm(x, residual, None, weight, post_weight, y, total, rstd, *norm, reuse_rstd=True)
+    return out
 
 
 def _gradients(
@@ -202,8 +228,8 @@ def _gradients(
 
 
 @operator("rms_norm_backward", _gradients)
-def _backward(
-    x: Tensor,  # [..., C]: what was normalized last
+def backward_norm(
+    x: Tensor,  # [..., C]: what was normalized last, with a branch the residual
     gate: Tensor | None,  # [..., C]
     branch: Tensor | None,  # [..., C]: what was normalized first
     weight: Tensor | None,  # [C]
@@ -239,6 +265,7 @@ def _backward(
         *(rstd, dx, dgate, dbranch, partials, *bits, N, C, offset, before),
         *(launch.block, launch.rows, N % launch.rows > 0, launch.stages, launch.late),
         num_warps=launch.warps,
+        **unfused(post_weight if x.dtype == torch.float32 else None),
     )
     if partials is not None and dweight is not None:
         sum_partials(partials, grid, C, dweight, dpost)
@@ -256,15 +283,20 @@ class _RMSNorm(torch.autograd.Function):
         """
         if not torch.compiler.is_compiling():  # Dynamo need not know it; it passes zeros
             ctx.set_materialize_grads(False)
-        x, _, _, gate, weight, post_weight, _, _, *constants = args
+        x, residual, _, gate, weight, post_weight, _, _, *constants = args
         ctx.constants, ctx.maxima = constants, maxima
         y, *total, rstd = _forward(*args)
         stream = total[0] if total else x
-        branch = None if post_weight is None else x
-        ctx.save_for_backward(stream, gate, branch, weight, post_weight, rstd)
+        branch, kept = (None, stream) if post_weight is None else (x, residual)
+        ctx.save_for_backward(kept, gate, branch, weight, post_weight, rstd)
         if not torch.compiler.is_compiling():
-            last_rstd = rstd if branch is None else rstd[: len(rstd) // 2]
-            note_recompute(y, recompute_norm, (stream, last_rstd, gate, weight), *constants)
+            if branch is None:
+                note_recompute(y, recompute_norm, (stream, rstd, gate, weight), *constants)
+            else:
+                sources = branch, residual, rstd, post_weight, weight
+                note_recompute(y, recompute_sandwich, sources, *constants)
+                sources = branch, residual, rstd[len(rstd) // 2 :], post_weight, None
+                note_recompute(stream, recompute_sandwich, sources, *constants)
         if through:
             return y, x.detach()
         return (y, stream) if total else y
@@ -282,7 +314,7 @@ class _RMSNorm(torch.autograd.Function):
         needs += [weights, weights and branch is not None]
         saved = x, gate, branch, weight, post_weight
         maxima = ctx.maxima and inputs and branch is None
-        computed = iter(_backward(*saved, needs, maxima, rstd, dy, dtotal, *ctx.constants))
+        computed = iter(backward_norm(*saved, needs, maxima, rstd, dy, dtotal, *ctx.constants))
         dx, dgate, dbranch, *dweights = (next(computed) if needed else None for needed in needs)
         x_gradient = (dx if branch is None else dbranch) if needs_x else None
         dweight, dpost = (d if n else None for d, n in zip(dweights, needs_weights, strict=True))
@@ -292,7 +324,7 @@ class _RMSNorm(torch.autograd.Function):
         return None, None, *gradients, *4 * (None,)
 
 
-def _check_operands(
+def check_operands(
     x: Tensor, residual: Tensor | None, *others: tuple[str, Tensor | None, torch.Size]
 ) -> tuple[bool, bool]:
     """Returns whether the kernels know the dtypes, and whether a gradient is required; raises
@@ -351,7 +383,7 @@ def rms_norm(
     are those of transformers' modeling files.
     """
     check_norm(eps, offset, cast)
-    served, differentiable = _check_operands(
+    served, differentiable = check_operands(
         x, residual, ("weight", weight, x.shape[-1:]), ("gate", gate, x.shape)
     )
     if not (runs_triton(x) and served and x.shape[-1] <= MAX_COLUMNS):
@@ -401,7 +433,7 @@ def sandwich_norm(
     post_eps = eps if post_eps is None else post_eps
     check_norm(min(eps, post_eps), offset, cast)
     row = x.shape[-1:]
-    served, differentiable = _check_operands(
+    served, differentiable = check_operands(
         x, residual, ("post_weight", post_weight, row), ("weight", weight, row)
     )
     if not (runs_triton(x) and served and x.shape[-1] <= MAX_SANDWICH_COLUMNS):

@@ -138,6 +138,12 @@ def apply_scale(n, weight, scale, dtype, BEFORE, GATED):
     return n
 
 
+@triton.jit
+def _scaled_branch(n, weight, scale, dtype, BEFORE):
+    """Returns what a sandwich adds to the residual, in fp32: n times its scale, rounded."""
+    return apply_scale(n, weight, scale, dtype, BEFORE, False).to(dtype).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["N"])
 def norm_forward_kernel(
     x,  # these two: pointer and step from row to row
@@ -145,8 +151,9 @@ def norm_forward_kernel(
     gate,  # a result of `_gates_of`
     weight,
     post_weight,  # of a norm of x before the residual is added
-    y, total,
-    rstd,  # [N] of what is normed last, then [N] of x if that is normed, too
+    y,  # None: only the sum is wanted
+    total,  # None: the sum is not
+    rstd,  # [N] of what is normed last, if y is wanted, then [N] of x if that is normed, too
     N, eps,
     post_eps,  # of the norm of x
     C: tl.constexpr, OFFSET: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
@@ -167,37 +174,39 @@ def norm_forward_kernel(
     if weight is not None:
         scale = load_scale(weight, C, OFFSET, BEFORE, BLOCK, ROWS)
     if post_weight is not None:
-        r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + post_eps)
-        if rstd is not None:
-            tl.store(rstd + N + rows, r, mask=inside)
-        h = (
-            apply_scale(h * r, post_weight, post_scale, dtype, BEFORE, False)
-            .to(dtype)
-            .to(tl.float32)
-        )
+        post_rows = rows if y is None else N + rows
+        if REUSE_RSTD:
+            r = tl.load(rstd + post_rows, mask=inside, other=0.0)
+        else:
+            r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + post_eps)
+            if rstd is not None:
+                tl.store(rstd + post_rows, r, mask=inside)
+        h = _scaled_branch(h * r, post_weight, post_scale, dtype, BEFORE)
     if residual is not None:
-        h = (h + t).to(total.dtype.element_ty)
-        tl.store(total + rows * C + columns, h, mask=mask)
+        h = (h + t).to(dtype)
+        if total is not None:
+            tl.store(total + rows * C + columns, h, mask=mask)
         h = h.to(tl.float32)
-    if gate is not None:
-        z = _load_gates(gate, rows, columns, mask, C)
-    if REUSE_RSTD:
-        r = tl.load(rstd + rows, mask=inside, other=0.0)
-    else:
-        r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
-        if rstd is not None:
-            tl.store(rstd + rows, r, mask=inside)
-    h *= r
-    if weight is not None:
-        h = apply_scale(h, weight, scale, dtype, BEFORE, gate is not None)
-    if gate is not None:
-        h *= z * tl.sigmoid(z)
-    tl.store(y + rows * C + columns, h.to(y.dtype.element_ty), mask=mask)
+    if y is not None:
+        if gate is not None:
+            z = _load_gates(gate, rows, columns, mask, C)
+        if REUSE_RSTD:
+            r = tl.load(rstd + rows, mask=inside, other=0.0)
+        else:
+            r = tl.math.rsqrt(tl.sum(h * h, 1, keep_dims=True) * (1.0 / C) + eps)
+            if rstd is not None:
+                tl.store(rstd + rows, r, mask=inside)
+        h *= r
+        if weight is not None:
+            h = apply_scale(h, weight, scale, dtype, BEFORE, gate is not None)
+        if gate is not None:
+            h *= z * tl.sigmoid(z)
+        tl.store(y + rows * C + columns, h.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["N"])
 def norm_backward_kernel(
-    x,  # what is normed last; these four: pointer and step from row to row
+    x,  # what is normed last, of a sandwich the residual; these four: pointer and step of rows
     dy, dtotal,
     branch,  # what a sandwich norms first
     gate,  # a result of `_gates_of`
@@ -223,10 +232,15 @@ def norm_backward_kernel(
     step = tl.num_programs(0) * ROWS
     for first in tl.range(tl.program_id(0) * ROWS, N, step, num_stages=STAGES):
         rows, inside, mask = _row_tile(first, columns, N, C, BLOCK, ROWS, CUT)
-        n = _load_rows(x, rows, columns, mask)
+        n = _load_rows(x, rows, columns, mask).to(tl.float32)
         d = _load_rows(dy, rows, columns, mask)
         r = tl.load(rstd + rows, mask=inside, other=0.0)
-        n = n.to(tl.float32) * r
+        if post_weight is not None:  # the sum, as forward has rounded it
+            post_r = tl.load(rstd + N + rows, mask=inside, other=0.0)
+            normed = _load_rows(branch, rows, columns, mask).to(tl.float32) * post_r
+            n += _scaled_branch(normed, post_weight, post_scale, dtype, BEFORE)
+            n = n.to(dtype).to(tl.float32)
+        n *= r
         d = d.to(tl.float32)
         if gate is not None:
             z = _load_gates(gate, rows, columns, mask, C)
@@ -254,13 +268,10 @@ def norm_backward_kernel(
                 tl.store(row_bits + rows, tl.max(bits, 1, keep_dims=True), mask=inside)
                 top = tl.maximum(top, tl.max(bits, 0, keep_dims=True))
         if post_weight is not None:
-            n = _load_rows(branch, rows, columns, mask).to(tl.float32)
-            r = tl.load(rstd + N + rows, mask=inside, other=0.0)
-            n *= r
             if partials is not None:
-                dpost = _add_weight_gradient(dpost, d, n, LATE)
+                dpost = _add_weight_gradient(dpost, d, normed, LATE)
             if dbranch is not None:
-                d = _norm_gradient(d * post_scale, n, r, C)
+                d = _norm_gradient(d * post_scale, normed, post_r, C)
                 tl.store(dbranch + rows * C + columns, d.to(dtype), mask=mask)
     if column_bits is not None:
         atomic_max_columns(column_bits, columns, top, columns < C)

@@ -12,6 +12,7 @@ operations of torch's fused kernel.
 import math
 from collections.abc import Sequence
 from ctypes import c_float
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from tigon.kernels.optim.low_bits import (
     round_stochastically,
     round_to_nearest,
 )
-from tigon.kernels.runtime import tl, triton
+from tigon.kernels.runtime import has_values, tl, triton
 
 ALIGNED = 16  # bytes of an access; a number of elements that is a multiple fits any dtype
 
@@ -76,21 +77,22 @@ class TensorTable:
 
         Raises ValueError for more programs than a GPU takes.
         """
-        programs = torch.tensor([-(-count // self.chunk) for count in counts], device="cpu")
-        ends = programs.cumsum(0)
-        total = int(ends[-1])
+        programs = [-(-count // self.chunk) for count in counts]
+        ends = list(accumulate(programs))
+        total = ends[-1]
         if total >= 1 << 31:
             raise ValueError(f"{total} programs of {self.chunk} elements are more than a GPU takes")
         owners = torch.arange(len(counts), dtype=torch.int32, device="cpu")
+        repeats = torch.tensor(programs, device="cpu")
         self._owners = torch.repeat_interleave(
-            _to_device(owners, device), _to_device(programs, device), output_size=total
+            _to_device(owners, device), _to_device(repeats, device), output_size=total
         )
-        self._firsts, self._counts = (ends - programs).tolist(), counts
+        self._firsts, self._counts = [0, *ends[:-1]], counts
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copies to the device through pinned memory, so that the host does not wait."""
-    if device.type != "cuda":
+    if device.type != "cuda" or not has_values(host):
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
@@ -252,10 +254,7 @@ def _adamw_table_kernel(
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Updates BLOCK elements of any parameter; nothing if the scale is NaN.
-
-    W, G, S: dtypes of weights, gradients and states.
-    """
+    """Updates BLOCK elements of any parameter, nothing if the scale is NaN."""
     factor = None
     if scale is not None:
         factor = tl.load(scale)

@@ -30,9 +30,7 @@ class CodeTables(NamedTuple):
 
     @classmethod
     def build(cls, signed: tuple[Tensor, Tensor], positive: tuple[Tensor, Tensor]) -> "CodeTables":
-        """Builds the tables from the values of codes [256], ascending, and the bounds between two
-        [255].
-        """
+        """Builds tables from the ascending codes [256] and the bounds between two [255]."""
         tables = []
         for (shares, bounds), below in ((signed, True), (positive, False)):
             end = bounds.new_full((1,), torch.inf)

@@ -34,7 +34,9 @@ from tigon.kernels.rope.rope import (
 )
 from tigon.kernels.runtime import (
     check_devices,
+    is_plain,
     is_transformed,
+    is_watched,
     num_sms,
     operator,
     refuse_second_derivative,
@@ -42,6 +44,7 @@ from tigon.kernels.runtime import (
     tl,
     triton,
 )
+from tigon.kernels.saved_sources import note_parts
 
 # Of the backward pass: elements and warps of one program's tile, which is some heads of one token
 BACKWARD = (1024, 2)
@@ -236,7 +239,7 @@ def _rotate_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
 ) -> Tensor:
     """Rotates q and k inside a contiguous `qkv` and returns it; a new one under dispatch modes."""
-    if torch._C._len_torch_dispatch_stack():  # modes see ops, and may keep what ops return
+    if is_watched():  # modes see ops, and may keep what ops return
         return _packed_rope(qkv, cos, sin, heads, kv_heads, interleaved)
     if not qkv.is_meta:
         d = qkv.shape[-1] // (heads + 2 * kv_heads)
@@ -316,6 +319,8 @@ class _QKNormRope(torch.autograd.Function):
             packed = _rotate_in_place(qkv, cos, sin, heads, kv_heads, options[-1])
             return _split(packed, heads, kv_heads)
         q, k = _forward(*args)
+        if q_weight is not None and not torch.compiler.is_compiling():
+            note_parts((q, k), _forward, (qkv, cos, sin, q_weight, k_weight), *args[5:])
         return q, k, _split(qkv, heads, kv_heads)[2]
 
     @staticmethod
@@ -331,7 +336,7 @@ class _QKNormRope(torch.autograd.Function):
 
 def _may_overwrite(qkv: Tensor) -> bool:
     """Whether nothing else can need the memory of `qkv`, and a graph would save it."""
-    if torch.compiler.is_compiling() or type(qkv) is not Tensor or is_transformed(qkv):
+    if torch.compiler.is_compiling() or not is_plain(qkv) or is_transformed(qkv):
         return False
     base = qkv if qkv._base is None else qkv._base
     # What has no gradient is a leaf

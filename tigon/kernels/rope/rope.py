@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.kernels.recompute import chain_recompute, find_recompute
 from tigon.kernels.runtime import (
     check_devices,
     operator,
@@ -18,6 +19,7 @@ from tigon.kernels.runtime import (
     tl,
     triton,
 )
+from tigon.kernels.saved_sources import note_parts
 
 # Elements and warps of one program's tile, which is some heads of one token; with norms, NORMED
 LAUNCH = (1024, 2)
@@ -352,7 +354,11 @@ class _Rope(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rope(q, k, cos, sin, interleaved, False)
+        out = _rope(q, k, cos, sin, interleaved, False)
+        if not torch.compiler.is_compiling() and find_recompute(q) is not None:
+            compute, saved = chain_recompute(_rope, (q, k, cos, sin))
+            note_parts(out, compute, saved, interleaved, False)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:

@@ -41,8 +41,7 @@ from tigon.weights import local_rows, local_shard, row_group
 
 
 def add_delta(weight: Tensor, low: LowRank) -> None:
-    """Add scale B A to this rank's rows of the weight in place, then scale the rows if it has DoRA;
-    computed in float32."""
+    """Adds scale B A to this rank's rows in place, in float32; then scales them with DoRA."""
     local, start = local_rows("weight", weight)
     a, rank = _full_tensor(low.lora_A).float(), 0
     for part in low.parts:
@@ -62,8 +61,7 @@ def add_delta(weight: Tensor, low: LowRank) -> None:
 
 
 def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
-    """Add (scale B A)^T to this rank's rows of the weight in place, then scale its columns if it
-    has DoRA; computed in float32."""
+    """Adds (scale B A)^T to this rank's rows in place, in float32; scales columns with DoRA."""
     local, start = local_rows("weight", weight)
     a, b = (_full_tensor(p).float() for p in (low.lora_embedding_A, low.lora_embedding_B))
     (part,) = low.parts
@@ -92,8 +90,7 @@ def add_experts_deltas(layer: Experts, low: LowRankExperts) -> None:
 
 
 def _full_tensor(parameter: Tensor) -> Tensor:
-    """Returns a parameter without gradient, and gathered from all ranks if it is sharded; every
-    rank calls this."""
+    """Returns a parameter without gradient, gathered if it is sharded; every rank calls this."""
     tensor = parameter.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -226,14 +223,12 @@ def _make_layer_adapter(
 
 
 def _embedding_or_head(model: LanguageModel, name: str) -> Embedding | LMHead:
-    """Finds the module that an entry of modules_to_save names: the embedding for "embed_tokens",
-    else the head."""
+    """Returns the embedding for "embed_tokens" of modules_to_save, else the head."""
     return model.model.embed_tokens if name == "embed_tokens" else model.lm_head
 
 
 def _saved_weights(model: LanguageModel, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields pairs of this rank's rows: of the base's embedding or head, and of the copy that the
-    adapter trains."""
+    """Yields pairs of this rank's rows: the base's end, and the copy that is trained."""
     for end in model.adapters[name].modules_to_save:
         owner = _embedding_or_head(model, end)
         assert owner.copies is not None
@@ -275,8 +270,7 @@ def init_adapter(
 
 
 def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]) -> Iterator[str]:
-    """Yields a description of the first zero row or column of each part that has one, by its
-    unsharded index."""
+    """Yields the first zero row or column of each part that has one, by unsharded index."""
     for name, values in magnitudes.items():
         if values.is_meta or values.all():
             continue
@@ -323,8 +317,7 @@ def adapter_parameters(model: LanguageModel, name: str) -> dict[str, nn.Paramete
 
 
 def activate_adapter(model: LanguageModel, name: str | None, *, trained: bool = False) -> None:
-    """Activate an adapter, or None, the base alone, and freeze all parameters, except those of a
-    `trained` adapter."""
+    """Activates an adapter, or the base for None; only a `trained` one is not frozen."""
     set_adapter(model, name)
     ids = set() if name is None else {id(p) for p in adapter_parameters(model, name).values()}
     for p in model.parameters():
@@ -332,8 +325,7 @@ def activate_adapter(model: LanguageModel, name: str | None, *, trained: bool = 
 
 
 def set_adapter(model: LanguageModel, name: str | None) -> None:
-    """Activates an adapter by name; None: the base alone. No parameter is frozen or unfrozen.
-    Raises ValueError for an unknown name."""
+    """Activates an adapter by name, None: the base; freezes nothing. ValueError if unknown."""
     if name is not None:
         resolve_adapter_name(model, name)
     _check_not_captured(model)
@@ -341,8 +333,7 @@ def set_adapter(model: LanguageModel, name: str | None) -> None:
 
 
 def set_active_name(model: LanguageModel, name: str | None) -> None:
-    """Makes this adapter the active one in the model and its layers, or none of them, without any
-    check."""
+    """Makes this adapter, or none, the active one in the model and its layers, unchecked."""
     model.active_adapter = name
     for module in model.modules():
         if isinstance(module, Adapters | SavedModules):
@@ -364,8 +355,7 @@ def adapters_disabled(model: LanguageModel) -> Iterator[None]:
 
 
 def resolve_adapter_name(model: LanguageModel, name: str | None) -> str:
-    """Returns the name, or that of the active adapter for None; raises ValueError if there is no
-    such adapter."""
+    """Returns the name, None: that of the active adapter; ValueError if there is none."""
     names = ", ".join(model.adapters) or "none"
     if name is not None and not isinstance(name, str):
         raise ValueError(f"{quote(name)} is not a name: give one of {names}")
@@ -453,8 +443,7 @@ def _refuse_untied(*_: object) -> None:
 
 
 def _tie_equal_head(model: LanguageModel) -> None:
-    """Ties embedding and head again if they are equal and not sharded, as PEFT's
-    ensure_weight_tying keeps them."""
+    """Ties embedding and head again if they are equal and not sharded."""
     embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
     if isinstance(head, DTensor) or model.shard_specs or not torch.equal(embedding, head):
         return

@@ -95,8 +95,7 @@ class LoraConfig:
 
 
 def _with_patterns(name: str, value: Any, patterns: Mapping[str, Any]) -> dict[str, Any]:
-    """Maps the names that messages use, "rank" and "rank_pattern[...]", to the setting's value and
-    to those of its patterns."""
+    """Maps names such as "rank" and "rank_pattern[...]" to the values of a setting."""
     return {name: value} | {f"{name}_pattern[{quote(key)}]": v for key, v in patterns.items()}
 
 
@@ -179,8 +178,7 @@ LoRAParts = dict[str, tuple[LoRAPart, ...]]  # by the layer's path
 
 
 def resolve_targets(model: LanguageModel, config: LoraConfig) -> LoRAParts:
-    """Maps targeted layers to the parts of their adapters; raises ValueError for a target or
-    pattern that matches nothing."""
+    """Maps targeted layers to their adapters' parts; ValueError for what matches nothing."""
     modules = find_target_modules(model)
     targets = (config.targets,) if isinstance(config.targets, str) else config.targets
     for target in targets:
@@ -236,14 +234,12 @@ def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
 
 
 def changes_embedding_or_head(model: LanguageModel, config: LoraConfig) -> bool:
-    """Whether the adapter changes the embedding or the head."""
     targets = {part.name for parts in resolve_targets(model, config).values() for part in parts}
     return not targets.isdisjoint(savable_modules(model)) or bool(config.modules_to_save)
 
 
 def matches_pattern(pattern: str, name: str) -> bool:
-    """Whether a name equals the pattern, ends with it after a dot, or matches it as a shell
-    pattern."""
+    """Whether a name equals or ends with the pattern, or matches it as in a shell."""
     return name == pattern or name.endswith(f".{pattern}") or fnmatchcase(name, pattern)
 
 

@@ -96,8 +96,7 @@ def match_patterns(
 
 
 def check_number(name: str, value: Any, kind: Any) -> Any:
-    """Returns the value; raises ValueError if it is no instance of this type of number, or a
-    bool."""
+    """Returns the value; ValueError if it is not of this type of number, or a bool."""
     if isinstance(value, bool) or not isinstance(value, kind):
         expected = "integer" if kind is int else "number"
         raise ValueError(f"{name} must be a positive {expected}, got {quote(value)}")
@@ -105,8 +104,7 @@ def check_number(name: str, value: Any, kind: Any) -> Any:
 
 
 def compile_pattern(key: str, pattern: str) -> re.Pattern[str]:
-    """Compiles a pattern, which may begin after any dot; raises ValueError if it may be slow or is
-    no regular expression."""
+    """Compiles a pattern, which may begin after any dot; ValueError if it may be slow."""
     long = len(pattern) > MAX_LENGTH or len(REPEAT.findall(pattern)) > MAX_REPEATS
     if long or pattern.count("|") > MAX_BARS or COSTLY.search(pattern):
         raise ValueError(f"{key}[{quote(pattern)}] is too complicated: write whole names")

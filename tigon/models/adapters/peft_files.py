@@ -248,8 +248,7 @@ def load_adapter(
 
 
 def _is_same_model(first: str, second: str) -> bool:
-    """Whether two paths are one directory, or, if one does not exist, end with the same model's
-    name."""
+    """Whether two paths are one directory, or end with the same model's name."""
     try:
         return os.path.samefile(first, second)  # first, since every run has a directory hf/
     except (OSError, ValueError):  # one does not exist here
@@ -257,16 +256,14 @@ def _is_same_model(first: str, second: str) -> bool:
 
 
 def _model_name(path: str) -> str:
-    """Extracts the model's name, in lower case, from a path, a hub repository, or a path in the
-    hub's cache."""
+    """Extracts the model's name, in lower case, from a path or hub repository."""
     parts = os.path.abspath(path).replace("\\", "/").split("/")
     cached = [part for part in parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else parts[-1]).casefold()
 
 
 def _check_base(model: LanguageModel, adapter: PeftAdapter) -> None:
-    """Raises ValueError if the file has base weights that differ from the model's, which PEFT would
-    load into the base."""
+    """Raises ValueError for base weights in the file that differ from the model's."""
     for path, file_name in adapter.base_names.items():
         weight = model.get_submodule(path).get_parameter("weight")
         name = escape(f"{adapter.checkpoint.name}: {file_name}")

@@ -90,8 +90,7 @@ def _check_arguments(
     combination_type: str,
     svd_rank: int | None,
 ) -> dict[str, float]:
-    """Returns the weight of each adapter by name; raises ValueError for arguments that do not fit
-    together."""
+    """Returns each adapter's weight by name; ValueError for arguments that do not fit."""
     if isinstance(adapters, str) or not adapters:
         message = f"adapters={quote(adapters)} must be a list of names of the model's adapters"
         raise ValueError(message)

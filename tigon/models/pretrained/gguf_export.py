@@ -59,8 +59,7 @@ SKIPPED = {
 
 
 def check_gguf_target(path: str | os.PathLike[str], replace: bool = False) -> Path:
-    """The path of a GGUF file to write; raises FileExistsError if it is a directory, or exists and
-    is not to be replaced."""
+    """The path of a GGUF file to write; FileExistsError if it is taken."""
     target = expand_user(path)
     if target.is_dir():
         raise FileExistsError(f"{target} is a directory: name a file, such as {target}/model.gguf")
@@ -249,8 +248,7 @@ class _Rows:
 def _add_metadata(
     writer: Any, model: LanguageModel, name: str, family: Architecture
 ) -> Tensor | None:
-    """Adds what config.json says; returns the divisors [D / 2] of RoPE's frequencies, if it needs
-    them."""
+    """Adds what config.json says; returns divisors [D / 2] of RoPE's frequencies, if any."""
     config = model.config
     if title := os.path.basename(config.source.name.rstrip("/")):
         writer.add_name(title)

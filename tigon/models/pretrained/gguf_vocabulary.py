@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import tokenizers
 
-from tigon.models.config import ModelConfig
+from tigon.models.config import ModelConfig, eos_ids
 from tigon.utils.json import quote
 from tigon.weights.gguf import import_gguf
 
@@ -78,8 +78,7 @@ def add_vocabulary(
     """
     gguf = import_gguf()
     ids = {key: getattr(config, f"{key}_token_id") for key in ("bos", "pad")}
-    ends = generation_config.get("eos_token_id", config.eos_token_id)
-    ends = [ends] if isinstance(ends, int) else list(ends or ())
+    ends = eos_ids(config, generation_config)
     with tempfile.TemporaryDirectory() as directory:
         if tokenizer is None:
             writer.add_tokenizer_model("none")
@@ -160,8 +159,7 @@ def _list_tokens(
 
 
 def _scores(model: Mapping[str, Any], tokens: list[str]) -> list[float]:
-    """Scores by which llama.cpp merges pairs in the order of the merges: SentencePiece's own are
-    minus the rank, too."""
+    """Scores by which llama.cpp merges pairs in the order of the merges, as SentencePiece."""
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(model["merges"]):
         ranks.setdefault("".join(merge.split(" ") if isinstance(merge, str) else merge), rank)

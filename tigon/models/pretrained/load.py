@@ -103,8 +103,7 @@ def parse_any_config(content: Mapping[str, Any], models: Mapping[str, type[M]]) 
 def parse_config(
     cls: type[M], content: Mapping[str, Any], ignored: Collection[str] = ()
 ) -> ModelConfig:
-    """Reads the config of this class from config.json's content, which may be a multimodal one, but
-    for the `ignored` keys."""
+    """Reads this class's config from config.json's content, even a multimodal one."""
     source = {k: v for k, v in _text_config(content).items() if k not in ignored}
     config = cls.config_class.from_dict(source)
     if content.get("model_type") not in MULTIMODAL:
@@ -374,10 +373,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def map_weights(model: LanguageModel, checkpoint: Checkpoint) -> set[str]:
-    """Memory-map the meta parameters that files hold unchanged, and return their names.
-
-    `load_weights` fills the others.
-    """
+    """Memory-maps the meta parameters that files hold unchanged, and returns their names."""
     parameters = dict(model.named_parameters())
     mapped = map_parameters(parameters, **match_arguments(model, checkpoint))
     for name, tensor in mapped.items():

@@ -16,8 +16,7 @@ EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # keys of how man
 
 
 def check_sizes(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises ConfigError for sizes in the config that no tensor of the checkpoint can have, before
-    a huge model is built."""
+    """Raises ConfigError for sizes in the config that no tensor of the checkpoint can have."""
     shapes = {name: info.shape for name, info in checkpoint.tensors.items()}
     widest = max((size for shape in shapes.values() for size in shape), default=0)
     # Each expert is a tensor, or the rows of one tensor

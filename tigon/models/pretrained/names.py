@@ -72,7 +72,6 @@ class CheckpointNames(NamedTuple):
 
     @property
     def embedding(self) -> str:
-        """The name of the embedding."""
         return self.stored_name(EMBEDDING)
 
     def stored_name(self, name: str) -> str:
@@ -91,11 +90,8 @@ class CheckpointNames(NamedTuple):
 
 
 def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> Layout:
-    """Maps each parameter, stored buffer and quantized weight to the checkpoint tensors that store
-    its rows.
-
-    The model's `shard_specs` say which rows and columns of a parameter this rank has.
-    """
+    """Maps each parameter, stored buffer and quantized weight to the tensors with this rank's
+    rows."""
     slices: Layout = {}
     specs: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     seen: set[int] = set()
@@ -138,8 +134,7 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the module's parameters and stored buffers, and a quantized weight as a tensor without
-    memory."""
+    """Yields parameters and stored buffers; a quantized weight as a meta tensor."""
     if isinstance(module, Linear) and module.quantized is not None:
         yield "weight", module.weight_meta
     yield from module.named_parameters(recurse=False)
@@ -155,8 +150,7 @@ def module_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Finds all parameters, and the buffers that checkpoints have, by name and in the order of
-    modules."""
+    """Finds all parameters and stored buffers, by name in the order of modules."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
@@ -237,8 +231,7 @@ def base_tensors(model: nn.Module) -> dict[str, Tensor]:
 def _tile(
     names: Sequence[str], rows: Sequence[int], rest: tuple[int, ...]
 ) -> tuple[TensorSlice, ...]:
-    """Cuts a parameter into consecutive slices, one for each name, of these numbers of rows; `rest`
-    is the shape of a row."""
+    """Cuts a parameter into slices of these numbers of rows, of shape `rest`."""
     starts = itertools.accumulate(rows, initial=0)
     return tuple(
         TensorSlice.whole(n, (r, *rest), s) for n, r, s in zip(names, rows, starts, strict=False)

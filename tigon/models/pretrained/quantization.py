@@ -95,16 +95,14 @@ def quantize_model(
 
 
 def store_nf4(nf4_weight: NF4Weight, name: str, weight: Tensor) -> None:
-    """Quantizes `weight` [K, C] into `nf4_weight`; raises ValueError with its name for values that
-    are NaN or infinite."""
+    """Quantizes `weight` [K, C] into `nf4_weight`; ValueError for NaN and infinity."""
     if not all_finite([weight], weight.device):
         raise ValueError(f"{name} has values that are NaN or infinite, which 4 bits cannot hold")
     nf4_weight.store(weight)
 
 
 def _keep_fp8(model: LanguageModel, layers: dict[str, Linear], checkpoint: Checkpoint) -> None:
-    """Makes those layers fp8 of which the checkpoint has all matrices in one fp8 format; raises
-    ValueError if there is none."""
+    """Makes layers fp8 whose matrices are all so in the checkpoint; ValueError if none is."""
     load_options, has_fp8 = match_arguments(model, checkpoint), False
     for name, layer in layers.items():
         parts, infos = load_options["layout"][name], _find_fp8(load_options, name)
@@ -122,8 +120,7 @@ def _keep_fp8(model: LanguageModel, layers: dict[str, Linear], checkpoint: Check
 
 
 def _find_fp8(load_options: dict[str, Any], name: str) -> list[Fp8Tensor]:
-    """Finds the checkpoint's fp8 matrices that a parameter is made of; parts that are stored
-    otherwise are left out."""
+    """Finds the fp8 matrices of the checkpoint that a parameter is made of."""
     parts, source_of = load_options["layout"][name], load_options["source_of"]
     tensors = load_options["checkpoint"].tensors
     infos = (tensors.get(source_of.get(part.name, part.name)) for part in parts)
@@ -131,8 +128,7 @@ def _find_fp8(load_options: dict[str, Any], name: str) -> list[Fp8Tensor]:
 
 
 def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: int) -> None:
-    """Fills the quantized weights from the checkpoint, with at most BATCH_BYTES of unquantized ones
-    in memory."""
+    """Fills quantized weights, with at most BATCH_BYTES of others in memory."""
     weights = {name: weight for name, _, weight in quantized_layers(model)}
     if not weights:
         return
@@ -203,6 +199,5 @@ def dequantized_entries(
 def _dequantize_rows(
     weight: QuantizedWeight, part: int, begin: int, first: int, count: int
 ) -> Tensor:
-    """Dequantizes `count` rows, from row `first` of a block that begins at row `begin` of a
-    part."""
+    """Dequantizes `count` rows from `first` of a block that begins at row `begin` of a part."""
     return weight.rows(part, begin + first, count)

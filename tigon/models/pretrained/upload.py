@@ -201,7 +201,6 @@ def _digest(text: str) -> str:
 
 
 def escape_markdown(text: object) -> str:
-    """Returns text of unknown origin as one line of Markdown, cut to 80 characters, with its markup
-    escaped."""
+    """Returns text of unknown origin as a line of Markdown of at most 80 characters, escaped."""
     line = " ".join(str(text).split())[:80]
     return re.sub(r"([\\`*_{}\[\]<>|#!~])", r"\\\1", "".join(filter(str.isprintable, line)))

@@ -137,8 +137,7 @@ class LowPrecisionOptimizer(Optimizer):
         return FusedAdamW(self.stochastic, codes)
 
     def uses_kernel(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns whether the kernel updates all of these parameters;
-        tigon.kernels.use("reference") disables it."""
+        """Returns whether the kernel, unless it is turned off, updates all of these."""
         return self.has_kernel and all(map(_fits_kernel, parameters))
 
     def is_copied(self, parameter: Tensor) -> bool:
@@ -196,10 +195,7 @@ class LowPrecisionOptimizer(Optimizer):
             torch._foreach_add_([self.state[p]["step"] for p in parameters], -1.0)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keeps the dtypes of states, which torch would cast to those of their parameters.
-
-        Raises ValueError if names, dtypes or shapes of states differ.
-        """
+        """Keeps the dtypes of states; ValueError if names, dtypes or shapes differ."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         loaded = {}
@@ -355,8 +351,7 @@ def _step_counters(counts: Sequence[float], device: torch.device) -> list[Tensor
 
 
 def _fits_kernel(parameter: Tensor) -> bool:
-    """Returns whether Triton kernels run on the parameter's device, and the fused kernel takes it
-    with its gradient."""
+    """Returns whether the fused kernel takes the parameter with its gradient on its device."""
     own = local(parameter)
     return (
         runs_triton(own)
@@ -368,10 +363,7 @@ def _fits_kernel(parameter: Tensor) -> bool:
 
 
 def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
-    """Builds AdamW with states in `float32`, `bfloat16` or `8bit`.
-
-    Raises ValueError if ranks divide columns within a block of 8-bit states.
-    """
+    """Builds AdamW with such states; ValueError if ranks divide columns within a block."""
     blocks = blocks_of(model) if states == "8bit" else {}
 
     def dtype_of(parameter: Tensor) -> torch.dtype:
@@ -386,11 +378,7 @@ def adamw(model: CausalLM, config: Config, states: str) -> Optimizer:
 
 
 def blocks_of(model: CausalLM) -> dict[Tensor, int]:
-    """Returns the columns of a block of 8-bit states for each parameter with a tensor-parallel
-    shard.
-
-    Raises ValueError if the ranks divide a row within a block.
-    """
+    """Returns the columns of a block of 8-bit states for tensor-parallel parameters."""
     blocks: dict[Tensor, int] = {}
     for name, p in model.named_parameters():
         spec = model.shard_specs.get(name)

@@ -23,8 +23,7 @@ class OptimizerSpec(NamedTuple):
 
 
 def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
-    """Freezes the parameters that the settings do not train, and returns the optimizer of the
-    others."""
+    """Freezes what the settings do not train, and returns the optimizer of the rest."""
     freeze(model, config)
     return OPTIMIZERS[config.optimizer].build(model, config)
 
@@ -37,10 +36,7 @@ def check_local_model(model: CausalLM, config: Config) -> None:
 
 
 def state_bytes(config: Config, *, hidden: bool = False) -> float:
-    """Returns the bytes of optimizer states per trained parameter, over all ranks.
-
-    Muon keeps less for those in `hidden_matrices` (`hidden`).
-    """
+    """Returns bytes of states per trained parameter, fewer for Muon's `hidden` ones."""
     spec = OPTIMIZERS[config.optimizer]
     size = spec.hidden_bytes if hidden and spec.hidden_bytes is not None else spec.state_bytes
     return size(config)

@@ -95,8 +95,7 @@ class BucketedNorm:
 
 
 def _rank_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns parameters with their gradients; a rank may have no rows of some, which are left
-    out."""
+    """Returns parameters with their gradients, without those this rank has no rows of."""
     pairs = [(p, local(p.grad)) for p in parameters if p.grad is not None]
     return [(p, g) for p, g in pairs if g.numel()]
 
@@ -156,5 +155,4 @@ def _sum_over_ranks(squares: Tensor, model: nn.Module) -> Tensor:
 
 
 def _factor(norm: Tensor, max_norm: float) -> Tensor:
-    """Returns the factor that clips a norm to `max_norm`."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -13,10 +13,7 @@ from tigon.train.optim.offload import HostMemory
 
 
 class Ema:
-    """Averages the trained weights: after each update, decay * average + (1 - decay) * weights.
-
-    `values` are float32 by name, with this rank's rows.
-    """
+    """Averages weights, decay * average + (1 - decay) * weights, float32 by name in `values`."""
 
     def __init__(self, model: nn.Module, decay: float, *, offload: bool = False) -> None:
         self.decay, self.average = decay, get_ema_multi_avg_fn(decay)

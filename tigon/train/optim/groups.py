@@ -159,7 +159,6 @@ def assign(model: CausalLM, groups: Sequence[ParameterGroup]) -> dict[str, Param
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Returns whether a name matches one of the shell patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

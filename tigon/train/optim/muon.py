@@ -41,15 +41,13 @@ class Matrix(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """The number of multiply-adds in a Newton-Schulz iteration, which works on the transpose of
-        a tall matrix."""
+        """The multiply-adds of a Newton-Schulz iteration, which transposes a tall matrix."""
         short, long = sorted(self)
         return short * short * (2 * long + short)
 
 
 class MatrixBlock(NamedTuple):
-    """Describes a rank's block of a matrix: elements of its part of a parameter, from `offset`
-    on."""
+    """Describes a rank's block of a matrix: elements of a parameter's part from `offset` on."""
 
     parameter: int
     offset: int
@@ -194,8 +192,7 @@ def _plan_round(
     blocks: Sequence[dict[int, list[MatrixBlock]]],  # of each rank, by matrix
     rank: int,
 ) -> Round:
-    """Returns a round: which blocks this rank sends to whom and receives, and which matrices it
-    computes."""
+    """Returns which blocks this rank sends and receives, and its matrices to compute."""
     result = Round(own=[matrices[i] for i in assigned[rank]])
     for indices in assigned:
         size = 0
@@ -355,8 +352,7 @@ def orthogonalize(x: Tensor, steps: int) -> Tensor:
 
 
 def _group(like: Tensor, tensor: TensorParallel | None) -> dist.ProcessGroup | None:
-    """Returns the group of ranks that divide the matrices, or None for one. All of them call
-    this."""
+    """Returns the group of ranks that divide matrices, or None for one. All call this."""
     rows = row_group(like) if isinstance(like, DTensor) else None
     if tensor is None:
         return rows if rows is not None and rows.size() > 1 else None
@@ -395,8 +391,7 @@ class _RankExchange:
         return self._send(message, turn.sizes_out, turn.sizes_in)
 
     def assemble(self, turn: Round, message: Receive) -> Tensor:
-        """Waits for the message and returns this rank's matrices, one after the other in a
-        vector."""
+        """Waits for the message and returns this rank's matrices in one vector."""
         elements = message()
         if len(turn.moves) <= 1:
             return elements
@@ -405,8 +400,7 @@ class _RankExchange:
         return matrices
 
     def scatter(self, turn: Round, matrices: Tensor) -> tuple[Tensor, ...]:
-        """Sends blocks of this rank's matrices back, and returns those that `gather` sent,
-        updated."""
+        """Sends blocks back, and returns those that `gather` sent, updated."""
         elements = matrices
         if len(turn.moves) > 1:
             elements = self._empty(turn.sizes_in)

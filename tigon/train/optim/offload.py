@@ -24,10 +24,8 @@ class HostMemory:
     def visit(
         self, groups: Sequence[Sequence[Tensor]], use: Callable[[int, list[Tensor]], None]
     ) -> None:
-        """Calls use(i, tensors) with each group's tensors on the device, and writes changes back.
-
-        While a group is used, the next is copied in and the last copied out.
-        """
+        """Calls use(i, tensors) with each group's tensors on the device, copying the next
+        meanwhile."""
         if not self.on_host:
             for i, group in enumerate(groups):
                 use(i, list(group))
@@ -50,7 +48,6 @@ class HostMemory:
         self._outward.synchronize()  # a checkpoint reads them without the device
 
     def _fetch(self, group: Sequence[Tensor]) -> list[Tensor]:
-        """Begins to copy tensors to the device, on the stream of incoming copies; returns the
-        copies."""
+        """Begins to copy tensors to the device on the incoming stream; returns the copies."""
         with torch.cuda.stream(self._inward):
             return [host.to(self.device, non_blocking=True) for host in group]

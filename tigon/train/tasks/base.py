@@ -72,6 +72,7 @@ class Task:
     scores: ClassVar[bool] = False  # whether it learns a score for each sequence, and no token
     # Further settings that it serves: of TaskSettings and TOKEN_SETTINGS
     serves: ClassVar[frozenset[str]] = frozenset()
+    unused: ClassVar[Sequence[str]] = ()  # settings of all other tasks that it has no use for
     group: ClassVar[int] = 1  # examples that stay in one row
     unit: ClassVar[str] = "example"  # the name of a group in messages
     may_cut: ClassVar[bool] = True  # whether long examples may lose their end
@@ -91,6 +92,8 @@ class Task:
                 self._check_unused(setting.name, setting.default)
         for setting in fields(TaskSettings):
             self._check_unused(setting.name, setting.default)
+        for name in self.unused:
+            self._check_unused(name, getattr(Config, name))
         named = [e.name for e in config.eval_data if isinstance(e, Entry) and e.name is not None]
         if named and not self.predicts_tokens:
             raise ValueError(f"eval_data has name={named[0]}: task={config.task} has no use for it")
@@ -197,8 +200,7 @@ class Task:
     def balance(
         self, model: CausalLM, output: CausalLMOutput, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> Tensor | float:
-        """Returns this micro-batch's part of the loss that balances experts; 0 in evaluation, and
-        for models without it."""
+        """Returns this micro-batch's part of the loss that balances experts, 0 without it."""
         coef = aux_loss_coef(model.config)
         if coef is None or output.aux_loss is None or not inputs.training:
             return 0.0

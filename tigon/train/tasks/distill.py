@@ -49,7 +49,6 @@ class Distill(CrossEntropyTask):
     serves = frozenset(("beta", "teacher", "temperature", "cross_entropy_weight"))
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task does not use, or out of its range."""
         super().__init__(config, world)
         self.beta = 0.0 if config.beta is None else config.beta
         self.weight = config.cross_entropy_weight
@@ -71,14 +70,12 @@ class Distill(CrossEntropyTask):
         self.teacher: CausalLM | None = None
 
     def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
-        """Raises ValueError if a teacher model has another vocabulary or a shorter context."""
         if path := self.config.teacher:
             check_frozen(self.config, path, tokenizer)
             model = meta_model(self.config, torch.float32, source)
             self._check_size(model, max(tokenizer.backend.get_vocab().values()))
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of chats; without a teacher model, of rows with its distributions."""
         if not self.config.teacher:
             return TopEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
         return self.chat_encoder(tokenizer)
@@ -91,7 +88,6 @@ class Distill(CrossEntropyTask):
         self.rehearse(model)
 
     def rehearse(self, model: CausalLM) -> None:
-        """Loads the teacher, if it is a model."""
         path, world = self.config.teacher, self.world
         if not path:
             return
@@ -125,13 +121,11 @@ class Distill(CrossEntropyTask):
         )
 
     def criteria(self, inputs: StepInputs) -> tuple[LossTerm, ...]:
-        """Returns the loss terms: the divergence from the teacher, and the cross-entropy."""
         # Metrics need the cross-entropy even if its weight is 0
         return self._divergence(inputs), CrossEntropy(coefficient=self.weight)
 
     def _divergence(self, inputs: StepInputs) -> LossTerm:
-        """Returns the KL term, from the live teacher's hidden states or from stored
-        distributions."""
+        """Returns the KL term, from the teacher's hidden states or stored distributions."""
         options: dict[str, Any] = {"beta": self.beta, "temperature": self.config.temperature}
         columns = inputs.micro_batch.per_token
         if self.teacher is not None:

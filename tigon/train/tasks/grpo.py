@@ -59,7 +59,6 @@ class GRPO(AnswerTask):
     }
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task or its loss_type does not use."""
         super().__init__(config, world)
         self.refers = self.beta > 0
         self.clip = Clip(config.epsilon, config.epsilon_high, config.delta)
@@ -73,13 +72,11 @@ class GRPO(AnswerTask):
             raise ValueError(f"reference={config.reference} with beta=0 has no effect")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of answers with rewards or advantages."""
         scale = self.config.scale_rewards == "group"
         return RewardedEncoder(tokenizer, scale=scale, **self.encoder_options())
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
-        """Returns notes on data that GRPO would learn little from, such as groups of equal
-        rewards."""
+        """Returns notes on data that GRPO would learn little from."""
         corpus = data.corpus
         rows = idle = without = 0
         for part in range(len(corpus.parts)):

@@ -48,8 +48,6 @@ class KTO(AnswerTask):
     }
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task does not use, beta=0, weights that are both
-        0, and cuda_graphs."""
         super().__init__(config, world)
         if not self.beta > 0:
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
@@ -65,7 +63,6 @@ class KTO(AnswerTask):
             )
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of labeled answers, each with a mismatched one."""
         return LabelledEncoder(tokenizer, **self.encoder_options())
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:

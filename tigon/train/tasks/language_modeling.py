@@ -46,8 +46,6 @@ class CrossEntropyTask(Task):
     predicts_tokens: ClassVar[bool] = True
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task does not use, or that `check_settings` does
-        not allow."""
         super().__init__(config, world)
         check_settings(config)
 
@@ -97,8 +95,7 @@ class CrossEntropyTask(Task):
     def evaluate(
         self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
-        """Returns this micro-batch's part of the cross-entropy, without the balance of experts, and
-        of the metrics."""
+        """Returns this micro-batch's part of cross-entropy, without the balance, and metrics."""
         criteria = tuple(self.criteria(inputs) or (CrossEntropy(),))
         if inputs.request is not None and inputs.request.losses:
             # The loss stays the same sum; copies of its terms return the summands
@@ -176,8 +173,7 @@ class CrossEntropyTask(Task):
         return MicroBatchLoss(loss, means, pass_output)
 
     def metrics_to_log(self, metrics: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Replaces expert_load by expert_imbalance: the load of the busiest expert over the
-        mean."""
+        """Replaces expert_load by expert_imbalance: the busiest expert's load over the mean."""
         metrics = dict(metrics)
         if "expert_load" in metrics:
             load = metrics.pop("expert_load")  # [layers, E]
@@ -250,7 +246,6 @@ class SFT(CrossEntropyTask):
     learns = "chats, learning what the assistant says"
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of chats."""
         return self.chat_encoder(tokenizer)
 
 
@@ -260,7 +255,6 @@ class Pretrain(CrossEntropyTask):
     learns = "text"
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task does not use, those of chats too."""
         super().__init__(config, world)
         for name in ("chat_template", "chat_template_kwargs"):
             if value := getattr(config, name):
@@ -271,7 +265,6 @@ class Pretrain(CrossEntropyTask):
             raise ValueError("train_on_empty_thinking=true: task=pretrain has no chats")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of texts."""
         return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
 
     def rows(self, window: Window, **_: Any) -> PackedRows:

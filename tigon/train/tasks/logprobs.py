@@ -44,19 +44,14 @@ class AnswerTask(Task):
     its adapters, and for a stream, whose rows are not known before.
     """
 
+    unused = ("loss_reduction", "train_on")
     unit = "answer"
     refers: bool = False
     default_beta: ClassVar[float] = 0.1
     losses: ClassVar[Sequence[str]] = ()  # the values of loss_type; the first is the default
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task does not use, and for a loss_type of another
-        task."""
         super().__init__(config, world)
-        for name in ("loss_reduction", "train_on"):
-            value = getattr(config, name)
-            if value != getattr(Config, name):
-                raise ValueError(f"{name}={value}: task={config.task} has no use for it")
         self.beta = self.default_beta if config.beta is None else config.beta
         self.loss_type: str = config.loss_type or next(iter(self.losses), "")
         if self.losses and self.loss_type not in self.losses:
@@ -75,14 +70,11 @@ class AnswerTask(Task):
         }
 
     def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
-        """Raises ValueError if the `reference` that the settings name has another vocabulary or a
-        shorter context."""
         if path := self.config.reference:
             check_frozen(self.config, path, tokenizer)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
-        """Prepares the reference's log-probabilities: computes and stores them, or computes each
-        step's."""
+        """Computes and stores the reference's log-probabilities, or each step's."""
         config, world = self.config, self.world
         if not self.refers:
             return
@@ -145,12 +137,10 @@ class AnswerTask(Task):
         return other
 
     def _keeps_to_base(self, model: CausalLM) -> bool:
-        """Returns whether the reference is the model without its adapter."""
         return model.active_adapter is not None and not self.config.reference
 
     def _reference_model(self) -> CausalLM:
-        """Returns the frozen model that `reference` names, or else the run's initial model, loaded
-        besides the trained one."""
+        """Returns the frozen model of `reference`, or else the run's initial model."""
         config, world = self.config, self.world
         with world.raise_on_all_ranks():
             if config.reference:
@@ -160,8 +150,7 @@ class AnswerTask(Task):
         return other
 
     def reference_logprobs(self, inputs: StepInputs) -> Tensor:
-        """Returns the reference's log-probabilities, fp32 [B, T], at the same positions as the
-        model's."""
+        """Returns the reference's log-probabilities, fp32 [B, T]."""
         if self.live is not None:
             return self.live(inputs)
         return inputs.micro_batch.per_token[reference.COLUMN]
@@ -211,10 +200,7 @@ def answer_mask(inputs: StepInputs) -> Tensor:
 
 
 def sum_per_sequence(micro_batch: MicroBatch, values: Tensor) -> Tensor:
-    """Returns the sums [n] of values [B, T] over each sequence.
-
-    They are added up in fp64, so that the rest of a row has no effect. Values of padding must be 0.
-    """
+    """Returns fp64 sums [n] of values [B, T], 0 on padding, over each sequence."""
     sequence = sequence_indices(micro_batch, values)
     sums = values.new_zeros(len(micro_batch.spans) + 1, dtype=torch.float64)
     sums = sums.index_add(0, sequence.flatten(), values.flatten().double())
@@ -222,8 +208,7 @@ def sum_per_sequence(micro_batch: MicroBatch, values: Tensor) -> Tensor:
 
 
 def sequence_indices(micro_batch: MicroBatch, like: Tensor) -> Tensor:
-    """Returns the index of each position's sequence, int64 [B, T]; padding has that of the next
-    one, or n."""
+    """Returns each position's sequence, int64 [B, T]; padding has the next one's, or n."""
     indices = torch.arange(like.numel(), device=like.device)
     stops = micro_batch.spans[:, 1].contiguous()
     return torch.searchsorted(stops, indices, right=True).view(like.shape)

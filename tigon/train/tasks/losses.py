@@ -31,8 +31,7 @@ class Scores:
         return self.chosen - self.rejected
 
     def __sub__(self, other: "Scores") -> "Scores":
-        """Returns scores less those of another model: log-probabilities become log-ratios; the
-        numbers of tokens stay."""
+        """Returns scores less those of another model: log-ratios; numbers of tokens stay."""
         chosen, rejected = self.chosen - other.chosen, self.rejected - other.rejected
         return Scores(chosen, rejected, self.chosen_tokens, self.rejected_tokens)
 
@@ -76,8 +75,7 @@ def robust(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
 
 
 def sigmoid_norm(s: Scores, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Returns the loss [P] of length-normalized DPO, arXiv 2411.15124: `sigmoid` of means over
-    tokens, not sums."""
+    """Returns the loss [P] of length-normalized DPO, arXiv 2411.15124: `sigmoid` of means."""
     return sigmoid(s.means(), beta, label_smoothing)
 
 
@@ -163,7 +161,6 @@ class Clip:
 
     @property
     def high(self) -> float:
-        """`epsilon_high`, or `epsilon` if that is None."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 

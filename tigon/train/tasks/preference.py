@@ -49,8 +49,6 @@ class PairTask(AnswerTask):
     alpha = 0.0  # weight of the chosen answers' cross-entropy
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task or its loss_type does not use, and for a
-        beta or label_smoothing out of range."""
         super().__init__(config, world)
         smoothing = config.label_smoothing
         if smoothing and self.loss_type not in SMOOTHED_LOSSES:
@@ -65,7 +63,6 @@ class PairTask(AnswerTask):
             raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of pairs of answers."""
         return PairEncoder(tokenizer, **self.encoder_options())
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
@@ -117,8 +114,7 @@ class PairTask(AnswerTask):
 
 
 def pair_scores(inputs: StepInputs, values: Tensor, tokens: Tensor) -> Scores:
-    """Returns each answer's sum of values [B, T] over the positions in the mask `tokens`, and the
-    number of these positions."""
+    """Returns sums of values [B, T] over `tokens` of each answer, and their numbers."""
     both = sum_per_sequence(inputs.micro_batch, torch.where(tokens, values, 0))
     counts = sum_per_sequence(inputs.micro_batch, tokens)
     return Scores(*(x.unflatten(0, (-1, 2))[:, i] for x in (both, counts) for i in (0, 1)))
@@ -139,7 +135,6 @@ class DPO(PairTask):
     losses: ClassVar[Sequence[str]] = tuple(DPO_LOSSES)
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
-        """Returns each pair's loss [P] by `loss_type`, and no more values."""
         return DPO_LOSSES[self.loss_type](scores, self.beta, self.config.label_smoothing), {}
 
 
@@ -158,20 +153,17 @@ class APO(DPO):
 
 
 class CPO(PairTask):
-    """Contrastive preference optimization: no reference, and `cpo_alpha` times the
-    cross-entropy."""
+    """Contrastive preference optimization: no reference, `cpo_alpha` times cross-entropy."""
 
     serves = COMMON_SETTINGS | {"beta", "loss_type", "label_smoothing", "cpo_alpha"}
     losses: ClassVar[Sequence[str]] = tuple(CPO_LOSSES)
     default_alpha: ClassVar[float] = 1.0
 
     def __init__(self, config: Config, world: World):
-        """Sets `alpha` to cpo_alpha, or the task's default; raises ValueError as PairTask does."""
         super().__init__(config, world)
         self.alpha = self.default_alpha if config.cpo_alpha is None else config.cpo_alpha
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
-        """Returns each pair's loss [P] by `loss_type`, and no more values."""
         return CPO_LOSSES[self.loss_type](scores, self.beta, self.config.label_smoothing), {}
 
     def logged_scores(self, scores: Scores) -> Scores:
@@ -189,16 +181,12 @@ class SimPO(CPO):
     default_alpha = 0.0
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
-        """Returns each pair's SimPO loss [P], and no more values."""
         smoothing, gamma = self.config.label_smoothing, self.config.simpo_gamma
         return simpo(scores, self.beta, smoothing, gamma=gamma), {}
 
 
 class ORPO(PairTask):
-    """Odds ratio preference optimization: fine-tuning on the chosen answer, and an odds ratio.
-
-    The cross-entropy includes the prompt, as in TRL and the paper's code.
-    """
+    """Odds ratio preference optimization, with cross-entropy of the prompt too, as in TRL."""
 
     serves = COMMON_SETTINGS | {"beta"}
     alpha = 1.0
@@ -212,8 +200,6 @@ class ORPO(PairTask):
         return {"labels": ids.masked_fill(~(supervised | chosen), IGNORE_INDEX)}
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
-        """Returns each pair's odds-ratio penalty [P], and its log odds ratio and the log of that's
-        sigmoid to log."""
         losses, log_odds = orpo(scores, self.beta)
         return losses, {"log_odds_chosen": log_odds, "log_odds_ratio": -losses / self.beta}
 

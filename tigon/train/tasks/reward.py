@@ -33,6 +33,10 @@ class Reward(Task):
 
     learns = "pairs of answers"
     serves = frozenset(("max_length", "center_rewards_coefficient"))
+    unused = (
+        *("sample_prompts", "train_on", "train_on_empty_thinking", "loss_reduction"),
+        *("streaming", "router_aux_loss_coef"),
+    )
     group = 2
     unit = "pair"
     scores = True
@@ -41,23 +45,10 @@ class Reward(Task):
     per_example: ClassVar[Mapping[str, torch.dtype]] = {"margin": torch.float32}
 
     def __init__(self, config: Config, world: World):
-        """Raises ValueError for settings that the task does not use, such as those of tokens."""
         super().__init__(config, world)
-        unused = (
-            "sample_prompts",
-            "train_on",
-            "train_on_empty_thinking",
-            "loss_reduction",
-            "streaming",
-        )
-        for name in (*unused, "router_aux_loss_coef"):
-            value = getattr(config, name)
-            if value != getattr(Config, name):
-                raise ValueError(f"{name}={value!r}: task=reward has no use for it")
         self.tokenizer: Tokenizer | None = None
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        """Returns the encoder of pairs with margins, and keeps the tokenizer for `open`."""
         self.tokenizer = tokenizer
         skip = self.config.bad_rows == "skip"
         return PairEncoder(tokenizer, margin=True, shared_prompt=False, skip_bad_rows=skip)
@@ -79,7 +70,6 @@ class Reward(Task):
         return StepInputs(micro_batch, batch, Targets.of(batch, logits_to_keep=0), training)
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
-        """Returns the number of "pairs" alone."""
         return {"pairs": torch.full((), len(inputs.micro_batch.spans) // 2, device=model.device)}
 
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:

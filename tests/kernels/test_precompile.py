@@ -1,0 +1,69 @@
+"""What is noted of a pass on fake tensors, and not run, but for Triton's kernels, which need a
+process without the interpreter: tests/test_compiled.py.
+
+# B rows, T tokens, H query heads, K kv heads, D head dim
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tests.support.flash import Interface, implementation, on_hopper
+from tigon.kernels import AttentionMask, attention
+from tigon.kernels.attention import backends, fa4
+from tigon.kernels.attention.backends import BackendChoice
+from tigon.kernels.runtime import launch_on_fakes
+
+__all__ = ["on_hopper"]
+B, T, H, K, D = 2, 64, 4, 2, 16
+
+
+def attend(backend: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Launchers that a pass with this backend has called with fake tensors."""
+    monkeypatch.setattr(implementation, "select_backend", lambda *_: BackendChoice(backend, ""))
+    noted: list[Any] = []
+
+    def note(launcher: Callable[..., Any], outputs: Callable[..., Any], given: Any) -> Any:
+        noted.append(launcher)
+        return outputs(*given)
+
+    with FakeTensorMode(), launch_on_fakes(note, FakeTensor):
+        q, k, v = (torch.empty(B, T, n, D, requires_grad=True) for n in (H, K, K))
+        attention(q, k, v, mask=AttentionMask(T)).sum().backward()
+        assert q.grad is not None and q.grad.shape == q.shape
+    return noted
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_flash_attn_4_is_left_to_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attend("fa4", monkeypatch) == [*fa4.LAUNCHERS]
+    assert not Interface.told
+
+
+def test_nothing_that_torch_compiles_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementation, "_compiled_flex", None)
+    assert attend("flex", monkeypatch) == []
+
+
+@pytest.mark.parametrize("theirs", [None, "0"])
+def test_flash_attn_4_keeps_what_it_compiles(
+    theirs: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the environment says otherwise, or there is no place for it."""
+    names = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+    for name in names:
+        monkeypatch.setenv(name, theirs or "")
+        monkeypatch.delenv(name)
+    if theirs is not None:
+        monkeypatch.setenv(names[0], theirs)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    backends._keep_compiled()
+    assert names[1] not in backends.os.environ
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    backends._keep_compiled()
+    assert backends.os.environ[names[0]] == (theirs or "1")
+    assert backends.os.environ[names[1]].startswith(str(tmp_path))

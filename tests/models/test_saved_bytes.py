@@ -1,0 +1,141 @@
+"""What one more layer keeps for backward, and that what it computes again has the same bits."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.models.test_rebuilt import assert_same, interpreted, step
+from tests.models.tiny import CASES, SIZES
+from tests.support.contract import gradients
+from tests.support.recompute import recompute_above
+from tigon.kernels import use
+from tigon.models import MODELS, CausalLM
+from tigon.models.config import FULL, SLIDING
+from tigon.train.memory_tracker import Ledger, MemoryTracker, model_tensors
+
+B, T = 2, 4096
+C, I, H, K, D, P = 2048, 4096, 8, 4, 128, 256  # noqa: E741
+BIG: dict[str, Any] = {"hidden_size": C, "intermediate_size": I, "vocab_size": 256, "head_dim": D}
+BIG |= {"num_attention_heads": H, "num_key_value_heads": K, "max_position_embeddings": T}
+PER_LAYER = {"hidden_size_per_layer_input": P, "vocab_size_per_layer_input": 256}
+# Gate and up, the packed projection, attention's output, and 1 / rms or the log-sum-exp of heads
+COMMON = 2 * I + (H + 2 * K) * D + H * D
+# Numbers of a token: sums of the stream, branches that are normed, and what else there is
+KEPT: dict[str, tuple[dict[str, Any], int]] = {
+    "llama": ({}, 2 * C + COMMON),
+    "qwen3": ({}, 2 * C + COMMON),
+    "gemma3_text": ({"sliding_window": 64}, C + 2 * C + COMMON),
+    "olmo2": ({}, C + 2 * C + COMMON),
+    # The branch of the layer's own input is computed again from its gated product; beside it are
+    # the gate, its activation, the input, and the projection that this is a norm of
+    "gemma4_text": (
+        {"sliding_window": 64, "num_kv_shared_layers": 0, **PER_LAYER},
+        C + 2 * C + 5 * P + COMMON,
+    ),
+    "gemma4_unified_text": (
+        {"sliding_window": 64, "attention_k_eq_v": False, "num_global_key_value_heads": None},
+        C + 2 * C + COMMON,
+    ),
+}
+
+
+def make(model_type: str, layers: int, changes: dict[str, Any]) -> CausalLM:
+    """On meta."""
+    case = next(iter(CASES[model_type].values()))
+    values = {"model_type": model_type} | SIZES | case | BIG | changes
+    values |= {"num_hidden_layers": layers, "layer_types": None}
+    if "sliding_window" in changes:
+        values["layer_types"] = changes.get("layer_types", [*(layers - 1) * [SLIDING], FULL])
+    model = MODELS[model_type].from_config(values, device="meta")
+    return model.to("meta", torch.bfloat16).train()
+
+
+def held(model: CausalLM) -> int:
+    """Bytes that are alive after a forward."""
+    ledger = Ledger()
+    with use("triton"), MemoryTracker(ledger, model_tensors(model)):
+        ids = torch.zeros(B, T, dtype=torch.int64, device="meta")
+        loss = model(ids, labels=ids).loss
+        total = ledger.total
+    assert loss.requires_grad
+    return total
+
+
+@pytest.mark.parametrize("model_type", KEPT)
+def test_bytes_of_one_more_layer(model_type: str) -> None:
+    changes, numbers = KEPT[model_type]
+    found = held(make(model_type, 3, changes)) - held(make(model_type, 2, changes))
+    assert 0 <= found / (2 * B * T) - numbers < 0.01 * numbers
+
+
+def test_the_second_embedding_is_not_kept() -> None:
+    """It comes beside the first one, of which the first block's stream is."""
+    model, kept = make("gemma4_text", 2, KEPT["gemma4_text"][0]), set[int]()
+    ids = torch.zeros(B, T, dtype=torch.int64, device="meta")
+
+    def pack(x: Tensor) -> Tensor:
+        kept.add(x.untyped_storage().nbytes() // (2 * B * T))
+        return x.detach()
+
+    with use("triton"), saved_tensors_hooks(pack, lambda x: x):
+        model(ids, labels=ids)
+    assert C in kept and C + 2 * P not in kept
+
+
+class Readings(TorchDispatchMode):
+    """Counts calls of an operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_readers_do_not_compute_shared_keys_again() -> None:
+    more = {"global_head_dim": D, "num_kv_shared_layers": 2, "layer_types": 2 * [SLIDING, FULL]}
+    model = make("gemma4_text", 4, KEPT["gemma4_text"][0] | more)
+    ids = torch.zeros(B, T, dtype=torch.int64, device="meta")
+    with use("triton"), Readings() as seen:
+        model(ids, labels=ids).loss.backward()
+    # Two layers have keys of their own, and two read them: forward, and once more in backward
+    assert seen.calls["tigon::qk_norm_rope"] == 2 + 2
+
+
+@interpreted
+@pytest.mark.kernel
+@pytest.mark.parametrize(
+    ("model_type", "case", "changes"),
+    [
+        ("gemma4_text", "shared", {"num_hidden_layers": 3, "num_kv_shared_layers": 1}),
+        ("gemma4_text", "keys are values", {"num_hidden_layers": 2}),
+        ("qwen3", "plain", {"num_hidden_layers": 1}),
+        ("olmo2", "plain", {"num_hidden_layers": 1}),
+    ],
+)
+def test_no_bit_changes(model_type: str, case: str, changes: dict[str, Any]) -> None:
+    """Also where blocks are computed again, and in a second backward of one graph."""
+    kinds = [SLIDING, FULL, FULL][: changes["num_hidden_layers"]]
+    values = {"model_type": model_type} | SIZES | CASES[model_type][case] | changes
+    if "gemma" in model_type:
+        values["layer_types"] = kinds
+    model = MODELS[model_type].from_config(values, device="cpu").train()
+    expected = step(model, math.inf)
+    assert expected[1] and float(expected[0]) > 0
+    assert_same(step(model, 0), expected)
+    assert_same(step(model, 0, recompute=1), expected)
+    model.activation_checkpointing = False
+    ids = torch.arange(3)[None]
+    with recompute_above(0), use("triton"):
+        loss = model(ids, labels=ids).loss
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        assert_same((loss.detach(), gradients(loss, model)), expected)

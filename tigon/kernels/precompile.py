@@ -1,0 +1,133 @@
+"""Compiles the kernels of a pass side by side, before the pass runs.
+
+On fake tensors the pass launches nothing, and what it would launch is noted. Processes forked from
+this one compile that into the caches on disk, Triton's and flash-attn-4's, where the real pass
+finds it. A kernel that is missed, or fails, is compiled by the real pass.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing import get_context
+from typing import Any
+
+from torch import Tensor
+
+from tigon.kernels.attention import fa4
+from tigon.kernels.runtime import launch_on_fakes, triton
+
+Job = Callable[[], object]  # compiles something
+PATIENCE = 60.0  # seconds that a process may take after the block
+NO_DEVICE = -1  # for which Triton, which keeps the kernels of devices apart, has compiled nothing
+
+
+@contextmanager
+def compile_kernels(run: Callable[[], object]) -> Iterator[None]:
+    """Compiles the kernels that `run` launches on fake tensors, while the `with` block runs.
+
+    Leaving the block waits for them. Where `run` raises, later kernels are left out.
+    """
+    from torch._subclasses import fake_tensor  # takes a second
+
+    mode, jobs = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), dict[Any, Job]()
+    # Triton asks a fake tensor for its address, of which torch warns
+    quiet = warnings.catch_warnings(action="ignore")
+    with suppress(Exception), quiet, note_launches(jobs, fake_tensor.FakeTensor), mode:
+        run()
+    with mode:  # in which flash-attn-4 compiles and launches nothing
+        processes = start_side_by_side(list(jobs.values()), fa4.environment())
+    try:
+        yield
+        deadline = time.monotonic() + PATIENCE
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+
+
+@contextmanager
+def note_launches(jobs: dict[Any, Job], fake: type) -> Iterator[None]:
+    """Skips launches inside, and adds the jobs that compile their kernels."""
+    knobs, driver = triton.knobs.runtime, triton.runtime.driver
+    hook, active = knobs.jit_cache_hook, driver.active
+    target = active.get_current_target()
+
+    def note(*, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        job = partial(_compile, active.launcher_cls, target, fn.jit_function, compile)
+        jobs.setdefault((fn.jit_function, key), job)
+        return True  # neither compile nor launch it
+
+    def launch(launcher: Callable[..., Any], outputs: Callable[..., Any], given: Any) -> Any:
+        if launcher not in fa4.LAUNCHERS:
+            return launcher(*given)
+        shapes = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in given]
+        jobs.setdefault((launcher, str(shapes)), partial(launcher, *given))
+        return outputs(*given)
+
+    knobs.jit_cache_hook = note
+    driver.set_active(_Driver(active.utils, target))
+    try:
+        with launch_on_fakes(launch, fake):
+            yield
+    finally:
+        knobs.jit_cache_hook = hook
+        driver.set_active(active)
+
+
+class _Driver:
+    """A driver of Triton's that has compiled no kernel yet."""
+
+    def __init__(self, utils: Any, target: Any) -> None:
+        self.utils, self._target = utils, target
+
+    def get_current_target(self) -> Any:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return NO_DEVICE
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def _compile(
+    launcher: Callable[..., object], target: Any, kernel: Any, noted: dict[str, Any]
+) -> None:
+    """Compiles a kernel, and the C function that launches it, into Triton's cache."""
+    options = json.loads(noted["specialization_data"])["options"]
+    options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
+    source = triton.compiler.ASTSource(
+        kernel, noted["signature"], noted["constants"], noted["configs"][0]
+    )
+    launcher(source, triton.compile(source, target=target, options=options).metadata)
+
+
+def start_side_by_side(jobs: Sequence[Job], environment: Mapping[str, str]) -> list[Any]:
+    """Starts forked processes that run jobs, which cannot use the GPU; what they raise is lost."""
+    context, count = get_context("fork"), min(len(jobs), len(os.sched_getaffinity(0)))
+    shares = [(jobs[i::count], environment) for i in range(count)]
+    processes = [context.Process(target=_work, args=share, daemon=True) for share in shares]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def _work(jobs: Sequence[Job], environment: Mapping[str, str]) -> None:
+    os.environ.update(environment)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the real pass says what is wrong
+    fake_tensor = sys.modules["torch._subclasses.fake_tensor"]
+    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[attr-defined]
+    signal.set_wakeup_fd(-1)  # the parent's
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    for job in jobs:
+        with suppress(Exception):
+            job()
+    os._exit(0)  # nothing of the parent's is cleaned up here

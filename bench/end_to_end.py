@@ -4,9 +4,10 @@ A checkpoint with random weights and 20,000 ragged chats lie on the disk. Each s
 its own: it starts, tokenizes and packs, loads, trains some steps, evaluates once, and writes the
 model. Weights, gradients and states are bf16 on all sides, but adapters float32, as is the default
 of all; rows, tokens of a row, steps and learning rate are the same, only assistants' turns are
-learned, and tokens are those of chats, without padding. Losses after the last step must agree.
-Files are in the page cache and Python's bytecode is compiled beforehand; caches of compiled kernels
-and of data are empty for each side.
+learned, and tokens are those of chats, without padding. After the last step our loss must not be
+higher; a peer's may be, as torch's AdamW rounds small updates of bf16 weights away, and ours rounds
+at random. Files are in the page cache and Python's bytecode is compiled beforehand; caches of
+compiled kernels and of data are empty for each side.
 
 A side that the record has at this commit, with as many steps, is not measured again: a run that is
 cut off goes on with the same command.
@@ -38,7 +39,7 @@ from bench.varlen import VARLEN
 DOCUMENT = "docs/performance.md"
 OURS = "Tigon"
 SPEED, MEMORY, FIRST_STEP = 1.5, 0.8, 20.0  # targets beside the best peer; seconds, for 8B
-APART = 0.02  # of losses on held-out chats, after as many steps on the same chats in another order
+APART = 0.02  # that a loss on held-out chats may be higher, after as many steps in another order
 CHATS, HELD_OUT = 20_000, 200
 LENGTH, ROWS, RANK = 8192, 2, 16
 START_SECONDS, STEP_SECONDS = 120.0, 3.0  # that a side may take, beside and for its steps
@@ -253,8 +254,8 @@ def verdicts(name: str, sides: Record) -> list[str]:
         what = f"{name}: seconds from start to first step"
         said.append(harness.verdict(what, ours["first_step"], limit, most=True))
     losses = {n: of["eval_loss"] for n, of in sides.items() if "error" not in of}
-    if max(losses.values()) > (1 + APART) * min(losses.values()):
-        said.append(f"WRONG: {name}: losses on held-out chats differ: {losses}")
+    if losses[OURS] > (1 + APART) * min(losses.values()):
+        said.append(f"WRONG: {name}: the loss on held-out chats is higher: {losses}")
     return said
 
 

@@ -32,7 +32,7 @@ CLOCKS = {
         "tigon.train.build:load_tokenizer": DATA,
         "tigon.train.build:build_loader": DATA,
         "tigon.train.overlap:TokenizerProcess.wait": DATA,
-        "tigon.train.overlap:warm_up": STEPS,
+        "tigon.train.overlap:compile_step": STEPS,
         "tigon.train.build:build_model": MODEL,
         "tigon.train.build:build_optimizer": MODEL,
         "tigon.train.trainer:train_steps": STEPS,
@@ -41,6 +41,7 @@ CLOCKS = {
         "tigon.train.trainer:evaluate_once": EVALUATION,
         "tigon.train.trainer:export": SAVE,
         "tigon.train.trainer:finish": SAVE,
+        "tigon.report:load_matplotlib": SAVE,
     },
     "TRL": {
         "datasets:load_dataset": DATA,

@@ -754,6 +754,8 @@ def test_ends_beside_the_best_peer() -> None:
         end_to_end.row("c", "s", late)[2] == "not done after 10 s; start 6.00; data 4.00, 0 steps"
     )
     sides[end_to_end.TRL]["eval_loss"] = 9.5
+    assert len(end_to_end.verdicts("8B LoRA", sides)) == 3
+    sides[end_to_end.OURS]["eval_loss"] = 9.5
     assert end_to_end.verdicts("8B LoRA", sides)[3].startswith("WRONG")
 
 

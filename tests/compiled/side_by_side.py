@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from tests.compiled import compiling
 from tests.compiled.specializations import MODELS, SIZES, fill_memory
 from tigon.kernels import precompile, use
 from tigon.models import CausalLM
-from tigon.train.overlap import allocate
+from tigon.train.compile_step import allocate
 
 
 class Driver(compiling.Driver):
@@ -47,9 +48,14 @@ def look_at(name: str) -> dict[str, Any]:
     """Compiles for a model, and runs its pass."""
     family, changes = MODELS[name]
     build = partial(family.from_config, SIZES | changes, dtype=torch.bfloat16)
-    jobs: list[Any] = []
+    found: list[int] = []
     start = precompile.start_side_by_side
-    precompile.start_side_by_side = lambda found, env: start(jobs.extend(found) or found, env)
+
+    def count(jobs: Sequence[Any], environment: Mapping[str, str]) -> list[Any]:
+        found.append(len(jobs))
+        return start(jobs, environment)
+
+    precompile.start_side_by_side = count
     with precompile.compile_kernels(partial(compute_on_fakes, build(device="meta"))):
         pass
     precompile.start_side_by_side = start
@@ -65,7 +71,7 @@ def look_at(name: str) -> dict[str, Any]:
     compute_gradients(build(device="cpu"))
     JITFunction.__getitem__ = getitem
     triton.knobs.compilation.listener = None
-    return {"found": len(jobs), "missed": missed}
+    return {"found": sum(found), "missed": missed}
 
 
 def main() -> None:

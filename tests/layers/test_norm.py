@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from tigon.layers import AddRMSNorm, RMSNorm
+from tigon.layers.norm import add_normed
 
 C = 24
 
@@ -59,3 +60,12 @@ def test_two_norms_of_different_kinds_are_not_one_pass() -> None:
         norm(x, x, post)
     with pytest.raises(ValueError, match="residual is None"):
         norm(x, None, post)
+
+
+def test_hooks_see_the_norm_of_a_sum() -> None:
+    norm, (x, residual) = RMSNorm(8, 1e-6), torch.randn(2, 3, 8)
+    norm.init_weights()
+    expected, seen = add_normed(x, residual, norm), []
+    norm.register_forward_hook(lambda module, given, output: seen.append(output))
+    torch.testing.assert_close(add_normed(x, residual, norm), expected)
+    assert len(seen) == 1

@@ -1,13 +1,9 @@
 """Data, model and kernels side by side before the first step: results and errors as without."""
 
 import json
-import multiprocessing
 import os
-import random
 import shutil
 import time
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +13,13 @@ from tokenizers import Tokenizer
 
 from tests.train.adapters import weights
 from tests.train.checkpoints import assert_equal
-from tigon.kernels import precompile
 from tigon.train import main, overlap
 from tigon.train.build import load_tokenizer
 from tigon.train.config_file import load
 from tigon.train.distributed import start
-from tigon.train.model import meta_model
 from tigon.train.tasks import find_task
 
 LORA = {"lora.rank": 2, "lora.dropout": 0.2}
-PLAIN = {"attention": "reference", "micro_batch_size": 2, "batch_size": 2}
 
 
 @pytest.fixture
@@ -117,45 +110,6 @@ def test_a_token_of_the_data(workspace, side_by_side, tmp_path):
     settings = workspace.settings("token", model=model, data=data, steps=1, export="true")
     assert not side_by_side(settings, on=True)
     assert len(weights(workspace.root / "token/hf")["model.embed_tokens.weight"]) == size + 1
-
-
-@pytest.mark.parametrize("changes", [{}, LORA], ids=["all weights", "adapter"])
-def test_a_step_on_fake_tensors_draws_nothing(workspace, monkeypatch, changes):
-    config = load(None, workspace.settings("fake", **PLAIN, **changes))
-    norms: list[Any] = []
-    clip = overlap.clip
-    monkeypatch.setattr(overlap, "clip", lambda *given: norms.append(clip(*given)[0]))
-    monkeypatch.setattr(precompile, "note_launches", lambda *_: nullcontext())
-    with start("cpu") as world:
-        model = meta_model(config, torch.float32)
-        step = partial(
-            overlap.compute_gradients, model, find_task("sft")(config, world), world.device
-        )
-        before = torch.get_rng_state(), random.getstate()
-        with precompile.compile_kernels(step):
-            pass
-    assert [norm.shape for norm in norms] == [()]  # it came to its end
-    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
-
-
-def test_compilers_end_with_the_block(tmp_path, monkeypatch):
-    """What they raise is no error, and where the block raises, nothing waits for them."""
-
-    def note(jobs: dict[Any, Any], fake: type) -> Any:
-        jobs |= {0: lambda: 1 // 0, 1: (tmp_path / "done").touch, 2: partial(time.sleep, seconds)}
-        return nullcontext()
-
-    monkeypatch.setattr(precompile, "note_launches", note)
-    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda _: range(2))
-    seconds, began = 60.0, time.monotonic()
-    with pytest.raises(ValueError, match="stop"), precompile.compile_kernels(lambda: None):
-        raise ValueError("stop")
-    assert time.monotonic() - began < 30
-    seconds = 0.0
-    with precompile.compile_kernels(lambda: None):
-        pass
-    assert (tmp_path / "done").exists()
-    assert not multiprocessing.active_children()
 
 
 def test_processes_end_with_the_run(workspace, monkeypatch):

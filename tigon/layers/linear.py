@@ -187,9 +187,13 @@ def is_unpatched(module: nn.Module, kind: type[nn.Linear]) -> bool:
     weights = module._parameters
     if "weight" not in weights or any(w is not None and not is_plain(w) for w in weights.values()):
         return False
-    return not (
-        not module.__dict__.keys().isdisjoint(("forward", "product"))
-        or type(module).__call__ is not nn.Module._wrapped_call_impl
+    return module.__dict__.keys().isdisjoint(("forward", "product")) and not is_observed(module)
+
+
+def is_observed(module: nn.Module) -> bool:
+    """Whether hooks, or a call that was replaced, see what the module takes and returns."""
+    return bool(
+        type(module).__call__ is not nn.Module._wrapped_call_impl
         or module._compiled_call_impl is not None
         or module._forward_pre_hooks
         or module._forward_hooks

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from tigon.kernels.norm.add_rms_norm import add_rms_norm
 from tigon.kernels.norm.rms_norm import Cast, rms_norm, rms_norm_with_input, sandwich_norm
+from tigon.layers.linear import is_observed
 
 
 class RMSNorm(nn.Module):
@@ -27,8 +28,9 @@ class RMSNorm(nn.Module):
 
 
 def add_normed(x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
-    """Returns residual + norm(x), in one pass unless others have put a norm of theirs there."""
-    if type(norm) is not RMSNorm:
+    """Returns residual + norm(x), in one pass unless others have put a norm of theirs there, or
+    hooks."""
+    if type(norm) is not RMSNorm or is_observed(norm):
         total: Tensor = residual + norm(x)
         return total
     return add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset, cast=norm.cast)

@@ -23,6 +23,7 @@ from tigon.train import checkpoint, resume
 from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
+from tigon.train.compile_step import compile_step
 from tigon.train.config import Config
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.data import build_loader, set_share_prompts
@@ -51,7 +52,7 @@ from tigon.train.optim import (
     check_ranks,
 )
 from tigon.train.optim.groups import num_steps
-from tigon.train.overlap import EarlyModel, compile_step, tokenizer_process
+from tigon.train.overlap import EarlyModel, tokenizer_process
 from tigon.train.prefetch import Prefetcher
 from tigon.train.publish import lacks_token
 from tigon.train.resume import check_shared, claim

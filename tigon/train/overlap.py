@@ -8,32 +8,21 @@ without.
 import os
 import signal
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
-from functools import partial
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
-
-import numpy as np
-import torch
-from torch import Tensor, nn
 
 from tigon.data.cache import train_extra
 from tigon.data.sources import BLOCK_BYTES
 from tigon.data.tokenized import MIN_PARALLEL_BLOCKS, exit_with_parent
-from tigon.kernels.precompile import compile_kernels
-from tigon.kernels.runtime import runs_triton
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
-from tigon.train.config import Config, micro_batch_rows
+from tigon.train.compile_step import compile_step
+from tigon.train.config import Config
 from tigon.train.data import as_entries, find_entry_sources, tokenize_entries
-from tigon.train.memory import dummy_batch
-from tigon.train.model import compute_dtype, meta_model, set_fp8, weights_dtype
-from tigon.train.optim import build_optimizer
-from tigon.train.optim.clip import clip
 from tigon.train.signals import handled_signals
-from tigon.train.tasks import CrossEntropyTask, Task
+from tigon.train.tasks import Task
 
 Build: TypeAlias = Callable[[Config, Path | None, StepChoice | None], CausalLM]
 SMALL = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
@@ -139,65 +128,3 @@ def _make_group(process: int) -> None:
     """Puts a process, 0 meaning this one, into a group of its own, unless it is in it already."""
     with suppress(OSError):  # parent and child both do it, as neither may be late
         os.setpgid(process, process)
-
-
-def compile_step(
-    task: Task, source: Path | None, choice: StepChoice | None
-) -> AbstractContextManager[None]:
-    """Compiles kernels of a training step on one GPU, while a `with` block runs, which then waits.
-
-    A context that does nothing on a CPU and several ranks, and for tasks with columns or pairs of
-    their own.
-    """
-    config, world = task.config, task.world
-    plain = isinstance(task, CrossEntropyTask) and not (task.per_token or task.one_prompt)
-    on_gpu = world.device.type == "cuda" and runs_triton(torch.empty(0, device=world.device))
-    if not plain or world.size > 1 or not on_gpu:
-        return nullcontext()
-    compute = compute_dtype(config, world.device)
-    model = meta_model(config, weights_dtype(config, world.device), source)
-    if config.lora is None:
-        model.to(dtype=compute)
-    set_fp8(model, config)
-    if choice is not None:
-        choice.apply(model)
-    return compile_kernels(partial(compute_gradients, model, task, world.device))
-
-
-def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None:
-    """Computes gradients and their norm, of a model on meta that it moves to the device, for rows
-    of two sequences of made-up tokens."""
-    allocate(model, device)
-    config = task.config
-    rows, tokens = micro_batch_rows(config), config.seq_len
-    half = tokens // 2
-    row = np.array([[0, half], [half, tokens]])
-    spans = np.concatenate([row + tokens * i for i in range(rows)])
-    positions = torch.arange(tokens, device="cpu") % half
-    batch = replace(
-        dummy_batch(rows, tokens, task, device="cpu"),
-        position_ids=positions.expand(rows, -1),
-        cu_seq_lens=torch.tensor([0, *spans[:, 1].tolist()], dtype=torch.int32, device="cpu"),
-        longest=tokens - half,
-        spans=torch.tensor(spans, device="cpu"),
-        parts=torch.zeros(len(spans), dtype=torch.int64, device="cpu"),
-        host_spans=spans,
-    )
-    inputs = task.resolve(model, batch.to(device))
-    task.loss(model, inputs, task.sums(model, inputs)).loss.backward()
-    clip(model, build_optimizer(model, config), config.max_grad_norm)
-
-
-def allocate(model: CausalLM, device: torch.device) -> None:
-    """Allocates all tensors of a model, without values; as fake ones too, unlike `materialize`."""
-    made: dict[Tensor, Tensor] = {}  # tied ones once
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, x in held.items():
-                if x is None:
-                    continue
-                if x not in made:
-                    empty = torch.empty(x.shape, dtype=x.dtype, device=device)
-                    learns = isinstance(x, nn.Parameter)
-                    made[x] = nn.Parameter(empty, x.requires_grad) if learns else empty
-                held[name] = made[x]  # type: ignore[assignment]

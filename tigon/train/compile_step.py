@@ -1,0 +1,117 @@
+"""Compiles the kernels of a run's first step while its model is loaded, on one GPU.
+
+They are found by a pass of fake tensors over made-up tokens. A file in the cache says that it was
+done for a model, settings and versions: after that the compilers' own caches have all kernels.
+
+# B rows of a micro-batch, T tokens of a row
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tigon.data.cache import cache_root, make_directory, write_text
+from tigon.kernels.precompile import compile_kernels
+from tigon.kernels.runtime import runs_triton, triton
+from tigon.models import CausalLM
+from tigon.train.choices import StepChoice
+from tigon.train.config import micro_batch_rows
+from tigon.train.memory import dummy_batch
+from tigon.train.model import compute_dtype, meta_model, set_fp8, weights_dtype
+from tigon.train.optim import build_optimizer
+from tigon.train.optim.clip import clip
+from tigon.train.tasks import CrossEntropyTask, Task
+from tigon.version import __version__
+
+# Settings that no kernel depends on, and that change from run to run
+FREE = ("run_dir", "data", "eval_data", "model", "lr", "seed", "steps", "epochs")
+
+
+@contextmanager
+def compile_step(task: Task, source: Path | None, choice: StepChoice | None) -> Iterator[None]:
+    """Compiles kernels of a training step, while the `with` block runs, and then waits for them.
+
+    Does nothing on a CPU or several ranks, and for tasks with columns or pairs of their own.
+    """
+    config, device = task.config, task.world.device
+    plain = isinstance(task, CrossEntropyTask) and not (task.per_token or task.one_prompt)
+    if not plain or task.world.size > 1 or not _has_kernels(device):
+        yield
+        return
+    model = meta_model(config, weights_dtype(config, device), source)
+    if (mark := _mark(model, task, choice)).exists():
+        yield
+        return
+    if config.lora is None:
+        model.to(dtype=compute_dtype(config, device))
+    set_fp8(model, config)
+    if choice is not None:
+        choice.apply(model)
+    with compile_kernels(partial(compute_gradients, model, task, device)):
+        yield
+    with suppress(OSError):
+        make_directory(mark.parent)
+        write_text(mark, "")
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and runs_triton(torch.empty(0, device=device))
+
+
+def _mark(model: CausalLM, task: Task, choice: StepChoice | None) -> Path:
+    """Returns the file that says that a step's kernels are compiled."""
+    settings = {name: x for name, x in asdict(task.config).items() if name not in FREE}
+    versions = __version__, torch.__version__, triton.__version__
+    places = [os.environ.get(name) for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "HOME")]
+    known = model.config.to_dict(), settings, str(choice), versions, places
+    gpu = torch.cuda.get_device_name(task.world.device)
+    key = hashlib.sha256(json.dumps([known, gpu], default=str).encode()).hexdigest()
+    return cache_root() / "kernels" / key
+
+
+def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None:
+    """Computes gradients and their norm, of a model on meta that it moves to the device, for rows
+    of two sequences of made-up tokens."""
+    allocate(model, device)
+    config = task.config
+    rows, tokens = micro_batch_rows(config), config.seq_len
+    half = tokens // 2
+    row = np.array([[0, half], [half, tokens]])
+    spans = np.concatenate([row + tokens * i for i in range(rows)])
+    positions = torch.arange(tokens, device="cpu") % half
+    batch = replace(
+        dummy_batch(rows, tokens, task, device="cpu"),
+        position_ids=positions.expand(rows, -1),
+        cu_seq_lens=torch.tensor([0, *spans[:, 1].tolist()], dtype=torch.int32, device="cpu"),
+        longest=tokens - half,
+        spans=torch.tensor(spans, device="cpu"),
+        parts=torch.zeros(len(spans), dtype=torch.int64, device="cpu"),
+        host_spans=spans,
+    )
+    inputs = task.resolve(model, batch.to(device))
+    task.loss(model, inputs, task.sums(model, inputs)).loss.backward()
+    clip(model, build_optimizer(model, config), config.max_grad_norm)
+
+
+def allocate(model: CausalLM, device: torch.device) -> None:
+    """Allocates all tensors of a model, without values; as fake ones too, unlike `materialize`."""
+    made: dict[Tensor, Tensor] = {}  # tied ones once
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, x in held.items():
+                if x is None:
+                    continue
+                if x not in made:
+                    empty = torch.empty(x.shape, dtype=x.dtype, device=device)
+                    learns = isinstance(x, nn.Parameter)
+                    made[x] = nn.Parameter(empty, x.requires_grad) if learns else empty
+                held[name] = made[x]  # type: ignore[assignment]

@@ -16,6 +16,14 @@ from tigon.models.pretrained.names import layout
 from tigon.weights import Layout
 
 
+def _name_wrapper(model: LanguageModel) -> Any:
+    """Raises TypeError for what transformers' Trainer and pipelines, TRL and PEFT read first."""
+    raise TypeError(
+        f"{type(model).__name__} is a native model, and others take transformers': give them "
+        "tigon.integrations.transformers.as_transformers(model)"
+    )
+
+
 class CausalLM(LanguageModel):
     """A language model with all that users call; families subclass it with their config and block
     classes.
@@ -38,6 +46,10 @@ class CausalLM(LanguageModel):
     adapters_disabled = adapters.adapters_disabled
     merge_adapter = adapters.merge_adapter
     delete_adapter = adapters.delete_adapter
+    # Of Trainer, PEFT and pipelines
+    accepts_loss_kwargs = property(_name_wrapper)
+    prepare_inputs_for_generation = property(_name_wrapper)
+    can_generate = property(_name_wrapper)
 
     @property
     def adapter_names(self) -> list[str]:

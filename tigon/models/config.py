@@ -215,6 +215,15 @@ class ModelConfig:
             object.__setattr__(self, "rope_parameters", rope)
 
     @property
+    def get_text_config(self) -> Any:
+        """Raises AttributeError, since it is TRL that asks for it: a config of transformers has
+        such a method."""
+        raise AttributeError(
+            f"{type(self).__name__} is of a native model, and TRL takes transformers': give it "
+            "tigon.integrations.transformers.as_transformers(model)"
+        )
+
+    @property
     def transformers_class(self) -> str:
         """The class in config.json's architectures, a classifier's with labels."""
         return (self.classifier() if self.labels else None) or self.architecture

@@ -4,10 +4,12 @@ import copy
 import importlib
 import pickle
 import tomllib
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -16,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import tigon
 from tests.integrations.transformers.peers import MODELS, checkpoint, pair, score_pair
+from tests.integrations.transformers.words import make_tokenizer
 from tests.models.tiny import CASES, FIRST, WRAPPED, reference
 from tests.support.contract import tiny_llama
 from tigon.integrations import transformers as integration
@@ -398,7 +401,6 @@ def test_values_of_loading(options: dict[str, Any], message: str) -> None:
     "options, message",
     [
         ({"dtyp": "float32"}, "unexpected keyword argument 'dtyp'"),
-        ({"attn_implementation": "sdpa"}, "'attn_implementation'; here: 'attention'"),
         ({"tigon_options": {"metric": "nll"}}, "tigon_options has 'metric', .* 'metrics'"),
         ({"tigon_options": {"z_loss": "much"}}, "z_loss='much' has another type"),
     ],
@@ -407,6 +409,50 @@ def test_values_of_loading(options: dict[str, Any], message: str) -> None:
 def test_names_of_loading(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         from_pretrained(checkpoint("llama"), **options)
+
+
+def test_keywords_of_configs() -> None:
+    """Those of scripts that load transformers' model."""
+    path = checkpoint("qwen3_moe")
+    options = {"use_cache": False, "attn_implementation": "sdpa", "router_aux_loss_coef": 0.5}
+    model = from_pretrained(path, **options)
+    assert (model.config.use_cache, model.config.router_aux_loss_coef) == (False, 0.5)
+    assert model(inputs()["input_ids"]).cache is None
+    config = transformers.AutoConfig.from_pretrained(path)
+    assert from_pretrained(path, config=config).config is config
+    config.rms_norm_eps = 1e-2
+    with pytest.raises(ValueError, match=r"config.rms_norm_eps is 0.01, but the checkpoint's is"):
+        from_pretrained(path, config=config)
+
+
+def test_compiled_models_refuse_logits_that_were_not_asked_for() -> None:
+    model, given = from_pretrained(checkpoint("llama")).train(), inputs()
+    compiled = torch.compile(model, backend="eager")
+    out = compiled(**given)
+    out.loss.backward()
+    with pytest.raises(ValueError, match="return_logits=True"):
+        _ = out.logits
+    assert compiled(**given, return_logits=True).logits.shape == (B, T, 211)
+
+
+USES: dict[str, Callable[[Any], Any]] = {
+    "Trainer": lambda model: transformers.Trainer(model),
+    "PEFT": lambda model: peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["o_proj"])
+    ),
+    "pipeline": lambda model: transformers.pipeline(
+        "text-generation", model=model, tokenizer=make_tokenizer()
+    ),
+    "TRL": lambda model: model.config.get_text_config(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_neighbours_are_not_given_native_models(use: str) -> None:
+    model = tigon.from_pretrained(checkpoint("llama"))
+    with pytest.raises((TypeError, AttributeError), match=r"as_transformers\(model\)"):
+        USES[use](model)
+    assert not hasattr(model.config, "get_text_config")
 
 
 def test_other_models() -> None:

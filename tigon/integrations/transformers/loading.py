@@ -5,12 +5,21 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
 
 from tigon.integrations.transformers import model as classes
 from tigon.integrations.transformers.model import CLASS_NAMES, TigonPreTrainedModel
 from tigon.integrations.transformers.native import load_native
 from tigon.models.causal_lm import CausalLM
+
+# Of transformers' configs, what changes no layer
+FIELDS = frozenset(
+    (
+        *("use_cache", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "return_dict"),
+        *("id2label", "label2id", "problem_type"),
+    )
+)
 
 
 def as_transformers(
@@ -48,19 +57,27 @@ def from_pretrained(
     dtype: torch.dtype | str = "auto",
     device_map: Any = None,
     num_labels: int | None = None,
+    config: PreTrainedConfig | None = None,
     tigon_options: Mapping[str, Any] | None = None,
+    attn_implementation: str | None = None,
     **options: Any,
 ) -> TigonPreTrainedModel:
     """Loads a checkpoint as a transformers model, in evaluation mode; see `as_transformers`.
 
     `device_map` names one device, by default the CPU, or is "auto" where there is one accelerator.
     With `num_labels` it is a sequence classifier, whose head is random unless the checkpoint has
-    one. Other keywords are those of `tigon.from_pretrained`, but for quantize. Raises TypeError for
-    an unknown one, and ValueError for quantization and for several devices.
+    one. Other keywords are those of `tigon.from_pretrained`, but for quantize, and of the config's
+    fields those that change no layer, such as use_cache; so may `config`, transformers' one.
+    `attn_implementation` names kernels of transformers, and has no effect: `attention` names
+    Tigon's. Raises TypeError for an unknown keyword, and ValueError for quantization, for several
+    devices and for a config of another model.
     """
     options |= {"dtype": dtype, "device_map": device_map, "num_labels": num_labels}
+    changes = {name: options.pop(name) for name in FIELDS & {*options}}
     native = load_native(path_or_repo, **options)
-    return as_transformers(native, tigon_options=tigon_options)
+    model = find_class(native).from_native(native, config, tigon_options=tigon_options)
+    model.config.update(changes)
+    return model
 
 
 # transformers' Auto classes

@@ -30,7 +30,7 @@ from tigon.integrations.transformers.calls import capture, check_options, make_b
 from tigon.integrations.transformers.generation import TigonGeneration
 from tigon.integrations.transformers.hooks import keep_hooks
 from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
-from tigon.integrations.transformers.outputs import as_in_this_pass, to_transformers
+from tigon.integrations.transformers.outputs import as_in_this_pass, refuse_logits, to_transformers
 from tigon.integrations.transformers.projections import split_projections
 from tigon.integrations.transformers.stream import Remade, remake, show_stream
 from tigon.layers import Embedding
@@ -163,10 +163,17 @@ class TigonPreTrainedModel(PreTrainedModel):
         super().__setattr__(name, value)
 
     @classmethod
-    def from_native(cls, native: CausalLM, **options: Any) -> Self:
-        """Makes a model of a native one; options are those of the class."""
-        config = cls.config_class.from_dict(native.config.to_dict())
-        config.name_or_path, config.dtype = native.config.source.name, native.dtype
+    def from_native(
+        cls, native: CausalLM, config: PreTrainedConfig | None = None, **options: Any
+    ) -> Self:
+        """Makes a model of a native one; options are those of the class. Raises ValueError for a
+        config of another model."""
+        if config is None:
+            config = cls.config_class.from_dict(native.config.to_dict())
+            config.name_or_path, config.dtype = native.config.source.name, native.dtype
+        else:
+            check_config(native, config)
+            config._attn_implementation = None  # Auto classes put it there
         return cls(config, native, **options)
 
     @classmethod
@@ -190,11 +197,7 @@ class TigonPreTrainedModel(PreTrainedModel):
         native = load_native(path_or_repo, **options)
         if (name := native.config.transformers_class) != cls.__name__:
             raise ValueError(f"{native.config.source.name!r} is a {name}, no {cls.__name__}")
-        if config is None:
-            return cls.from_native(native, tigon_options=tigon_options)
-        check_config(native, config)
-        config._attn_implementation = None  # Auto classes put it there
-        return cls(config, native, tigon_options=tigon_options)
+        return cls.from_native(native, config, tigon_options=tigon_options)
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
@@ -390,9 +393,12 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
 
     def _set_logits_on_demand(self, out: Any, targets: Targets) -> None:
         """Puts a function in place of the logits that a loss was computed without, since somebody
-        may read them after all; not under torch.compile."""
+        may read them after all; under torch.compile it raises ValueError."""
         native, hidden = self.native, out.hidden
-        if torch.compiler.is_compiling() or native.defaults.return_logits is not None:
+        if native.defaults.return_logits is not None:
+            return
+        if torch.compiler.is_compiling():
+            out.logits = refuse_logits
             return
 
         def compute() -> Tensor:

@@ -91,6 +91,14 @@ def as_in_this_pass(compute: Callable[[], Tensor], device: torch.device) -> Call
     return run
 
 
+def refuse_logits() -> Tensor:
+    """Raises ValueError where logits cannot be computed later."""
+    raise ValueError(
+        "a compiled model in training mode has computed its loss without logits: give the call "
+        'return_logits=True, or from_pretrained tigon_options={"return_logits": True}'
+    )
+
+
 def to_transformers(out: CausalLMOutput, moe: bool, **values: Any) -> DenseOutput | MoeOutput:
     """Makes transformers' output from a native one; `values` are its other fields."""
     kind = MoeOutput if moe else DenseOutput

@@ -56,8 +56,6 @@ class TokenizerProcess:
 
     def wait(self) -> None:
         """Waits until the cache has the data, or the process has failed."""
-        with suppress(ImportError), train_extra():
-            import datasets  # noqa: F401  # takes a second, and comes next
         self._process.join()
 
 
@@ -76,6 +74,8 @@ class EarlyModel:
         if not data.failed:
             with suppress(ValueError, OSError, ImportError), compile_step(task, source, choice):
                 self._built = task.config, self._build(task.config, source, choice)
+                with train_extra():  # takes a second, and comes next
+                    import datasets  # noqa: F401
 
     def take(self, config: Config) -> CausalLM | None:
         """Returns the model if it was built with these settings, to which data may have added

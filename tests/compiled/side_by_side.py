@@ -49,16 +49,17 @@ def look_at(name: str) -> dict[str, Any]:
     family, changes = MODELS[name]
     build = partial(family.from_config, SIZES | changes, dtype=torch.bfloat16)
     found: list[int] = []
-    start = precompile.start_side_by_side
+    start = precompile.side_by_side
 
     def count(jobs: Sequence[Any], environment: Mapping[str, str]) -> list[Any]:
         found.append(len(jobs))
         return start(jobs, environment)
 
-    precompile.start_side_by_side = count
-    with precompile.compile_kernels(partial(compute_on_fakes, build(device="meta"))):
+    precompile.side_by_side = count
+    with precompile.compile_kernels(partial(compute_on_fakes, build(device="meta"))) as compilation:
         pass
-    precompile.start_side_by_side = start
+    precompile.side_by_side = start
+    assert compilation.complete
     missed: list[str] = []
 
     def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:

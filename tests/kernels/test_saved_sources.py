@@ -148,3 +148,14 @@ def test_what_may_be_overwritten_is_kept() -> None:
         first = torch.autograd.grad(total.square().sum(), [x, w])
         results.append([*first, *torch.autograd.grad(product.sum(), reader)])
     assert all(map(torch.equal, *results))
+
+
+def test_what_is_saved_itself_may_not_change() -> None:
+    """Behind hooks torch does not look at versions."""
+    given = inputs()
+    q, k, v = heads(given, "one")
+    v = v.clone()  # which nothing recomputes
+    out = attention(q, k, v, mask=AttentionMask(T))
+    v.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

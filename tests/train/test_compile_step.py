@@ -40,33 +40,58 @@ def test_a_step_on_fake_tensors_draws_nothing(workspace, monkeypatch, changes):
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
 
-def test_compilers_end_with_the_block(tmp_path, monkeypatch):
-    """What they raise is no error, and where the block raises, nothing waits for them."""
+@pytest.fixture
+def compile_jobs(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Compiles by these jobs in a process."""
 
-    def note(jobs: dict[Any, Any], fake: type) -> Any:
-        jobs |= {0: lambda: 1 // 0, 1: (tmp_path / "done").touch, 2: partial(time.sleep, seconds)}
-        return nullcontext()
+    def compiling(jobs: dict[int, Any], run: Any = lambda: None) -> Any:
+        monkeypatch.setattr(
+            precompile, "note_launches", lambda noted, _: nullcontext(noted.update(jobs))
+        )
+        return precompile.compile_kernels(run)
 
-    monkeypatch.setattr(precompile, "note_launches", note)
-    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda _: range(1))
-    seconds, began = 60.0, time.monotonic()
-    with pytest.raises(ValueError, match="stop"), precompile.compile_kernels(lambda: None):
+    monkeypatch.setattr(precompile, "MOST", 1)
+    return compiling
+
+
+def test_compilers_end_with_the_block(tmp_path, compile_jobs):
+    """Where the block raises, nothing waits for them; what they raise is no error."""
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="stop"), compile_jobs({0: partial(time.sleep, 60)}):
         raise ValueError("stop")
     assert time.monotonic() - began < 30
-    seconds = 0.0
-    with precompile.compile_kernels(lambda: None):
-        pass
-    assert (tmp_path / "done").exists()
+    for job, complete in ((lambda: 1 // 0, False), (lambda: None, True)):
+        file = tmp_path / str(complete)
+        with compile_jobs({0: job, 1: file.touch}) as compilation:
+            pass
+        assert file.exists() and compilation.complete == complete
     assert not multiprocessing.active_children()
+
+
+def test_nothing_that_goes_wrong_ends_a_run(tmp_path, compile_jobs, monkeypatch):
+    """A pass that raises leaves kernels out; a machine may let no process fork."""
+    file = tmp_path / "done"
+    with compile_jobs({0: file.touch}, run=lambda: 1 // 0) as compilation:
+        pass
+    assert file.exists() and not compilation.complete
+
+    def refuse(*_: Any) -> Any:
+        raise BlockingIOError("no more processes")
+
+    monkeypatch.setattr(precompile.os, "fork", refuse)
+    with compile_jobs({0: lambda: None}) as compilation:
+        pass
+    assert not compilation.complete
 
 
 def test_it_is_done_once(workspace, tmp_path, monkeypatch):
     """For a model and settings; not where something is wrong, nor on a CPU."""
     done: list[int] = []
+    complete = True
 
     @contextmanager
     def compiling(run: Any) -> Any:
-        yield
+        yield SimpleNamespace(complete=complete)
         done.append(1)
 
     def count(wrong: Exception | None = None, **changes: Any) -> int:
@@ -77,7 +102,7 @@ def test_it_is_done_once(workspace, tmp_path, monkeypatch):
                 raise wrong
         return len(done)
 
-    monkeypatch.setenv("TIGON_CACHE", str(tmp_path))
+    monkeypatch.setattr(module.triton.knobs.cache, "dir", str(tmp_path / "new"))
     monkeypatch.setattr(module, "compile_kernels", compiling)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     with start("cpu") as world:
@@ -86,9 +111,12 @@ def test_it_is_done_once(workspace, tmp_path, monkeypatch):
         monkeypatch.setattr(module, "_has_kernels", lambda _: True)
         with pytest.raises(ValueError, match="wrong"):
             count(ValueError("wrong"))
-        assert [count(), count(), count(lr=1.0), count(seq_len=16)] == [1, 0, 0, 1]
-        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+        complete = False
         assert count() == 1
+        complete = True
+        assert [count(), count(), count(lr=1.0), count(seq_len=16)] == [1, 0, 0, 1]
+        monkeypatch.setattr(module.triton.knobs.cache, "dir", str(tmp_path / "other"))
         task.world = SimpleNamespace(size=2, device=world.device)
-        monkeypatch.setenv("TRITON_CACHE_DIR", "other")
         assert count() == 0
+        task.world = world
+        assert count() == 1

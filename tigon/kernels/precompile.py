@@ -6,13 +6,15 @@ finds it. A kernel that is missed, or fails, is compiled by the real pass.
 """
 
 import json
+import logging
 import os
 import signal
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from typing import Any
@@ -24,29 +26,57 @@ from tigon.kernels.runtime import launch_on_fakes, triton
 
 Job = Callable[[], object]  # compiles something
 PATIENCE = 60.0  # seconds that a process may take after the block
-NO_DEVICE = -1  # for which Triton, which keeps the kernels of devices apart, has compiled nothing
+MOST = 16  # processes: one compiles in some hundred MiB
+NO_DEVICE = -1  # a number of a GPU for which Triton has no kernels, so that launches ask its hook
+logger = logging.getLogger("tigon")
+
+
+@dataclass
+class Compilation:
+    """What is known of a compilation after the `with` block."""
+
+    found_all: bool = False
+    ended: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether all kernels were found and compiled."""
+        return self.found_all and self.ended
 
 
 @contextmanager
-def compile_kernels(run: Callable[[], object]) -> Iterator[None]:
+def compile_kernels(run: Callable[[], object]) -> Iterator[Compilation]:
     """Compiles the kernels that `run` launches on fake tensors, while the `with` block runs.
 
-    Leaving the block waits for them. Where `run` raises, later kernels are left out.
+    Leaving the block waits for them. Where `run` raises, later kernels are left out. Nothing that
+    goes wrong is an error: the logger `tigon` says it at level DEBUG.
     """
     from torch._subclasses import fake_tensor  # takes a second
 
     mode, jobs = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), dict[Any, Job]()
+    compilation, processes = Compilation(), list[Any]()
     # Triton asks a fake tensor for its address, of which torch warns
     quiet = warnings.catch_warnings(action="ignore")
-    with suppress(Exception), quiet, note_launches(jobs, fake_tensor.FakeTensor), mode:
-        run()
-    with mode:  # in which flash-attn-4 compiles and launches nothing
-        processes = start_side_by_side(list(jobs.values()), fa4.environment())
     try:
-        yield
+        try:
+            with quiet, note_launches(jobs, fake_tensor.FakeTensor), mode:
+                run()
+            compilation.found_all = True
+        except Exception:
+            logger.debug("not all kernels of the first step were found", exc_info=True)
+        try:
+            with mode:  # in which flash-attn-4 compiles and launches nothing
+                for process in side_by_side(list(jobs.values()), fa4.environment()):
+                    process.start()
+                    processes.append(process)
+        except Exception:  # no memory or no right to fork
+            compilation.found_all = False
+            logger.debug("kernels are not compiled side by side", exc_info=True)
+        yield compilation
         deadline = time.monotonic() + PATIENCE
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
+        compilation.ended = all(process.exitcode == 0 for process in processes)
     finally:
         for process in processes:
             process.kill()
@@ -54,7 +84,7 @@ def compile_kernels(run: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def note_launches(jobs: dict[Any, Job], fake: type) -> Iterator[None]:
-    """Skips launches inside, and adds the jobs that compile their kernels."""
+    """Notes launches in the `with` block instead of making them: `jobs` gets what compiles them."""
     knobs, driver = triton.knobs.runtime, triton.runtime.driver
     hook, active = knobs.jit_cache_hook, driver.active
     target = active.get_current_target()
@@ -64,12 +94,12 @@ def note_launches(jobs: dict[Any, Job], fake: type) -> Iterator[None]:
         jobs.setdefault((fn.jit_function, key), job)
         return True  # neither compile nor launch it
 
-    def launch(launcher: Callable[..., Any], outputs: Callable[..., Any], given: Any) -> Any:
+    def launch(launcher: Callable[..., Any], outputs: Callable[..., Any], arguments: Any) -> Any:
         if launcher not in fa4.LAUNCHERS:
-            return launcher(*given)
-        shapes = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in given]
-        jobs.setdefault((launcher, str(shapes)), partial(launcher, *given))
-        return outputs(*given)
+            return launcher(*arguments)
+        shapes = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in arguments]
+        jobs.setdefault((launcher, str(shapes)), partial(launcher, *arguments))
+        return outputs(*arguments)
 
     knobs.jit_cache_hook = note
     driver.set_active(_Driver(active.utils, target))
@@ -98,28 +128,26 @@ class _Driver:
 
 
 def _compile(
-    launcher: Callable[..., object], target: Any, kernel: Any, noted: dict[str, Any]
+    launcher: Callable[..., object], target: Any, kernel: Any, launch: dict[str, Any]
 ) -> None:
     """Compiles a kernel, and the C function that launches it, into Triton's cache."""
-    options = json.loads(noted["specialization_data"])["options"]
+    options = json.loads(launch["specialization_data"])["options"]
     options = {name: tuple(x) if isinstance(x, list) else x for name, x in options.items()}
     source = triton.compiler.ASTSource(
-        kernel, noted["signature"], noted["constants"], noted["configs"][0]
+        kernel, launch["signature"], launch["constants"], launch["configs"][0]
     )
     launcher(source, triton.compile(source, target=target, options=options).metadata)
 
 
-def start_side_by_side(jobs: Sequence[Job], environment: Mapping[str, str]) -> list[Any]:
-    """Starts forked processes that run jobs, which cannot use the GPU; what they raise is lost."""
-    context, count = get_context("fork"), min(len(jobs), len(os.sched_getaffinity(0)))
-    shares = [(jobs[i::count], environment) for i in range(count)]
-    processes = [context.Process(target=_work, args=share, daemon=True) for share in shares]
-    for process in processes:
-        process.start()
-    return processes
+def side_by_side(jobs: Sequence[Job], environment: Mapping[str, str]) -> list[Any]:
+    """Returns forked processes, to be started, that run jobs; these cannot use the GPU."""
+    context, count = get_context("fork"), min(len(jobs), len(os.sched_getaffinity(0)), MOST)
+    shares = [(jobs[i::count], environment, os.getpid()) for i in range(count)]
+    return [context.Process(target=_work, args=share, daemon=True) for share in shares]
 
 
-def _work(jobs: Sequence[Job], environment: Mapping[str, str]) -> None:
+def _work(jobs: Sequence[Job], environment: Mapping[str, str], parent: int) -> None:
+    """Runs jobs and ends the process: with 0 if all have been done."""
     os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the real pass says what is wrong
     fake_tensor = sys.modules["torch._subclasses.fake_tensor"]
@@ -127,7 +155,12 @@ def _work(jobs: Sequence[Job], environment: Mapping[str, str]) -> None:
     signal.set_wakeup_fd(-1)  # the parent's
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    failures = 0
     for job in jobs:
-        with suppress(Exception):
+        if os.getppid() != parent:  # nobody waits any more
+            break
+        try:
             job()
-    os._exit(0)  # nothing of the parent's is cleaned up here
+        except Exception:
+            failures += 1
+    os._exit(min(failures, 1))  # nothing of the parent's is cleaned up here

@@ -77,10 +77,23 @@ class _View(NamedTuple):
     offset: int
 
 
-def _unpack(saved: Tensor | _View) -> Tensor:
-    """Returns the tensor that was saved."""
-    if not isinstance(saved, _View):
-        return saved
+class _Kept(NamedTuple):
+    """A saved tensor itself, whose changes torch does not notice behind hooks."""
+
+    tensor: Tensor
+    version: int
+
+
+def _unpack(saved: _Kept | _View) -> Tensor:
+    """Returns the tensor that was saved, or raises RuntimeError if it has changed since."""
+    if isinstance(saved, _Kept):
+        if saved.tensor._version != saved.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {list(saved.tensor.shape)} is at version "
+                f"{saved.tensor._version}; expected version {saved.version}"
+            )
+        return saved.tensor
     whole = saved.sources.compute(saved.number)
     return whole.as_strided(saved.shape, saved.stride, saved.offset)
 
@@ -106,10 +119,10 @@ def save_sources(*tensors: Tensor) -> AbstractContextManager[Any]:
         sources.parts.add(index)
         places[t.untyped_storage()._cdata] = sources, index
 
-    def pack(x: Tensor) -> Tensor | _View:
+    def pack(x: Tensor) -> _Kept | _View:
         place = places.get(x.untyped_storage()._cdata)
         if place is None:
-            return x.detach()
+            return _Kept(x.detach(), x._version)  # which share a count of changes
         return _View(*place, x.shape, x.stride(), int(x.storage_offset()))
 
     return saved_tensors_hooks(pack, _unpack)

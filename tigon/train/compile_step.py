@@ -1,25 +1,24 @@
 """Compiles the kernels of a run's first step while its model is loaded, on one GPU.
 
-They are found by a pass of fake tensors over made-up tokens. A file in the cache says that it was
-done for a model, settings and versions: after that the compilers' own caches have all kernels.
+They are found by a pass of fake tensors over made-up tokens. A file beside Triton's kernels says
+that it was done for a model, settings and versions.
 
 # B rows of a micro-batch, T tokens of a row
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tigon.data.cache import cache_root, make_directory, write_text
 from tigon.kernels.precompile import compile_kernels
 from tigon.kernels.runtime import runs_triton, triton
 from tigon.models import CausalLM
@@ -32,8 +31,9 @@ from tigon.train.optim.clip import clip
 from tigon.train.tasks import CrossEntropyTask, Task
 from tigon.version import __version__
 
+LIBRARIES = ("torch", "triton", "flash-attn-4")
 # Settings that no kernel depends on, and that change from run to run
-FREE = ("run_dir", "data", "eval_data", "model", "lr", "seed", "steps", "epochs")
+NO_EFFECT = ("run_dir", "data", "eval_data", "model", "lr", "seed", "steps", "epochs")
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def compile_step(task: Task, source: Path | None, choice: StepChoice | None) -> 
         yield
         return
     model = meta_model(config, weights_dtype(config, device), source)
-    if (mark := _mark(model, task, choice)).exists():
+    if (done := _done_file(model, task, choice)).exists():
         yield
         return
     if config.lora is None:
@@ -56,26 +56,34 @@ def compile_step(task: Task, source: Path | None, choice: StepChoice | None) -> 
     set_fp8(model, config)
     if choice is not None:
         choice.apply(model)
-    with compile_kernels(partial(compute_gradients, model, task, device)):
+    with compile_kernels(partial(compute_gradients, model, task, device)) as compilation:
         yield
-    with suppress(OSError):
-        make_directory(mark.parent)
-        write_text(mark, "")
+    if compilation.complete:
+        with suppress(OSError):
+            done.parent.mkdir(parents=True, exist_ok=True)
+            done.touch()
 
 
 def _has_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and runs_triton(torch.empty(0, device=device))
 
 
-def _mark(model: CausalLM, task: Task, choice: StepChoice | None) -> Path:
-    """Returns the file that says that a step's kernels are compiled."""
-    settings = {name: x for name, x in asdict(task.config).items() if name not in FREE}
-    versions = __version__, torch.__version__, triton.__version__
-    places = [os.environ.get(name) for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "HOME")]
-    known = model.config.to_dict(), settings, str(choice), versions, places
+def _done_file(model: CausalLM, task: Task, choice: StepChoice | None) -> Path:
+    """Returns the file, in Triton's cache, that says that a step's kernels are compiled there."""
+    settings = {name: x for name, x in asdict(task.config).items() if name not in NO_EFFECT}
+    chosen = None if choice is None else choice.facts()
+    versions = [_version(name) for name in LIBRARIES]
     gpu = torch.cuda.get_device_name(task.world.device)
-    key = hashlib.sha256(json.dumps([known, gpu], default=str).encode()).hexdigest()
-    return cache_root() / "kernels" / key
+    facts = model.config.to_dict(), settings, chosen, __version__, *versions, gpu
+    key = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
+    return Path(triton.knobs.cache.dir, f"tigon-{key}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None:
@@ -103,7 +111,8 @@ def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None
 
 
 def allocate(model: CausalLM, device: torch.device) -> None:
-    """Allocates all tensors of a model, without values; as fake ones too, unlike `materialize`."""
+    """Allocates parameters and buffers without values; works under FakeTensorMode, which
+    `materialize` does not."""
     made: dict[Tensor, Tensor] = {}  # tied ones once
     for module in model.modules():
         for held in (module._parameters, module._buffers):

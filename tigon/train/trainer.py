@@ -483,8 +483,9 @@ def finish(run: TrainingRun, step: int) -> None:
     directory = Path(config.run_dir)
     exports = config.export and world.any(read_exported_step(config) != step)
     if exports:
-        # What a run saves after its last step has the weights that it exports
-        export(run, directory / export_name(config), source=run.saver.written)
+        saved = run.saver.last_checkpoint
+        of_step = saved if saved is not None and checkpoint.step_of(saved) == step else None
+        export(run, directory / export_name(config), source=of_step)
         if config.lora is not None and config.lora.merge:
             run.model.graphs = None  # captured with the adapter, which is merged now
             run.model.merge_adapter()

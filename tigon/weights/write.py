@@ -143,14 +143,14 @@ def find_shards(
     files: Sequence[Path], tensors: Sequence[TensorEntry]
 ) -> dict[Path, list[TensorEntry]]:
     """Maps each of the files to the entries that it holds; {} unless all files together hold each
-    tensor once, whole and in its dtype, and no other. They may have been removed meanwhile."""
+    tensor once, whole and in its dtype, and no other. They may be gone, or no longer readable."""
     left = {entry.name: entry for entry in tensors}
     shards: dict[Path, list[TensorEntry]] = {}
     for path in files:
         shards[path] = []
         try:
             infos = read_header(path)
-        except FileNotFoundError:
+        except (OSError, ValueError):
             return {}
         for name, info in infos.items():
             entry = left.pop(name, None)
@@ -166,11 +166,13 @@ def link_shards(
     """Makes hard links to the files in the directory, with the names that `write_checkpoint` gives
     files and, of several, an index; returns False, with nothing made, if there are no files or the
     file system cannot link them."""
+    if not shards:
+        return False
     created: list[Path] = []
     names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     names = names if len(names) > 1 else [f"{stem}.safetensors"]
     try:
-        for path, name in zip(shards, names, strict=False):
+        for path, name in zip(shards, names, strict=True):
             os.link(path, directory / name)
             created.append(directory / name)
     except OSError:
@@ -180,7 +182,7 @@ def link_shards(
     if len(shards) > 1:
         named = dict(zip(names, shards.values(), strict=True))
         _write_index(directory / f"{stem}.safetensors.index.json", named, created)
-    return bool(shards)
+    return True
 
 
 def _parse_size(size: int | str) -> int:

@@ -243,7 +243,8 @@ def choose_backend(
 def flash_attn_4() -> Any:
     """Imports and returns the package, or the reason why it cannot be used."""
     hint = "pip install tigon[fa4]"
-    _keep_compiled()
+    if find_spec("flash_attn") is not None:
+        _keep_compiled()
     try:
         import flash_attn.cute as package
     except ModuleNotFoundError as error:

@@ -30,7 +30,7 @@ from tigon.weights import (
     make_entries,
     write_checkpoint,
 )
-from tigon.weights.files import check_free, new_directory
+from tigon.weights.files import check_free, new_directory, require_space
 from tigon.weights.write import all_finite, find_shards, link_shards
 
 
@@ -215,6 +215,8 @@ def write_model(
                     new_directory(directory, replace=replace, needed=needed, stale=stale)
                 )
                 linked = link_shards(shards, root, stem)
+                if shards and not linked:
+                    require_space(root, sum(entry.nbytes for entry in tensors))
         if not ranks.gather(linked)[0]:
             write_checkpoint(root, tensors, max_shard_size=max_shard_size, stem=stem, ranks=ranks)
         with ranks.sync_errors():

@@ -160,7 +160,7 @@ class Saver(BackgroundWriter):
     wait for it and raise its errors.
     """
 
-    written: Path | None = None  # the last checkpoint of this run that is on the disk
+    last_checkpoint: Path | None = None  # of this run, on the disk
 
     def __init__(
         self, run_dir: Path, world: World, *, keep: KeepPolicy = KEEP, background: bool = True
@@ -256,7 +256,7 @@ class Saver(BackgroundWriter):
         try:
             with self._staging:  # which removes what was written before an error
                 pending.result()
-            self.written = self._target
+            self.last_checkpoint = self._target
         except (Exception, CheckpointException) as error:
             raise SaveError(f"{self._target} was not written: {first_cause(error)}") from error
 

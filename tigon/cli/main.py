@@ -40,7 +40,8 @@ def end(status: int) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; what a user can mend is a line and a 1."""
+    """Runs one command and returns its exit code: 1, after one line on stderr, for errors that a
+    user can fix."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # Closed by whoever started this, as some schedulers do
     sys.stdin = sys.stdin or os.fdopen(os.open(os.devnull, os.O_RDONLY))

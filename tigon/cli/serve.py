@@ -59,7 +59,8 @@ def serve(args: Namespace) -> int:
 
 
 def load_adapters(model: CausalLM, adapters: dict[str, str]) -> None:
-    """Loads adapters by name beside the model, unchanged; ValueError for one that does not fit."""
+    """Loads adapters by name; the active one stays active. ValueError for one that does not fit or
+    brings tokens of its own."""
     active, vocab = model.active_adapter, model.config.vocab_size
     for name, place in adapters.items():
         model.load_adapter(place, name)

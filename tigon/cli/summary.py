@@ -139,7 +139,7 @@ def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _parameter_facts(values: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:
-    """Returns the numbers of parameters, of those in the embedding, and whether it is tied."""
+    """Counts parameters and those in the embedding, and says whether the head is tied."""
     parameters = _parameters(values, stored)
     if not stored or parameters is None:
         count = f"{sum(t.count for t in stored.values()):,} stored" if stored else "unknown"

@@ -130,7 +130,10 @@ class Loader:
         return None if self.steps_per_epoch is None else steps / self.steps_per_epoch
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
-        """Collates this rank's part of a step's global batch, padding where rows run out."""
+        """Collates this rank's part of a step's global batch.
+
+        Every rank gets the same number: one that has run out of rows gets a line of padding.
+        """
         with self._lock:
             pieces = self._window_slices(step)
             columns = pieces[0][0].window.corpus
@@ -207,7 +210,8 @@ class Loader:
         self.windows.close()
 
     def batch(self, step: int) -> list[tuple[Window, PackedRows, np.ndarray]]:
-        """Lists the windows of a step's global batch, each with the indices of its rows."""
+        """Lists the windows of a step's global batch, each with its packed rows and the indices of
+        those that the batch takes."""
         with self._lock:
             slices = self._window_slices(step)
         return [(packed.window, packed.rows, rows) for packed, rows in slices]

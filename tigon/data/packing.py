@@ -16,7 +16,8 @@ MIN_SHARED_FRACTION = 1 / 64  # of all tokens: sharing fewer costs as much as it
 
 @dataclass(frozen=True)
 class TruncationStats:
-    """Counts of truncated and dropped groups; over both limits, one is too long for a row."""
+    """Counts of truncated and dropped groups. A group over both limits counts as too long for its
+    row."""
 
     max_length_cuts: int = 0  # groups of which an example is longer than `max_length`
     max_length_drops: int = 0

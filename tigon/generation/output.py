@@ -82,7 +82,7 @@ class Recording:
 
 
 class Recorder:
-    """Runs steps, records each at once, and lets the cache of rows that have ended be."""
+    """Runs steps, records each at once, and leaves the cache of ended rows as it is."""
 
     def __init__(self, steps: CachingSteps, output: Continuations, recording: Recording):
         self._steps, self._output, self._recording = steps, output, recording

@@ -96,7 +96,7 @@ class CachingSteps(Steps, Protocol):
     """Steps whose cache can be used after them."""
 
     def hold(self, ended: Mapping[int, int]) -> None:
-        """Lets the cache of rows that have ended be; `ended`: row -> tokens after the prompt."""
+        """Leaves the cache of ended rows as it is; `ended`: row -> tokens after the prompt."""
         ...
 
     def finish(self, tokens: Sequence[int]) -> Cache | None:

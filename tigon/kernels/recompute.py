@@ -126,8 +126,9 @@ def note_recompute(
     """Notes on `x` that `compute(*saved, *constants)` gives its bits; `x` is contiguous.
 
     Does nothing if `x` is smaller than MIN_BYTES.
-    `saved` is what the backward pass of `x` saves in any case; with `chained`, tensors that can be
-    recomputed themselves need not be, as in `chain_recompute`. Call it only in eager mode.
+    `saved` should be what graphs save in any case; it is kept as long as a reader of `x` needs it.
+    With `chained`, tensors that can be recomputed themselves need not be saved, as in
+    `chain_recompute`. Call it only in eager mode.
     """
     if should_note(x.numel() * x.element_size()):
         if chained:

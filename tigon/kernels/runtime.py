@@ -379,7 +379,7 @@ def is_plain(x: Tensor) -> bool:
 
 def is_plain_parameter(x: Tensor) -> bool:
     """Whether `x` is a parameter and no subclass."""
-    return type(x) is torch.nn.Parameter or (is_plain(x) and isinstance(x, torch.nn.Parameter))
+    return is_plain(x) and isinstance(x, torch.nn.Parameter)
 
 
 def is_watched() -> bool:

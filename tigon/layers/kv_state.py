@@ -144,7 +144,8 @@ class KVState(LayerState):
         window: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Returns attention [B, T, H, D] of q to what `store` returned; several layers may."""
+        """Returns attention [B, T, H, D] of q to the keys and values of `store`; layers that share
+        them all call it."""
         raise NotImplementedError
 
 

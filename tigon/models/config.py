@@ -216,8 +216,8 @@ class ModelConfig:
 
     @property
     def get_text_config(self) -> Any:
-        """Raises AttributeError, since it is TRL that asks for it: a config of transformers has
-        such a method."""
+        """Says to wrap the model, for TRL, which calls this method of transformers' configs; an
+        AttributeError, so that `hasattr`, by which PEFT and Accelerate ask for it, is False."""
         raise AttributeError(
             f"{type(self).__name__} is of a native model, and TRL takes transformers': give it "
             "tigon.integrations.transformers.as_transformers(model)"
@@ -274,7 +274,8 @@ def check_layer_thetas(thetas: list[float] | None, layers: int) -> None:
 
 
 def check_layer_kinds(name: str, kinds: list[str] | None, layers: int, *known: str) -> None:
-    """Raises ConfigError unless `kinds`, the key `name`, is None or a known kind a layer."""
+    """Raises ConfigError unless `kinds`, the key `name`, is None or lists a known kind for each
+    layer."""
     if kinds is not None and (len(kinds) != layers or not set(kinds) <= {*known}):
         names = " or ".join(map(repr, known))
         raise ConfigError(f"{name}={quote(kinds)} is not {names} for each of {layers} layers")

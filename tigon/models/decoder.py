@@ -351,10 +351,8 @@ class Decoder(nn.Module):
         """For each layer, which of the states of a cache is its own."""
         blocks = cast(Iterable[TransformerBlock], self.layers)
         sources = [i if b.kv_source is None else b.kv_source for i, b in enumerate(blocks)]
-        if len({*sources}) == len(sources):
-            return list(range(len(sources)))
-        owners = sorted({*sources})
-        return [owners.index(source) for source in sources]
+        owners = {source: i for i, source in enumerate(sorted({*sources}))}
+        return [owners[source] for source in sources]
 
     def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[LayerState]:
         """Makes an empty state for each layer that does not read another's; see MakeStates."""

@@ -32,7 +32,10 @@ ADVICE = (
 
 
 def skip_empty_thinking(text: str, start: int) -> int:
-    """Returns the end of an empty block of reasoning that begins or is open at `start`, or that."""
+    """Returns the end of an empty block of reasoning that begins or is open at `start`.
+
+    Returns `start` if there is no such block.
+    """
     opened = _ENDS_OPEN.search(text, max(0, start - 64), start)
     block = _EMPTY_BLOCK.match(text, opened.start() if opened else start)
     return max(start, block.end()) if block else start

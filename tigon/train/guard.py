@@ -207,7 +207,8 @@ def stop_error(
 
 
 def rollback(run: TrainingRun, step: int, bad_step: BadStep) -> int:
-    """Loads the last checkpoint and skips rows up to `step`; returns its step, or raises."""
+    """Loads the last checkpoint and skips rows up to `step`; returns the checkpoint's step.
+    FloatingPointError without a checkpoint, or when max_rollbacks are used up."""
     state, config = run.state, run.config
     if state.rollbacks >= config.max_rollbacks:
         raise stop_error(run, step, bad_step, f"max_rollbacks={config.max_rollbacks} are used up")

@@ -93,7 +93,7 @@ def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoin
 def _load_or_init_weights(
     model: CausalLM, config: Config, weights: Checkpoint | None, dtype: torch.dtype
 ) -> None:
-    """Loads the weights, or without any draws those of `init`, equally on any ranks."""
+    """Loads the weights, or without any draws those of `init`, the same on any number of ranks."""
     if weights is not None:
         load_weights(model, weights)
         return
@@ -150,7 +150,8 @@ def weights_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def parallelize(model: CausalLM, config: Config, world: World) -> None:
-    """Shards the model in place as `parallel` and `sharding` say; one rank if `is_sharded`."""
+    """Shards the model in place as `parallel` and `sharding` say; on one rank only if
+    `is_sharded`."""
     compute = compute_dtype(config, world.device)
     if world.size == 1 and not is_sharded(config, 1, compute):
         return

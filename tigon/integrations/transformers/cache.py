@@ -99,7 +99,10 @@ class TigonCache(DynamicCache):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drops `-tokens_to_remove` last tokens of each row; above 0 is how many stay."""
+        """Drops the last `-tokens_to_remove` tokens of each row; a number above 0 is how many stay.
+
+        Raises ValueError if a layer keeps one state for all tokens.
+        """
         length = tokens_to_remove
         if tokens_to_remove <= 0:
             length = max(self.get_seq_length() + tokens_to_remove, 0)

@@ -201,7 +201,8 @@ def _has_row_that_ends_in_padding(ids: Tensor, ends: Mapping[str, Any]) -> bool:
 
 
 def _is_assisted(model: Any, call: dict[str, Any], tensors: Mapping[str, Any]) -> bool:
-    """Puts in the native draft; returns whether the own loop can use it, or there is none."""
+    """Replaces the draft by its native model; returns whether Tigon's loop can use it, True without
+    a draft."""
     draft = call.get("assistant_model")
     if draft is None:
         return True

@@ -266,7 +266,8 @@ class AttentionMask:
         return self._once("even", lambda: self._like(longest))
 
     def pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
-        """Returns the mask with queries and keys padded on the right, which see anything."""
+        """Returns the mask with queries and keys padded on the right; what padded queries see is
+        undefined."""
         return self._once("padded", lambda: self._pad(tokens, keys, batch, device))
 
     def _pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:

@@ -191,7 +191,8 @@ def store_column_cast(turned, scales, v, bits, rows, columns, C, S, first):
 
 @triton.jit
 def tile_of_program(C, TILE_R: tl.constexpr, TILE_C: tl.constexpr):
-    """Returns strip, block, rows and columns of a tile, from the end, which is in the cache yet."""
+    """Returns strip, block, rows and columns of a tile. Tiles go from the end, which is still in
+    the cache."""
     blocks = tl.cdiv(C, TILE_C)
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     strip = tile // blocks

@@ -171,12 +171,12 @@ def launch_norm(x: Tensor, *args: Any, reuse_rstd: bool = False) -> None:
         *(y, total, rstd, N, eps, post_eps, C, offset, before),
         *(launch.block, launch.rows, reuse_rstd),
         num_warps=launch.warps,
-        **unfused(post_weight),
+        **rounding_options(post_weight),
         **pdl_options(x),
     )
 
 
-def unfused(post_weight: Tensor | None) -> dict[str, bool]:
+def rounding_options(post_weight: Tensor | None) -> dict[str, bool]:
     """Returns the option of a kernel that adds a normed branch: a fused multiply-add would not
     round it."""
     return {} if post_weight is None else {"enable_fp_fusion": False}
@@ -265,7 +265,7 @@ def backward_norm(
         *(rstd, dx, dgate, dbranch, partials, *bits, N, C, offset, before),
         *(launch.block, launch.rows, N % launch.rows > 0, launch.stages, launch.late),
         num_warps=launch.warps,
-        **unfused(post_weight if x.dtype == torch.float32 else None),
+        **rounding_options(post_weight if x.dtype == torch.float32 else None),
     )
     if partials is not None and dweight is not None:
         sum_partials(partials, grid, C, dweight, dpost)

@@ -254,7 +254,10 @@ def _adamw_table_kernel(
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr, B: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """Updates BLOCK elements of any parameter, nothing if the scale is NaN."""
+    """Updates BLOCK elements of any parameter; nothing if the scale is NaN.
+
+    W, G, S: dtypes of weights, gradients and states.
+    """
     factor = None
     if scale is not None:
         factor = tl.load(scale)

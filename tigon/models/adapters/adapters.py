@@ -228,7 +228,7 @@ def _embedding_or_head(model: LanguageModel, name: str) -> Embedding | LMHead:
 
 
 def _saved_weights(model: LanguageModel, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields pairs of this rank's rows: the base's end, and the copy that is trained."""
+    """Yields pairs of this rank's rows: the base's embedding or head, and the trained copy."""
     for end in model.adapters[name].modules_to_save:
         owner = _embedding_or_head(model, end)
         assert owner.copies is not None

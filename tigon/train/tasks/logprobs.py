@@ -44,7 +44,7 @@ class AnswerTask(Task):
     its adapters, and for a stream, whose rows are not known before.
     """
 
-    unused = ("loss_reduction", "train_on")
+    without_use = ("loss_reduction", "train_on")
     unit = "answer"
     refers: bool = False
     default_beta: ClassVar[float] = 0.1

@@ -33,9 +33,13 @@ class Reward(Task):
 
     learns = "pairs of answers"
     serves = frozenset(("max_length", "center_rewards_coefficient"))
-    unused = (
-        *("sample_prompts", "train_on", "train_on_empty_thinking", "loss_reduction"),
-        *("streaming", "router_aux_loss_coef"),
+    without_use = (
+        "sample_prompts",
+        "train_on",
+        "train_on_empty_thinking",
+        "loss_reduction",
+        "streaming",
+        "router_aux_loss_coef",
     )
     group = 2
     unit = "pair"

@@ -37,11 +37,9 @@ CLOCKS = {
         "tigon.train.build:build_optimizer": MODEL,
         "tigon.train.trainer:train_steps": STEPS,
         "tigon.train.trainer:save": SAVE,
-        "tigon.train.checkpoint:Saver.wait": SAVE,
         "tigon.train.trainer:evaluate_once": EVALUATION,
         "tigon.train.trainer:export": SAVE,
         "tigon.train.trainer:finish": SAVE,
-        "tigon.report:load_matplotlib": SAVE,
     },
     "TRL": {
         "datasets:load_dataset": DATA,

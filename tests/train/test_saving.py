@@ -164,7 +164,7 @@ def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch, 
     assert state.save(to, 1).exists()
     assert state.save(to, 2).exists()
     assert capsys.readouterr().out.count("async_save: no host memory for a copy") == 1
-    assert to._copies.buffers == {}
+    assert to._stager.buffers == {}
 
 
 def test_exports_while_training(workspace):
@@ -190,9 +190,9 @@ def test_exports_while_training(workspace):
 @pytest.mark.parametrize("save_every", [0, 1])
 def test_after_the_last_step_nothing_is_copied(save_every, workspace, monkeypatch):
     """Neither the checkpoint nor the export takes memory for a copy."""
-    copied, stage = [], saver.HostCopies.fill
+    copied, stage = [], saver.CopyStager.stage
     monkeypatch.setattr(
-        saver.HostCopies, "fill", lambda self, state: copied.append(1) or stage(self, state)
+        saver.CopyStager, "stage", lambda self, state: copied.append(1) or stage(self, state)
     )
     monkeypatch.setattr(background_export, "copy_to_host", None)
     name = f"last-{save_every}"
@@ -264,9 +264,9 @@ def test_the_users_files_in_an_export_stay(workspace, kind):
     with pytest.MonkeyPatch.context() as patch:
         export = trainer.export
 
-        def linked(one, target, **more):
+        def linked(one, target, *more):
             target.symlink_to(workspace.root / f"moved-{kind}")
-            export(one, target, **more)
+            export(one, target, *more)
 
         patch.setattr(trainer, "export", linked)
         with pytest.raises(SystemExit, match=f"{kind} was not written: .* is a link to .*moved"):

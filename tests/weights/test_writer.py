@@ -1,4 +1,3 @@
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from torch import Tensor
 from tigon.weights import TensorEntry, write_checkpoint
 from tigon.weights.entries import RowBlock
 from tigon.weights.header import DTYPES
-from tigon.weights.write import find_shards, link_shards
 
 
 def entries(tensors: dict[str, Tensor]) -> list[TensorEntry]:
@@ -102,36 +100,3 @@ def test_bad_requests(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match=r"model.safetensors"):
         write_checkpoint(tmp_path, entries({"a": torch.zeros(4)}))
     assert (tmp_path / "model.safetensors").read_bytes() == before
-
-
-A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
-HELD: dict[str, tuple[list[dict[str, Tensor]], bool]] = {  # files, and whether A and B are in them
-    "one file": ([{"a": A, "b": B}], True),
-    "two files": ([{"b": B}, {"a": A}], True),
-    "none": ([], False),
-    "lacks one": ([{"a": A}], False),
-    "has another": ([{"a": A, "b": B, "c": B + 1}], False),
-    "has one twice": ([{"a": A, "b": B}, {"b": B}], False),
-    "another dtype": ([{"a": A.half(), "b": B}], False),
-    "a part": ([{"a": A[:1], "b": B}], False),
-}
-
-
-@pytest.mark.parametrize("name", HELD)
-def test_files_are_linked_only_if_they_hold_the_tensors(name: str, tmp_path: Path) -> None:
-    contents, expected = HELD[name]
-    files = [tmp_path / f"weights-{i}.safetensors" for i in range(len(contents))]
-    for path, tensors in zip(files, contents, strict=True):
-        save_file(tensors, path)
-    (target := tmp_path / "out").mkdir()
-    shards = find_shards(files, [TensorEntry.of("a", A), TensorEntry.of("b", B)])
-    assert link_shards(shards, target) == bool(shards) == expected
-    assert find_shards([*files, tmp_path / "gone"], []) == {}
-    found = sorted(path.name for path in target.iterdir())
-    if len(files) == 2 and expected:
-        index = "model.safetensors.index.json"
-        assert found == [*(f"model-0000{i}-of-00002.safetensors" for i in (1, 2)), index]
-        weight_map = json.loads((target / index).read_text())["weight_map"]
-        assert weight_map == {"a": found[1], "b": found[0]}
-    else:
-        assert found == ["model.safetensors"] * expected

@@ -4,12 +4,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tigon.report.charts import load_matplotlib
 from tigon.report.page import format_duration, render_page
 from tigon.report.read import read
 from tigon.utils.paths import new_file
 
-__all__ = ["format_duration", "lacks_page", "load_matplotlib", "write", "write_or_explain"]
+__all__ = ["format_duration", "lacks_page", "write", "write_or_explain"]
 
 
 def write(

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from io import StringIO
 from typing import Any
 
@@ -102,13 +101,6 @@ def describe(
         yield f"skipped: {shorten([step for step, _ in marks.skipped])} ({reasons[:200]})"
     if marks is not None and marks.rollbacks:
         yield f"rollbacks before {shorten(marks.rollbacks)}"
-
-
-def load_matplotlib() -> None:
-    """Imports what `draw` needs, which takes up to a second; does nothing without matplotlib."""
-    with suppress(ImportError):
-        from matplotlib import figure, ticker  # noqa: F401
-        from matplotlib.backends import backend_svg  # noqa: F401
 
 
 def draw(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,25 +50,22 @@ class Exporter(checkpoint.BackgroundWriter):
         dtype: torch.dtype,
         values: Mapping[str, Tensor] | None = None,
         copy: bool = True,
-        source: Path | None = None,
     ) -> None:
         """Writes Hugging Face's format, or PEFT's of an adapter; what was at `target` stays until
         the new one is complete. Returns at once with `background` if host memory has room for a
         copy, unless copy=False.
 
-        `values` replace parameters, by name: this rank's shard of each. `source` is a checkpoint of
-        these weights, whose files are linked if they are what would be written. Raises SaveError if
-        this or the export before it cannot be written.
+        `values` replace parameters, by name: this rank's shard of each. Raises SaveError if this or
+        the export before it cannot be written.
         """
         self.wait()
         options: dict[str, Any] = {"tokenizer": tokenizer, "ranks": WriterGroup()}
         if model.active_adapter is not None:  # in the adapter's dtype
             tensors, describe = prepare_adapter(model, **options)
-            write: Callable[..., None] = write_adapter
+            write = write_adapter
         else:
             tensors, describe = prepare_save(model, dtype=dtype, values=values, **options)
-            held = [] if source is None else checkpoint.find_weight_files(source)
-            write = partial(write_model, held=held)
+            write = write_model
         nbytes = sum(block.rows * entry.row_bytes for entry in tensors for block in entry.blocks)
         background = copy and self.background and checkpoint.fits_in_memory(nbytes, self.world)
         if background:

@@ -213,14 +213,9 @@ def step_export_path(config: Config, step: int) -> Path:
     return Path(config.run_dir, f"{export_name(config)}-step-{step:08d}")
 
 
-def export(
-    run: TrainingRun,
-    target: Path,
-    values: Mapping[str, Tensor] | None = None,
-    source: Path | None = None,
-) -> None:
+def export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
     """Exports as `Exporter.export` does, and waits until it is on the disk."""
-    _start_export(run, target, values, copy=False, source=source)
+    _start_export(run, target, values, copy=False)
     run.exporter.wait()
 
 
@@ -238,18 +233,17 @@ def export_best(run: TrainingRun, step: int) -> None:
 
 
 def _start_export(
-    run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None = None, **options: Any
+    run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None = None, *, copy: bool = True
 ) -> None:
     """Starts to export the run's model, or its `values`, to `target`; raises FloatingPointError for
-    weights that are not finite in the dtype of the export. `options` are those of
-    `Exporter.export`."""
+    weights that are not finite in the dtype of the export. `copy` is that of `Exporter.export`."""
     dtype = export_dtype(run.config, run.model)
     held = dtype if run.model.active_adapter is None else None
     try:
         checkpoint.check_finite(run.model, ema=None if values is None else run.ema, dtype=held)
     except FloatingPointError as error:
         raise FloatingPointError(f"{target} was not written: {error}") from None
-    run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values, **options)
+    run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values, copy=copy)
 
 
 # Adapters in PEFT's format

@@ -74,11 +74,6 @@ def train(run: TrainingRun) -> int:
         world.signals.phase = "in training: resume=auto goes on from the last checkpoint"
         with world.signals.deferred():
             step = run.start if over else train_steps(run, log)
-            if not over and not should_stop(run):
-                # While the last checkpoint is written
-                evaluate_last(run, step, log)
-                if world.main:
-                    report.load_matplotlib()
             run.saver.wait()
         if signal := world.all_reduce_max_int(world.signals.received):
             log.close()
@@ -89,9 +84,7 @@ def train(run: TrainingRun) -> int:
             world.log_rank0(f"stopped by a signal after step {step}: resume=auto {where}")
             return 128 + signal
         world.signals.phase = "in the last evaluation or the export: resume=auto goes on with it"
-        if over:
-            evaluate_last(run, step, log)
-        finish(run, step)
+        finish(run, step, log)
     return 0
 
 
@@ -460,32 +453,25 @@ def export_pending(run: TrainingRun) -> bool:
     return run.world.any(due and run.world.main)  # as the first rank sees it
 
 
-def evaluate_last(run: TrainingRun, step: int, log: RunLog) -> None:
-    """Makes the evaluation after the last step, if it is missing, and closes the log.
+def finish(run: TrainingRun, step: int, log: RunLog) -> None:
+    """Makes the last evaluation, the exports, the report and the push, where they are missing.
 
     Raises FloatingPointError before that if most of the steps were skipped.
     """
-    state = run.state
+    config, world, state = run.config, run.world, run.state
     guard.check_skipped(run, step)
-    if state.is_out_of_patience(run.config.patience):
+    if state.is_out_of_patience(config.patience):
         count = format_count(state.evaluations_since, "evaluation")
-        run.world.log_rank0(
+        world.log_rank0(
             f"ended after step {step}: no eval loss in {count} was "
             f"below {state.best_loss:.4f}, of step {state.best_step}"
         )
     evaluate_once(run, step, log)
     log.close()
-
-
-def finish(run: TrainingRun, step: int) -> None:
-    """Makes the exports, the report and the push, where they are missing."""
-    config, world = run.config, run.world
     directory = Path(config.run_dir)
     exports = config.export and world.any(read_exported_step(config) != step)
     if exports:
-        saved = run.saver.last_checkpoint
-        of_step = saved if saved is not None and checkpoint.step_of(saved) == step else None
-        export(run, directory / export_name(config), source=of_step)
+        export(run, directory / export_name(config))
         if config.lora is not None and config.lora.merge:
             run.model.graphs = None  # captured with the adapter, which is merged now
             run.model.merge_adapter()

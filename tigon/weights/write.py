@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tigon.utils.paths import fsync
 from tigon.weights.entries import RowBlock, TensorEntry, WriterGroup, row_chunks, row_count
-from tigon.weights.header import TAGS, read_header, write_header
+from tigon.weights.header import TAGS, write_header
 from tigon.weights.layout import covers_once
 from tigon.weights.read import parallel_for
 
@@ -137,52 +137,6 @@ def write_checkpoint(
             with suppress(OSError):
                 path.unlink()
         raise
-
-
-def find_shards(
-    files: Sequence[Path], tensors: Sequence[TensorEntry]
-) -> dict[Path, list[TensorEntry]]:
-    """Maps each of the files to the entries that it holds; {} unless all files together hold each
-    tensor once, whole and in its dtype, and no other. They may be gone, or no longer readable."""
-    left = {entry.name: entry for entry in tensors}
-    shards: dict[Path, list[TensorEntry]] = {}
-    for path in files:
-        shards[path] = []
-        try:
-            infos = read_header(path)
-        except (OSError, ValueError):
-            return {}
-        for name, info in infos.items():
-            entry = left.pop(name, None)
-            if entry is None or (info.dtype, info.shape) != (entry.dtype, tuple(entry.shape)):
-                return {}
-            shards[path].append(entry)
-    return {} if left else shards
-
-
-def link_shards(
-    shards: Mapping[Path, list[TensorEntry]], directory: Path, stem: str = "model"
-) -> bool:
-    """Makes hard links to the files in the directory, with the names that `write_checkpoint` gives
-    files and, of several, an index; returns False, with nothing made, if there are no files or the
-    file system cannot link them."""
-    if not shards:
-        return False
-    created: list[Path] = []
-    names = [f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    names = names if len(names) > 1 else [f"{stem}.safetensors"]
-    try:
-        for path, name in zip(shards, names, strict=True):
-            os.link(path, directory / name)
-            created.append(directory / name)
-    except OSError:
-        for path in created:
-            path.unlink()
-        return False
-    if len(shards) > 1:
-        named = dict(zip(names, shards.values(), strict=True))
-        _write_index(directory / f"{stem}.safetensors.index.json", named, created)
-    return True
 
 
 def _parse_size(size: int | str) -> int:

@@ -30,8 +30,8 @@ from tigon.weights import (
     make_entries,
     write_checkpoint,
 )
-from tigon.weights.files import check_free, new_directory, require_space
-from tigon.weights.write import all_finite, find_shards, link_shards
+from tigon.weights.files import check_free, new_directory
+from tigon.weights.write import all_finite
 
 
 class FileOptions(TypedDict, total=False):
@@ -192,13 +192,12 @@ def write_model(
     max_shard_size: int | str = "5GB",
     stem: str = "model",
     replace: bool = False,
-    held: Sequence[Path] = (),
 ) -> None:
     """Writes a directory with the tensors, and the files that `describe` writes on the first rank.
 
-    With `replace`, files with other names are kept, except an earlier export's weights. `held`:
-    files on the disk which, if they hold these tensors and no others, are linked and not written.
+    With `replace`, files with other names are kept, except an earlier export's weights.
     """
+    needed = sum(entry.nbytes for entry in tensors)
     weights = re.compile(rf"{re.escape(stem)}(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
     def stale(name: str) -> bool:
@@ -206,19 +205,13 @@ def write_model(
         return bool(weights.fullmatch(name) or (has_tokenizer and TOKENIZER.fullmatch(name)))
 
     with ExitStack() as opened:
-        root, linked = None, False
+        root = None
         with ranks.sync_errors():
             if ranks.first:
-                shards = find_shards(held, tensors)
-                needed = 0 if shards else sum(entry.nbytes for entry in tensors)
                 root = opened.enter_context(
                     new_directory(directory, replace=replace, needed=needed, stale=stale)
                 )
-                linked = link_shards(shards, root, stem)
-                if shards and not linked:
-                    require_space(root, sum(entry.nbytes for entry in tensors))
-        if not ranks.gather(linked)[0]:
-            write_checkpoint(root, tensors, max_shard_size=max_shard_size, stem=stem, ranks=ranks)
+        write_checkpoint(root, tensors, max_shard_size=max_shard_size, stem=stem, ranks=ranks)
         with ranks.sync_errors():
             if root is not None:
                 describe(root)

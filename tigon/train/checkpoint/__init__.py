@@ -6,7 +6,6 @@ writes and reads; docs/checkpoints.md has the format.
 
 from tigon.train.checkpoint.files import (
     KeepPolicy,
-    find_weight_files,
     latest,
     newest_complete,
     read_metadata,
@@ -30,7 +29,6 @@ __all__ = [
     "SaveError",
     "Saver",
     "check_finite",
-    "find_weight_files",
     "fits_in_memory",
     "latest",
     "load",

@@ -50,12 +50,6 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def find_weight_files(checkpoint: Path) -> list[Path]:
-    """Returns the files with rows of a checkpoint's weights, in the order of their numbers."""
-    files = checkpoint.glob("weights-*.safetensors")
-    return sorted(files, key=lambda path: (len(path.name), path.name))
-
-
 def read_metadata(checkpoint: Path) -> dict[str, Any]:
     """Returns the content of run.json; raises ValueError if that is damaged."""
     path = checkpoint / RUN

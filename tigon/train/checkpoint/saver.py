@@ -6,7 +6,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
@@ -160,8 +161,6 @@ class Saver(BackgroundWriter):
     wait for it and raise its errors.
     """
 
-    last_checkpoint: Path | None = None  # of this run, on the disk
-
     def __init__(
         self, run_dir: Path, world: World, *, keep: KeepPolicy = KEEP, background: bool = True
     ) -> None:
@@ -169,8 +168,7 @@ class Saver(BackgroundWriter):
         self.world, self.keep, self.background = world, keep, background
         # A separate group: the writer's messages would mix with those of training
         self._group = dist.new_group(backend="gloo")
-        self._thread = ThreadPoolExecutor(1)
-        self._copies = HostCopies()
+        self._stager = CopyStager()
         self._target, self._staging = self.directory, ExitStack()
         self._start_time = 0.0
         self.seconds = 0.0  # that the last checkpoint took, from `save` to the disk
@@ -187,8 +185,7 @@ class Saver(BackgroundWriter):
         copy: bool = True,
     ) -> Path:
         """Writes checkpoints/step-N, whose run.json has `metadata`; then prunes older ones. Returns
-        the path, at once with `background` if host memory has room for a copy. With copy=False no
-        room is needed, and weights and states must stay as they are until `wait` has returned.
+        the path, at once with `background` if host memory has room for a copy, unless copy=False.
 
         Raises FloatingPointError if a weight or a state is not finite, and SaveError if this or
         the save before it cannot be written.
@@ -209,27 +206,20 @@ class Saver(BackgroundWriter):
             **metadata,
         }
 
-        # Read now, as an evaluation of the last step may end before or after the checkpoint
-        losses = self._read_losses() if self.keep.best and self.world.main else {}
-
         def commit(directory: Path, sums: Mapping[str, str]) -> None:
             """Adds small files and gives the final name; rank 0 calls this after all writes."""
             with self._staging:
                 write_description(directory, model.config, model.generation_config, tokenizer)
                 (directory / RUN).write_text(json.dumps(content, indent=2) + "\n")
                 write_sums(directory, sums)
-            self._prune(step, losses)
+            self._prune(step)
 
         self._target, self._staging = target, ExitStack()
-        background = self.background
-        if copy and background:
-            background = self._copies.fit(state, self.world)
-            state = self._copies.fill(state) if background else state
+        in_background = copy and self.background and self._stager.fits(state, self.world)
         writer = Writer(self._make_directory, commit)
-        options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
-        self.pending = self._thread.submit(dcp.save, dict(state), **options)
+        self.pending = self._write(state, writer, in_background=in_background)
         self.pending.add_done_callback(self._measure)
-        if not background:
+        if not in_background:
             self.wait()
         return target
 
@@ -242,11 +232,21 @@ class Saver(BackgroundWriter):
             new_directory(self._target, replace=True, needed=needed, stale=stale)
         )
 
-    def __exit__(self, *error: Any) -> None:
+    def _write(self, state: State, writer: Writer, *, in_background: bool) -> Future[None]:
+        """Writes the state, or a copy of it in the background. Returns a future that ends with it
+        and has its error, if any."""
+        options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
+        if in_background:
+            pending = dcp.async_save(dict(state), async_stager=self._stager, **options)
+            assert isinstance(pending, Future)
+            return pending
+        done: Future[None] = Future()
         try:
-            super().__exit__(*error)
-        finally:
-            self._thread.shutdown()
+            dcp.save(dict(state), **options)
+            done.set_result(None)
+        except (Exception, CheckpointException) as error:
+            done.set_exception(error)
+        return done
 
     def wait(self) -> None:
         """Waits for the checkpoint that is being written; raises SaveError if it failed."""
@@ -256,7 +256,6 @@ class Saver(BackgroundWriter):
         try:
             with self._staging:  # which removes what was written before an error
                 pending.result()
-            self.last_checkpoint = self._target
         except (Exception, CheckpointException) as error:
             raise SaveError(f"{self._target} was not written: {first_cause(error)}") from error
 
@@ -273,44 +272,52 @@ class Saver(BackgroundWriter):
         if done.exception() is None:
             self.seconds = time.monotonic() - self._start_time
 
-    def _read_losses(self) -> dict[int, float]:
-        """Returns the eval losses in metrics.jsonl by step."""
-        rows = read_metrics(self.metrics)
-        return {r["step"]: r["eval_loss"] for r in rows if r.get("eval_loss") is not None}
-
-    def _prune(self, newest: int, losses: dict[int, float]) -> None:
+    def _prune(self, newest: int) -> None:
         """Removes the checkpoints that `keep` does not choose, now that a newer one is complete;
         only logs an OSError."""
         try:
+            losses = {
+                row["step"]: row["eval_loss"]
+                for row in read_metrics(self.metrics)
+                if row.get("eval_loss") is not None
+            }
             prune(self.directory, newest, self.keep, losses)
         except OSError as error:
             self.world.log_rank0(f"an older checkpoint could not be removed: {error}")
 
 
-class HostCopies:
+class CopyStager(AsyncStager):
     """Copies states into buffers in host memory, pinned for a GPU, which the next save reuses."""
+
+    _synchronize_after_execute = False  # `stage` returns when all is copied
 
     def __init__(self) -> None:
         self.buffers: dict[str, list[Tensor]] = {}
-        self._fit: bool | None = None
+        self._fits: bool | None = None
 
-    def fit(self, state: State, world: World) -> bool:
+    def fits(self, state: State, world: World) -> bool:
         """Returns whether every host has memory for the copies; only the first call measures."""
-        if self._fit is None:
+        if self._fits is None:
             needed = sum(c.rows.nbytes for rows in state.values() for c in rows.chunks)
-            self._fit = fits_in_memory(needed, world)
-            if not self._fit:
+            self._fits = fits_in_memory(needed, world)
+            if not self._fits:
                 world.log_rank0(
                     f"async_save: no host memory for a copy of {needed / 2**30:.1f} GiB a rank; "
                     "training waits while checkpoints are written"
                 )
-        return self._fit
+        return self._fits
 
-    def fill(self, state: State) -> State:
-        """Returns the state copied into host memory, which is kept for the next save."""
-        copies: State = {}
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the tensors copied into host memory, which is kept for the next save."""
+        staged: dict[str, Any] = {}
         on_gpu = False
-        for name, rows in state.items():
+        for name, rows in state_dict.items():
             if name not in self.buffers:
                 self.buffers[name] = [
                     torch.empty(
@@ -323,7 +330,7 @@ class HostCopies:
                 buffer.copy_(chunk.rows, non_blocking=chunk.rows.is_cuda)
                 on_gpu |= chunk.rows.is_cuda
                 chunks.append(Chunk(chunk.offsets, buffer))
-            copies[name] = LocalRows(rows.shape, rows.dtype, chunks)
+            staged[name] = LocalRows(rows.shape, rows.dtype, chunks)
         if on_gpu:
             torch.cuda.synchronize()
-        return copies
+        return staged

@@ -32,7 +32,7 @@ from tigon.integrations.transformers.hooks import keep_hooks
 from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
 from tigon.integrations.transformers.outputs import as_in_this_pass, refuse_logits, to_transformers
 from tigon.integrations.transformers.projections import split_projections
-from tigon.integrations.transformers.stream import Remade, remake, show_stream
+from tigon.integrations.transformers.stream import MixedIn, mix_in, show_stream
 from tigon.layers import Embedding
 from tigon.layers.lm_head import run_head
 from tigon.models import MODELS
@@ -45,7 +45,7 @@ from tigon.models.targets import Targets
 OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
 
 
-class TigonModel(Remade, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
+class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
     """A decoder that takes ids, too, and then returns transformers' `MoeModelOutputWithPast`.
 
     Its native callers give all inputs of the blocks by position.
@@ -89,7 +89,7 @@ class TigonModel(Remade, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
 def call_with_ids(native: CausalLM, config: PreTrainedConfig, name: str) -> None:
     """Lets the native model's decoder take ids, by another class in place, of this name."""
     decoder = native.model
-    remake(decoder, TigonModel, name)
+    mix_in(decoder, TigonModel, name)
     decoder.__dict__.update(native=native, config=config)  # no submodule
 
 

@@ -295,3 +295,8 @@ def test_modules(model: CausalLM) -> None:
     kinds = [type(layer.mixer) for layer in model.model.layers]
     assert [kind is GatedDeltaNet for kind in kinds] == [True, False, True]
     assert not model.model.shares_prefixes
+    assert len({*model.model.state_kinds}) == 2
+    for i in (0, 2):
+        model.model.layers[i] = model.model.layers[1]
+    assert model.model.shares_prefixes
+    assert len({*model.model.state_kinds}) == 1

@@ -1,9 +1,10 @@
 """CausalLM: what families derive from; the forward contract, generation, loading and saving."""
 
 import os
-from typing import Any, Self, Unpack
+from typing import Any, NoReturn, Self, Unpack
 
 import torch
+from torch import Tensor, nn
 
 from tigon.generation import generate
 from tigon.kernels.attention.backends import Backend
@@ -15,10 +16,17 @@ from tigon.models.pretrained import gguf_export, load, save
 from tigon.models.pretrained.names import layout
 from tigon.weights import Layout
 
+# What Trainer, PEFT and pipelines read first of a model, and what a native one raises: Trainer asks
+# hasattr, and would go on after an AttributeError
+REFUSED: dict[str, type[Exception]] = {
+    "accepts_loss_kwargs": TypeError,
+    "prepare_inputs_for_generation": AttributeError,
+    "can_generate": AttributeError,
+}
 
-def _name_wrapper(model: LanguageModel) -> Any:
-    """Raises TypeError for what transformers' Trainer and pipelines, TRL and PEFT read first."""
-    raise TypeError(
+
+def _refuse_native(model: LanguageModel, name: str) -> NoReturn:
+    raise REFUSED[name](
         f"{type(model).__name__} is a native model, and others take transformers': give them "
         "tigon.integrations.transformers.as_transformers(model)"
     )
@@ -46,10 +54,12 @@ class CausalLM(LanguageModel):
     adapters_disabled = adapters.adapters_disabled
     merge_adapter = adapters.merge_adapter
     delete_adapter = adapters.delete_adapter
-    # Of Trainer, PEFT and pipelines
-    accepts_loss_kwargs = property(_name_wrapper)
-    prepare_inputs_for_generation = property(_name_wrapper)
-    can_generate = property(_name_wrapper)
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        """As nn.Module's; for names in REFUSED the error says what others take."""
+        if name in REFUSED:
+            _refuse_native(self, name)
+        return super().__getattr__(name)
 
     @property
     def adapter_names(self) -> list[str]:

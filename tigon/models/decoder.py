@@ -325,12 +325,11 @@ class Decoder(nn.Module):
         return self.norm(x, residual)[0]
 
     def set_state_kinds(self) -> None:
-        """Sets `state_kinds` and `shares_prefixes`."""
+        """Sets `state_kinds` and `shares_prefixes`, by the layers as they are."""
         states = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
-        self._state_kinds = len(self.layers), tuple(state.layout for state in states)
-        # Whether sequences may share a prefix, which only attention can read from another sequence
         chunked = any(getattr(block.mixer, "chunked", False) for block in self.layers)
-        self.shares_prefixes = all(isinstance(state, KVState) for state in states) and not chunked
+        shares = all(isinstance(state, KVState) for state in states) and not chunked
+        self._states = self._layer_ids(), tuple(state.layout for state in states), shares
 
     @property
     def turning_rope(self) -> RotaryEmbedding | None:
@@ -341,10 +340,22 @@ class Decoder(nn.Module):
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
-        """The kinds of the states in a cache; layers may have been removed."""
-        if self._state_kinds[0] != len(self.layers):
+        """The kinds of the states in a cache."""
+        return self._read_states()[1]
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether sequences may share a prefix, which only attention can read from another one."""
+        return self._read_states()[2]
+
+    def _read_states(self) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
+        """Returns what `set_state_kinds` set, anew if layers were removed or replaced since."""
+        if self._states[0] != self._layer_ids():
             self.set_state_kinds()
-        return self._state_kinds[1]
+        return self._states
+
+    def _layer_ids(self) -> tuple[int, ...]:
+        return tuple(map(id, self.layers))
 
     @property
     def state_indices(self) -> list[int]:

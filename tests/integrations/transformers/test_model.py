@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import inspect
 import pickle
 import tomllib
 from collections.abc import Callable
@@ -152,6 +153,41 @@ def test_logits_are_there_when_they_are_read() -> None:
         (out.loss + entropy).backward()
         gradients.append([out.logits.detach(), *(p.grad for p in model.parameters())])
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_other_items_are_read_without_logits() -> None:
+    """By number and slice, as those of the tuple."""
+    model = from_pretrained(checkpoint("llama")).train()
+    out = model(**inputs(), output_hidden_states=True, metrics=("nll",))
+    assert list(out.keys()) == ["loss", "logits", "hidden_states", "nll"]
+    read = [*(out[i] for i in (0, 2, 3, -4, -2, -1)), *out[:1], *out[2:]]
+    with pytest.raises(IndexError, match="tuple index out of range"):
+        _ = out[len(out)]
+    assert callable(vars(out)["logits"])
+    whole = out.to_tuple()
+    expected = [*[whole[i] for i in (0, 2, 3)] * 2, *whole[:1], *whole[2:]]
+    assert all(a is b for a, b in zip(read, expected, strict=True))
+    assert out[1] is out[-3] is out[0:2][1] is out[::-1][2] is out.logits
+
+
+def change_in_place(model: Any) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def replace_head(model: Any) -> None:
+    model.set_output_embeddings(nn.Linear(96, 211))
+
+
+@pytest.mark.parametrize("change", [change_in_place, replace_head])
+def test_logits_are_not_those_of_changed_weights(change: Callable[[Any], None]) -> None:
+    model = from_pretrained(checkpoint("llama")).train()
+    out, read = model(**inputs()), model(**inputs())
+    logits = read.logits
+    out.loss.backward()
+    change(model)
+    with pytest.raises(ValueError, match=r"lm_head has been changed since: .* return_logits=True"):
+        _ = out.logits
+    assert read.logits is logits
 
 
 def test_logits_that_nobody_reads_are_never_made() -> None:
@@ -425,6 +461,22 @@ def test_keywords_of_configs() -> None:
         from_pretrained(path, config=config)
 
 
+@pytest.mark.parametrize("auto", [False, True])
+def test_attention_of_transformers_is_said_to_have_no_effect(auto: bool, recwarn: Any) -> None:
+    make = AutoModelForCausalLM.from_pretrained if auto else from_pretrained
+    if auto:
+        register()
+    try:
+        for kind in ("flash_attention_2", "sdpa", "eager", None):
+            make(checkpoint("llama"), attn_implementation=kind)
+    finally:
+        unregister()
+    said = [str(w.message) for w in recwarn if "attn_implementation" in str(w.message)]
+    assert said == [
+        "attn_implementation='flash_attention_2' has no effect: attention= chooses Tigon's kernels"
+    ]
+
+
 def test_compiled_models_refuse_logits_that_were_not_asked_for() -> None:
     model, given = from_pretrained(checkpoint("llama")).train(), inputs()
     compiled = torch.compile(model, backend="eager")
@@ -453,6 +505,17 @@ def test_neighbours_are_not_given_native_models(use: str) -> None:
     with pytest.raises((TypeError, AttributeError), match=r"as_transformers\(model\)"):
         USES[use](model)
     assert not hasattr(model.config, "get_text_config")
+
+
+def test_native_models_can_be_inspected() -> None:
+    """As debuggers, completion and documentation tools do."""
+    model = tiny_llama()
+    names = dict(inspect.getmembers(model)).keys()
+    assert {"generate", "lm_head"} < names and "can_generate" not in names
+    assert not hasattr(model, "can_generate")
+    assert not hasattr(model, "prepare_inputs_for_generation")
+    with pytest.raises(AttributeError, match="'Llama' object has no attribute 'nothing'"):
+        _ = model.nothing
 
 
 def test_other_models() -> None:

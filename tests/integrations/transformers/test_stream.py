@@ -75,6 +75,40 @@ def test_hooks_change_the_stream(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_hooks_before_a_block_change_the_stream(family: str) -> None:
+    outputs = []
+    for model in pair(family, FAMILIES[family]):
+        model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] + 0.5,))
+        outputs.append(model(IDS, use_cache=False).logits)
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "olmo2", "qwen3_moe"])
+def test_hooks_see_gradients_of_the_stream(family: str) -> None:
+    """Those set for backward alone, also where it computes the block again."""
+    both = []
+    for model in pair(family, FAMILIES[family]):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        seen: list[Tensor] = []
+
+        def before(module: Any, gradients: Any, seen: list[Tensor] = seen) -> None:
+            seen += gradients
+
+        def after(module: Any, gradients: Any, outer: Any, seen: list[Tensor] = seen) -> None:
+            seen += [*gradients[:1], *outer]
+
+        for module in (model.model.layers[1], model.model.norm, model.lm_head):
+            module.register_full_backward_pre_hook(before)
+        for module in (model.model.layers[0], model.model.layers[1], model.model.norm):
+            module.register_full_backward_hook(after)
+        model(IDS, labels=IDS).loss.backward()
+        both.append(seen)
+    assert len(both[0]) == 9
+    torch.testing.assert_close(both[1], both[0], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_modules_are_called_alone(family: str) -> None:
     """As for the logits of each layer's stream."""
     hidden = torch.randn(2, 3, 96)

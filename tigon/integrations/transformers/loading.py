@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tigon.integrations.transformers import model as classes
 from tigon.integrations.transformers.model import CLASS_NAMES, TigonPreTrainedModel
-from tigon.integrations.transformers.native import load_native
+from tigon.integrations.transformers.native import load_native, warn_of_attention
 from tigon.models.causal_lm import CausalLM
 
 # Of transformers' configs, what changes no layer
@@ -68,10 +68,11 @@ def from_pretrained(
     With `num_labels` it is a sequence classifier, whose head is random unless the checkpoint has
     one. Other keywords are those of `tigon.from_pretrained`, but for quantize, and of the config's
     fields those that change no layer, such as use_cache; so may `config`, transformers' one.
-    `attn_implementation` names kernels of transformers, and has no effect: `attention` names
-    Tigon's. Raises TypeError for an unknown keyword, and ValueError for quantization, for several
-    devices and for a config of another model.
+    `attn_implementation` names kernels of transformers, and has no effect but a warning:
+    `attention` names Tigon's. Raises TypeError for an unknown keyword, and ValueError for
+    quantization, for several devices and for a config of another model.
     """
+    warn_of_attention(attn_implementation, config)
     options |= {"dtype": dtype, "device_map": device_map, "num_labels": num_labels}
     changes = {name: options.pop(name) for name in FIELDS & {*options}}
     native = load_native(path_or_repo, **options)

@@ -29,10 +29,20 @@ from tigon.integrations.transformers.cache import open_cache
 from tigon.integrations.transformers.calls import capture, check_options, make_batch, refuse_liger
 from tigon.integrations.transformers.generation import TigonGeneration
 from tigon.integrations.transformers.hooks import keep_hooks
-from tigon.integrations.transformers.native import assemble_parameters, check_config, load_native
-from tigon.integrations.transformers.outputs import as_in_this_pass, refuse_logits, to_transformers
+from tigon.integrations.transformers.native import (
+    assemble_parameters,
+    check_config,
+    load_native,
+    warn_of_attention,
+)
+from tigon.integrations.transformers.outputs import (
+    as_in_this_pass,
+    read_versions,
+    refuse_logits,
+    to_transformers,
+)
 from tigon.integrations.transformers.projections import split_projections
-from tigon.integrations.transformers.stream import Remade, remake, show_stream
+from tigon.integrations.transformers.stream import MixedIn, mix_in, show_stream
 from tigon.layers import Embedding
 from tigon.layers.lm_head import run_head
 from tigon.models import MODELS
@@ -45,7 +55,7 @@ from tigon.models.targets import Targets
 OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
 
 
-class TigonModel(Remade, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
+class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
     """A decoder that takes ids, too, and then returns transformers' `MoeModelOutputWithPast`.
 
     Its native callers give all inputs of the blocks by position.
@@ -89,7 +99,7 @@ class TigonModel(Remade, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
 def call_with_ids(native: CausalLM, config: PreTrainedConfig, name: str) -> None:
     """Lets the native model's decoder take ids, by another class in place, of this name."""
     decoder = native.model
-    remake(decoder, TigonModel, name)
+    mix_in(decoder, TigonModel, name)
     decoder.__dict__.update(native=native, config=config)  # no submodule
 
 
@@ -190,8 +200,9 @@ class TigonPreTrainedModel(PreTrainedModel):
 
         Auto classes also give a `config`, which may differ from the file's in what does not change
         the native model, such as output_router_logits and pad_token_id; else raises ValueError.
-        `attn_implementation` names kernels of transformers, and has no effect.
+        `attn_implementation` names kernels of transformers, and has no effect but a warning.
         """
+        warn_of_attention(attn_implementation, config)
         if config is not None and issubclass(cls, TigonForSequenceClassification):
             options["num_labels"] = config.num_labels
         native = load_native(path_or_repo, **options)
@@ -401,7 +412,14 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             out.logits = refuse_logits
             return
 
+        versions = read_versions(native.lm_head)
+
         def compute() -> Tensor:
+            if read_versions(native.lm_head) != versions:
+                raise ValueError(
+                    "logits were not computed with the loss, and lm_head has been changed since: "
+                    "read them before optimizer.step(), or give the call return_logits=True"
+                )
             rest: dict[str, Any] = {"active": None, "at": None, "logits_bytes": None}
             kept = targets.take(hidden)
             output = run_head(

@@ -1,6 +1,7 @@
 """Loads native models with the keywords of transformers' `from_pretrained`."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -64,6 +65,17 @@ def load_native(
     return models.from_pretrained(
         path_or_repo, dtype=dtype, device=device, labels=num_labels or 0, **options
     )
+
+
+def warn_of_attention(name: str | None, config: PreTrainedConfig | None) -> None:
+    """Warns of an attn_implementation, by keyword or in a config, where Auto classes put it; not of
+    transformers' two defaults, which stand for no wish."""
+    name = name or getattr(config, "_attn_implementation", None)
+    if name not in (None, "sdpa", "eager"):
+        warnings.warn(
+            f"attn_implementation={name!r} has no effect: attention= chooses Tigon's kernels",
+            stacklevel=3,
+        )
 
 
 def find_device(device_map: Any) -> torch.device:

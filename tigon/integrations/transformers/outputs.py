@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from tigon.models.outputs import CausalLMOutput
@@ -54,6 +54,10 @@ class LogitsOnDemand:
         vars(self)["logits"] = value
 
     def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int):  # to_tuple would compute logits that are not asked for
+            key = tuple(self.keys())[key]  # type: ignore[attr-defined]
+        elif isinstance(key, slice):
+            return tuple(self[name] for name in tuple(self.keys())[key])  # type: ignore[attr-defined]
         if key == "logits" and key in self:  # type: ignore[operator]
             return self.logits
         return super().__getitem__(key)  # type: ignore[misc]
@@ -89,6 +93,11 @@ def as_in_this_pass(compute: Callable[[], Tensor], device: torch.device) -> Call
         return result.float() if enabled else result
 
     return run
+
+
+def read_versions(module: nn.Module) -> dict[Tensor, int | None]:
+    """Maps the module's parameters to their versions, which count changes in place."""
+    return {p: None if p.is_inference() else p._version for p in module.parameters()}
 
 
 def refuse_logits() -> Tensor:

@@ -1,7 +1,8 @@
 """Blocks and norms as transformers has them: of the whole residual stream.
 
 Natively a block returns a branch beside the stream that it is not yet added to, which the next norm
-adds in one pass. Whoever calls a norm or sets a hook on a norm or a block gets the sum.
+adds in one pass. Whoever calls a norm, or sets a hook on a norm or a block, forward or backward,
+gets the sum; torch's global hooks of all modules see the native calls.
 """
 
 from functools import cache
@@ -13,11 +14,11 @@ from tigon.layers import AddRMSNorm
 from tigon.models.base import LanguageModel
 from tigon.models.decoder import TransformerBlock
 
-OWN = "torch.", "tigon."  # modules whose hooks take what blocks return natively
+INTERNAL_MODULES = "torch.", "tigon."  # modules whose hooks take what blocks return natively
 
 
-class Remade:
-    """A mixin of native modules whose class is made as needed; see `remake`."""
+class MixedIn:
+    """A mixin of native modules whose class is made as needed; see `mix_in`."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles and copies the module by the two classes that its own is made of."""
@@ -25,7 +26,7 @@ class Remade:
         return _new_module, (mixin, kind, type(self).__name__), self.__dict__
 
 
-def remake(module: Any, mixin: Any, name: str) -> None:
+def mix_in(module: Any, mixin: Any, name: str) -> None:
     """Makes the module, in place, one of a class of this name with the mixin before its own."""
     if not isinstance(module, mixin):
         kind: Any = type(module)
@@ -43,31 +44,34 @@ def _new_module(mixin: Any, kind: Any, name: str) -> Any:
     return cls.__new__(cls)
 
 
-class WholeBlock(Remade):
+class WholeBlock(MixedIn):
     """A block whose hooks get the stream before it, and the stream with all its branches."""
 
     def __call__(self, x: Tensor, residual: Tensor | None, *inputs: Any) -> Any:
         if not is_hooked(self):
             return super().__call__(x, residual, *inputs)  # type: ignore[misc]
-        others: list[Any] = []
-        vars(self)["others"] = others
+        extra: list[Any] = []
+        vars(self)["_extra_outputs"] = extra
         try:
-            stream = super().__call__(_add(x, residual), None, *inputs)  # type: ignore[misc]
+            stream = super().__call__(_add(x, residual), inputs=inputs)  # type: ignore[misc]
         finally:
-            del vars(self)["others"]
-        return stream, None, *others
+            del vars(self)["_extra_outputs"]
+        return stream, None, *extra
 
-    def forward(self, x: Tensor, residual: Tensor | None, *inputs: Any) -> Any:
-        """Returns what the native block does, or in a call with hooks the stream alone."""
-        out = super().forward(x, residual, *inputs)  # type: ignore[misc]
-        others: list[Any] | None = vars(self).get("others")
-        if others is None:
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *args: Any, inputs: tuple[Any, ...] = ()
+    ) -> Any:
+        """Returns what the native block does, or in a call with hooks, which gives the stream alone
+        by position, the stream alone."""
+        out = super().forward(x, residual, *args, *inputs)  # type: ignore[misc]
+        extra: list[Any] | None = vars(self).get("_extra_outputs")
+        if extra is None:
             return out
-        others += out[2:]
+        extra += out[2:]
         return _add(*out[:2])
 
 
-class WholeNorm(Remade):
+class WholeNorm(MixedIn):
     """A norm of the sum of branch and stream: called with one tensor, it norms that one alone, and
     its hooks get the sum and its norm."""
 
@@ -89,9 +93,10 @@ def show_stream(native: LanguageModel, reference: nn.Module) -> None:
     """Makes the model's blocks and norms those of the whole stream, by the names of the classes of
     `reference`, transformers' model."""
     for path, module in native.named_modules():
-        mixins = ((TransformerBlock, WholeBlock), (AddRMSNorm, WholeNorm))
-        for mixin in (mixin for kind, mixin in mixins if isinstance(module, kind)):
-            remake(module, mixin, type(reference.get_submodule(path)).__name__)
+        if isinstance(module, TransformerBlock):
+            mix_in(module, WholeBlock, type(reference.get_submodule(path)).__name__)
+        elif isinstance(module, AddRMSNorm):
+            mix_in(module, WholeNorm, type(reference.get_submodule(path)).__name__)
 
 
 def _add(branch: Tensor, residual: Tensor | None) -> Tensor:
@@ -100,5 +105,7 @@ def _add(branch: Tensor, residual: Tensor | None) -> Tensor:
 
 def is_hooked(module: Any) -> bool:
     """Whether a hook is set that is neither torch's, such as FSDP's, nor Tigon's."""
-    hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
-    return any(not (getattr(h, "__module__", None) or "").startswith(OWN) for h in hooks)
+    forward = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+    backward = *module._backward_pre_hooks.values(), *module._backward_hooks.values()
+    modules = ((getattr(hook, "__module__", None) or "") for hook in (*forward, *backward))
+    return any(not name.startswith(INTERNAL_MODULES) for name in modules)

@@ -32,7 +32,7 @@ CLOCKS = {
         "tigon.train.build:load_tokenizer": DATA,
         "tigon.train.build:build_loader": DATA,
         "tigon.train.overlap:TokenizerProcess.wait": DATA,
-        "tigon.train.overlap:compile_step": STEPS,
+        "tigon.train.compile_step:compute_gradients": STEPS,
         "tigon.train.build:build_model": MODEL,
         "tigon.train.build:build_optimizer": MODEL,
         "tigon.train.trainer:train_steps": STEPS,

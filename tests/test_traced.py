@@ -7,8 +7,9 @@ import torch
 
 from tests.kernels.cases import CASES, FP8, KINDS, MORE_KINDS
 from tests.models import tiny
-from tests.support.fake_gpu import GPU, fake_gpu, move
+from tests.support.fake_gpu import GPU, fake_gpu
 from tigon.models import MODELS, CausalLM
+from tigon.train.compile_step import allocate
 
 __all__ = ["fake_gpu"]
 pytestmark = [
@@ -37,7 +38,7 @@ def make_model(family: str) -> CausalLM:
     config = tiny.their_config(family, **tiny.SIZES | sizes | {"head_dim": 16} | layers)
     text = MODELS[family].config_class.from_dict(config.get_text_config().to_dict())
     model = MODELS[family].from_config(text, dtype=torch.bfloat16, device="meta")
-    move(model)
+    allocate(model, torch.device(GPU))
     return model
 
 

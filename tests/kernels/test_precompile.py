@@ -48,6 +48,10 @@ def test_nothing_that_torch_compiles_runs(monkeypatch: pytest.MonkeyPatch) -> No
     assert attend("flex", monkeypatch) == []
 
 
+def no_home() -> Any:
+    raise RuntimeError("Could not determine home directory.")
+
+
 @pytest.mark.parametrize("theirs", [None, "0"])
 def test_flash_attn_4_keeps_what_it_compiles(
     theirs: str | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -59,6 +63,10 @@ def test_flash_attn_4_keeps_what_it_compiles(
         monkeypatch.delenv(name)
     if theirs is not None:
         monkeypatch.setenv(names[0], theirs)
+    with monkeypatch.context() as nowhere:
+        nowhere.setenv("XDG_CACHE_HOME", "")
+        nowhere.setattr(backends.Path, "home", staticmethod(no_home))
+        backends._keep_compiled()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     (tmp_path / "file").touch()
     backends._keep_compiled()

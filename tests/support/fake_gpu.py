@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo import trace_rules
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.flex_attention import AuxOutput
@@ -75,16 +75,3 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with index_without_gpu(), FakeTensorMode():
         yield
     torch._dynamo.reset()
-
-
-def move(model: nn.Module) -> None:
-    """Allocates a model's tensors on the GPU, tied ones once."""
-    moved: dict[Tensor | None, Tensor | None] = {None: None}
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, x in held.items():
-                if x is not None and x not in moved:
-                    made = torch.empty(x.shape, dtype=x.dtype, device=GPU)
-                    learns = isinstance(x, nn.Parameter)
-                    moved[x] = nn.Parameter(made, x.requires_grad) if learns else made
-                held[name] = moved[x]

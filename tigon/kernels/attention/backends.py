@@ -258,8 +258,8 @@ def flash_attn_4() -> Any:
 
 def _keep_compiled() -> None:
     """Lets flash-attn-4 keep on disk what it compiles, unless the environment says otherwise."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flash_attn_cute")
     with suppress(OSError, RuntimeError):  # a home that cannot be written, or is not known
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "flash_attn_cute")
         folder.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")

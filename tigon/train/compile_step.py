@@ -116,7 +116,7 @@ def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None
 def keep_distinct_blocks(model: CausalLM) -> None:
     """Removes the blocks that launch what others do: of each kind two are left, since the first of
     all has no residual, and the ones whose keys and values blocks that are left read."""
-    blocks = list(model.model.layers)
+    blocks: list[Any] = list(model.model.layers)
     left: dict[Any, list[int]] = {}
     for i, block in enumerate(blocks):
         left.setdefault(_kind(block), []).append(i)
@@ -128,7 +128,7 @@ def keep_distinct_blocks(model: CausalLM) -> None:
             blocks[i].kv_source = kept.index(source)
     recomputed = recomputed_blocks(model.activation_checkpointing, len(blocks))
     model.activation_checkpointing = [n for n, i in enumerate(kept) if i in recomputed]
-    model.model.layers = nn.ModuleList(blocks[i] for i in kept)
+    model.model.layers = nn.ModuleList([blocks[i] for i in kept])
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:

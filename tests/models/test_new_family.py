@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.generation.common import padded
 from tests.support.contract import TINY, assert_same_gradients, gradients, tiny, tiny_llama
 from tigon.eval import log_likelihoods
-from tigon.layers import BlockInputs, KVCache, LayerState, Linear
+from tigon.layers import BlockInputs, KVCache, LayerState, Linear, StateSpec
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import PreNormBlock
@@ -55,20 +55,11 @@ class GatedRecurrence(nn.Module):
         self.out_proj = Linear(dim, dim, bias=False)
         self.decay = nn.Parameter(torch.empty(dim))
 
-    def make_state(
-        self,
-        rows: int,
-        capacity: int | None,
-        *,
-        dtype: Any,
-        device: Any,
-        quantize: Any = None,
-        **_: Any,
-    ) -> Hidden:
-        if quantize is not None:
-            raise ValueError(f"quantize={quantize!r}: a recurrence keeps no keys and values")
-        h = torch.zeros(rows, len(self.decay), dtype=dtype, device=device)
-        return Hidden(h, capacity is None)
+    def make_state(self, spec: StateSpec) -> Hidden:
+        if spec.quantize is not None:
+            raise ValueError(f"quantize={spec.quantize!r}: a recurrence keeps no keys and values")
+        h = torch.zeros(spec.rows, len(self.decay), dtype=spec.dtype, device=spec.device)
+        return Hidden(h, spec.capacity is None)
 
     def forward(self, x: Tensor, rotation: Any, state: Hidden | None, ctx: BlockInputs) -> Tensor:
         a, u, gate = self.in_proj(x).chunk(3, -1)

@@ -7,7 +7,7 @@ from tigon.layers.embedding import Embedding, LowRankEmbedding
 from tigon.layers.float32 import Float32Module
 from tigon.layers.gated_delta_net import GatedDeltaNet
 from tigon.layers.kv_cache import Cache, KVCache, StaticCache
-from tigon.layers.kv_state import LayerState
+from tigon.layers.kv_state import LayerState, StateSpec
 from tigon.layers.latent_attention import LatentAttention, LatentSizes
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear, RowOrder
 from tigon.layers.lm_head import LMHead
@@ -76,6 +76,7 @@ __all__ = [
     "SigmoidRouter",
     "SoftmaxAttention",
     "SparseMoE",
+    "StateSpec",
     "StaticCache",
     "TopKRouter",
     "UnitRMSNorm",

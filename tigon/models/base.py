@@ -15,6 +15,7 @@ from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.backends import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import LMHead, RotaryEmbedding, StaticCache
+from tigon.layers.kv_state import StateSpec
 from tigon.layers.lm_head import run_head
 from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expand_kwargs_signature
 from tigon.models.config import ModelConfig
@@ -141,11 +142,10 @@ class LanguageModel(CheckedCasts):
         """
         device = self.device
         dtype = autocast_dtype(device) or self.compute_dtype or self.dtype
-        options: dict[str, Any] = {"dtype": dtype, "chunk": chunk, "quantize": quantize}
-        options["rollback"] = rollback
-        cache = partial(StaticCache, self.model.make_states, rows, capacity, **options)
+        spec = StateSpec(rows, capacity, dtype, device, chunk, quantize)
+        cache = partial(StaticCache, self.model.make_states, rollback=rollback)
         try:
-            needed = cache(device=torch.device("meta")).nbytes
+            needed = cache(spec._replace(device="meta")).nbytes
         except RuntimeError:  # sizes that no tensor can have
             needed = memory.UNKNOWN
         if needed > (available := memory.total_memory(device)):
@@ -153,7 +153,7 @@ class LanguageModel(CheckedCasts):
                 f"a cache of {capacity} tokens in each of {rows} rows takes {format_gib(needed)}, "
                 f"and {device} has {format_gib(available)}"
             )
-        return cache(device=device)
+        return cache(spec)
 
     @expand_kwargs_signature
     def num_items(

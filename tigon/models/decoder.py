@@ -35,7 +35,7 @@ from tigon.layers import (
 )
 from tigon.layers.activation_offload import ActivationOffload
 from tigon.layers.context import SharedKV
-from tigon.layers.kv_state import KVState
+from tigon.layers.kv_state import KVState, StateSpec
 from tigon.layers.norm import add_normed
 from tigon.models.config import SLIDING, ModelConfig, WindowedConfig, activation
 from tigon.utils.random import as_int64, mix
@@ -124,10 +124,6 @@ class TransformerBlock(nn.Module):
             return y, None
         mlp = cast(SparseMoE, self.mlp)
         return y.x, mlp.count_routing(y, ctx.real) if ctx.routing else None
-
-    def make_state(self, rows: int, capacity: int | None, **options: Any) -> LayerState:
-        """Makes an empty state of the mixer for a cache of `rows` rows; see MakeStates."""
-        return self.mixer.make_state(rows, capacity, **options)
 
 
 def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:
@@ -326,7 +322,7 @@ class Decoder(nn.Module):
 
     def set_state_kinds(self) -> None:
         """Sets `state_kinds` and `shares_prefixes`, by the layers as they are."""
-        states = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
+        states = self.make_states(StateSpec(1, 1, torch.float32, "meta"))
         chunked = any(getattr(block.mixer, "chunked", False) for block in self.layers)
         shares = all(isinstance(state, KVState) for state in states) and not chunked
         self._states = self._layer_ids(), tuple(state.layout for state in states), shares
@@ -365,11 +361,10 @@ class Decoder(nn.Module):
         owners = {source: i for i, source in enumerate(sorted({*sources}))}
         return [owners[source] for source in sources]
 
-    def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[LayerState]:
-        """Makes an empty state for each layer that does not read another's; see MakeStates."""
+    def make_states(self, spec: StateSpec) -> list[LayerState]:
+        """Makes an empty state for each layer that does not read another's."""
         blocks = cast(Iterable[TransformerBlock], self.layers)
-        owners = [block for block in blocks if block.kv_source is None]
-        return [block.make_state(rows, capacity, **options) for block in owners]
+        return [block.mixer.make_state(spec) for block in blocks if block.kv_source is None]
 
     def forward(
         self,

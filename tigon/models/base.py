@@ -27,7 +27,6 @@ from tigon.models.pretrained.names import SCORE, CheckpointNames
 from tigon.models.targets import Targets, take_logits_at
 from tigon.models.weight_casts import CheckedCasts
 from tigon.utils import memory
-from tigon.utils.memory import format_gib
 from tigon.weights import ShardSpec
 
 
@@ -148,11 +147,8 @@ class LanguageModel(CheckedCasts):
             needed = cache(spec._replace(device="meta")).nbytes
         except RuntimeError:  # sizes that no tensor can have
             needed = memory.UNKNOWN
-        if needed > (available := memory.total_memory(device)):
-            raise ValueError(
-                f"a cache of {capacity} tokens in each of {rows} rows takes {format_gib(needed)}, "
-                f"and {device} has {format_gib(available)}"
-            )
+        what = f"a cache of {capacity} tokens in each of {rows} rows takes"
+        memory.check_memory(needed, device, what)
         return cache(spec)
 
     @expand_kwargs_signature

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tigon.layers import Embedding
+from tigon.layers import Embedding, LMHead
 from tigon.models.base import LanguageModel
 from tigon.models.config import vocabulary_keys
 from tigon.utils.json import quote
@@ -51,7 +51,8 @@ def resize_token_embeddings(
     config = replace(model.config, **sizes)  # raises before anything changes
     tables = model.model.embeddings[: len(sizes)]
     heads = [] if model.ties_head or config.labels else [head]
-    weights = [layer.weight for layer in (*tables, *heads) if not layer.weight.is_meta]
+    layers: list[Embedding | LMHead] = [*tables, *heads]
+    weights = [layer.weight for layer in layers if not layer.weight.is_meta]
     needed = sum(size * weight[:1].nbytes for weight in weights)
     check_memory(needed, model.device, f"embedding and head of {size} rows take")
     std = None if mean_resizing else config.initializer_range

@@ -6,8 +6,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -37,7 +36,7 @@ from tigon.generation.settings import (
     warn_unused,
 )
 from tigon.generation.speculative import SpeculativeSteps
-from tigon.generation.steps import DynamicSteps, StaticSteps, choose_cache, is_sharded
+from tigon.generation.steps import Call, DynamicSteps, StaticSteps, choose_cache, is_sharded
 from tigon.layers import KVCache, StaticCache
 from tigon.utils.json import quote
 from tigon.utils.memory import check_memory
@@ -167,21 +166,6 @@ def generate(
     return GenerationOutput(sequences, **fields) if as_dict else sequences
 
 
-@dataclass(frozen=True)
-class Call:
-    """What steps are made of: the checked arguments of a call."""
-
-    model: GenerationModel
-    assistant: GenerationModel | None
-    prompt: PromptBatch
-    settings: GenerationSettings
-    sampling: Sampling
-    recording: Recording
-    cache: CacheImplementation
-    past: KVCache | StaticCache | None
-    kept_rows: int  # whose cache is used after the call
-
-
 def _check_ranks(
     model: GenerationModel,
     prompt: PromptBatch,
@@ -214,7 +198,8 @@ def _make_call(
     sampling = Sampling.of(settings, vocab, model.device, recording.last)
     kept_rows = rows if as_dict or past is not None else 0
     cache = choose_cache(model, assistant, settings, tokens + max_tokens, past, kept_rows)
-    return Call(model, assistant, prompt, settings, sampling, recording, cache, past, kept_rows)
+    made = sampling, recording, cache, past, kept_rows
+    return Call(model, assistant, prompt, settings, max_tokens, *made)
 
 
 def _first_of_ranks(model: GenerationModel, x: Tensor) -> Tensor:
@@ -251,26 +236,12 @@ def _run(call: Call, output: Continuations) -> dict[str, Any]:
 
 def _make_steps(call: Call, output: Continuations) -> CachingSteps:
     """Makes the steps of a call, which have read the prompts if their cache is a static one."""
-    model, prompt, settings, past = call.model, call.prompt, call.settings, call.past
-    device, copies, generator = prompt.ids.device, settings.num_return_sequences, None
-    seed = settings.seed
-    if model.communication_groups and seed is None and settings.do_sample:
-        seed = int(_first_of_ranks(model, torch.randint(1 << 62, (1,), device=device)))
+    device, generator, seed = call.prompt.ids.device, None, call.settings.seed
+    if call.model.communication_groups and seed is None and call.settings.do_sample:
+        seed = int(_first_of_ranks(call.model, torch.randint(1 << 62, (1,), device=device)))
     if seed is not None:
         generator = torch.Generator(device).manual_seed(seed)
-    sampler = output.max_tokens, call.sampling, Draws(len(output.tokens), device, generator)
+    draws = Draws(len(output.tokens), device, generator)
     if call.cache == "dynamic":
-        growing = cast(KVCache, past or KVCache()) if settings.use_cache else None
-        if growing is not None and copies > 1:
-            growing.expand(copies)
-        return DynamicSteps(model, prompt.repeat(copies), *sampler, growing, output.pad)
-    options: dict[str, Any] = {
-        "copies": copies,
-        "prefill_chunk_size": settings.prefill_chunk_size,
-        "quantize": "int8" if call.cache == "quantized" else None,
-        "cache": past,
-    }
-    if call.assistant is not None:
-        options["proposals"] = settings.num_assistant_tokens
-        return SpeculativeSteps(model, call.assistant, prompt, *sampler, **options)
-    return StaticSteps(model, prompt, *sampler, **options, rows_differ=call.kept_rows > 1)
+        return DynamicSteps(call, draws, output.pad)
+    return StaticSteps(call, draws) if call.assistant is None else SpeculativeSteps(call, draws)

@@ -115,16 +115,13 @@ class _ShardTokens(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, ranks: Ranks, partial: bool) -> Tensor:
         ctx.ranks = ranks
         # A copy, as a view would keep all of x alive
-        return _as_row(ranks.reduce_scatter(x) if partial else ranks.local_part(x).clone())
+        y = ranks.reduce_scatter(x) if partial else ranks.local_part(x).clone()
+        # No view: FSDP2 warns of views among the outputs of a block
+        return torch.ops.aten._unsafe_view(y, [1, *y.shape])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return backward_ranks(ctx).gather(grad[0]), None, None
-
-
-def _as_row(x: Tensor) -> Tensor:
-    """[n, C] -> [1, n, C], not a view: FSDP2 warns of views among the outputs of a block."""
-    return torch.ops.aten._unsafe_view(x, [1, *x.shape])
 
 
 def _tokens(rows: Tensor, shape: Sequence[int]) -> Tensor:

@@ -165,7 +165,10 @@ class SpeculativeSteps:
         for i in range(self._k):
             ids = new.clamp(max=self._draft_vocab - 1)
             out = self._draft(ids, past_key_values=self._draft_cache, logits_to_keep=1)
-            scores = sampling.scores(self._pad_vocab(out.logits[:, -1]), seen, self._generated + i)
+            # Padded, or cut, to the model's vocabulary
+            missing = self._vocab - self._draft_vocab
+            logits = functional.pad(out.logits[:, -1], (0, missing), value=float("-inf"))
+            scores = sampling.scores(logits, seen, self._generated + i)
             if sampling.do_sample:
                 q.append(scores.softmax(-1))
                 new = sample_columns(q[-1], self._draws).clamp(min=0)[:, None]
@@ -180,11 +183,6 @@ class SpeculativeSteps:
             torch.stack(q, 1) if q else None,
             torch.stack(all_seen, 1) if all_seen else None,
         )
-
-    def _pad_vocab(self, logits: Tensor) -> Tensor:
-        """Pads with -inf, or cuts, the draft's logits to the model's vocabulary: [B, V]."""
-        missing = self._vocab - self._draft_vocab
-        return functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _last_tokens(self, n: int) -> Tensor:
         """Returns the last n tokens of every row: [B, n]."""

@@ -3,7 +3,7 @@
 # B batch, T tokens, C model dim, R rows of the cache
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -255,21 +255,21 @@ def test_what_a_recurrence_cannot_do(model: CausalLM) -> None:
         check_context(model, 2)
 
 
+class UnevenConfig(HybridConfig):
+    def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
+        return 12 if layer % 2 else self.head_dim, self.rope_parameters
+
+
 class UnevenBlock(PreNormBlock):
     """Heads of other sizes and numbers in every other layer, some of which slide."""
 
-    def sizes(self, c: ModelConfig, layer: int) -> ModelConfig:
-        return replace(c, head_dim=12, num_key_value_heads=1) if layer % 2 else c
-
     def make_mixer(self, c: ModelConfig, layer: int) -> nn.Module:
-        return self.make_attention(self.sizes(c, layer), window=5 if layer else None)
-
-    def layer_rope(self, c: ModelConfig, layer: int) -> tuple[int, dict[str, Any]]:
-        return self.sizes(c, layer).head_dim, c.rope_parameters
+        sizes = replace(c, head_dim=12, num_key_value_heads=1) if layer % 2 else c
+        return self.make_attention(sizes, window=5 if layer else None)
 
 
 class Uneven(CausalLM):
-    config_class = HybridConfig
+    config_class = UnevenConfig
     block_class = UnevenBlock
 
 

@@ -36,6 +36,8 @@ class LanguageModel(CheckedCasts):
 
     config_class: ClassVar[type[ModelConfig]]
     block_class: ClassVar[type[TransformerBlock]]
+    decoder_class: ClassVar[type[Decoder]] = Decoder
+    scales_embedding: ClassVar[bool] = False  # of token ids, by sqrt(hidden_size)
     checkpoint_names: CheckpointNames = CheckpointNames()
 
     def __init__(self, config: ModelConfig):
@@ -80,11 +82,15 @@ class LanguageModel(CheckedCasts):
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
         """Makes the decoder of a config; families add their options."""
-        return Decoder(c, self.block_class, **options)
+        if self.scales_embedding:
+            options["embedding_scale"] = c.hidden_size**0.5
+        return self.decoder_class(c, self.block_class, **options)
 
     def make_head(self, c: Any, **options: Any) -> LMHead:
-        """Makes the language-model head of a config; families add their options."""
-        return LMHead(c.hidden_size, c.vocab_size, **options)
+        """Makes the language-model head of a config, with its softcap of the logits, if it has one;
+        families add their options."""
+        softcap = getattr(c, "final_logit_softcapping", None)
+        return LMHead(c.hidden_size, c.vocab_size, softcap=softcap, **options)
 
     @property
     def causal(self) -> bool:

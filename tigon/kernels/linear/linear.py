@@ -152,8 +152,7 @@ class _DeferredProduct(torch.autograd.Function):
 
 def deferred_product(output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     """Returns `compute()`, the product that the node of `output` has deferred, as its result."""
-    y: Tensor = _DeferredProduct.apply(output, compute)
-    return y
+    return _DeferredProduct.apply(output, compute)
 
 
 class _RecomputedLinear(torch.autograd.Function):
@@ -248,8 +247,7 @@ def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         and is_plain(weight)
         and has_plain_operands(x, weight)
     ):
-        y: Tensor = _ChunkedLinear.apply(x, weight, bias)
-        return y
+        return _ChunkedLinear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

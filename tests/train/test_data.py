@@ -209,7 +209,7 @@ def test_names_of_keys_and_of_a_format(workspace, tmp_path, expected):
     assert losses(workspace, tmp_path / "1", data, "columns={messages: dialog}") == expected
     other = losses(workspace, tmp_path / "2", data, "format=prompt_completion")
     assert other != expected
-    with pytest.raises(SystemExit, match="train_on=last: task=pretrain learns every token"):
+    with pytest.raises(SystemExit, match="train_on='last': task=pretrain has no use for it"):
         losses(workspace, tmp_path / "3", data, "task=pretrain", "train_on=last")
 
 

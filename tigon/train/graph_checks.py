@@ -16,7 +16,6 @@ from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype, is_sharded
-from tigon.train.tasks import find_task
 
 Recompute = int | Collection[int]
 GraphKey: TypeAlias = tuple[Any, ...]
@@ -50,7 +49,6 @@ def uses_graphs(config: Config, world: World, model: CausalLM) -> bool:
         return False
     try:
         wanted = replace(config, cuda_graphs=True)
-        find_task(config.task)(wanted, world)  # may refuse them
         check_run(wanted, world)
         check_model(model)
     except ValueError as error:

@@ -56,11 +56,6 @@ class KTO(AnswerTask):
                 "desirable_weight=0 and undesirable_weight=0 leave kto nothing to learn: give one "
                 "of them a value above 0"
             )
-        if config.cuda_graphs is True:
-            raise ValueError(
-                "cuda_graphs=true with task=kto: the answers of a micro-batch have lengths without "
-                "end, and a graph has one"
-            )
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return LabelledEncoder(tokenizer, **self.encoder_options())

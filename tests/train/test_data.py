@@ -51,7 +51,7 @@ def test_streamed_windows_train_as_cached_ones_and_resume(workspace, other, mixt
     assert workspace.metrics("streamed-on", "step") == [7, 8]
     train_on(2, workspace.settings("streamed-two", **resumed))
     assert_same_curve(workspace, "streamed-two", "cached", 1e-5, KEYS)
-    with pytest.raises(SystemExit, match="with another order of the data: shuffle_window 16 -> 8"):
+    with pytest.raises(SystemExit, match="has another order of the data: shuffle_window 16 -> 8"):
         main(workspace.settings("x", **resumed | {"shuffle_window": 8}))
 
 
@@ -131,7 +131,7 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
         ),
         ({"eval_data": "{'a/b': FILE}"}, "eval_data: name='a/b' may have letters, digits"),
         ({"eval_data": "{x: {split: test}}"}, r"eval_data\[0\] needs 'path'"),
-        ({"data": "{path: FILE, name: x}"}, "data has an entry with name=x: only those of eval_"),
+        ({"data": "{path: FILE, name: x}"}, "data has name=x: only entries of eval_data"),
     ],
 )
 def test_data_that_cannot_be_used(workspace, settings, message):

@@ -100,7 +100,7 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
             ({"completions": [" reads", 3]}, r"'completions\[1\]' must be a text"),
             ({"old_logprobs": [[-1.0]]}, "'old_logprobs' must have a list for each of the 2"),
             ({"old_logprobs": [[-1.0], [-1.0]]}, "'old_logprobs' has 1 numbers for the"),
-            ({"prompt": [3, 4]}, "'prompt' is a list of tokens, and so must each answer be"),
+            ({"prompt": [3, 4]}, "'prompt' is a list of tokens: each answer must be one"),
         )
     ),
 ]

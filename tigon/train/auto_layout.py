@@ -35,11 +35,10 @@ def resolve_layout(config: Config, world: World, gpus: int) -> tuple[Config, Wor
     local = int(os.environ.get("LOCAL_WORLD_SIZE", gpus)) if gpus == world.size else gpus
     memory, host = map(min, zip(*world.gather((gpu_memory(world.device) or 0, local)), strict=True))
     parallel = Parallel(fsdp=1)
-    with world.raise_on_all_ranks():
-        if gpus > 1 and world.main:
-            parallel, why = choose_layout(config, world.device, gpus, memory, host)
-            world.log_rank0(f"parallel=auto: {why}")
-    config = replace(config, parallel=world.gather(parallel)[0])
+    if gpus > 1:
+        parallel, why = world.share(lambda: choose_layout(config, world.device, gpus, memory, host))
+        world.log_rank0(f"parallel=auto: {why}")
+    config = replace(config, parallel=parallel)
     if gpus == world.size:
         world = replace(world, meshes=Meshes.of(world.device.type, mesh_sizes(config, gpus)))
     return config, world

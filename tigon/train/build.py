@@ -186,11 +186,10 @@ def read_inputs(
             loaders = filter(None, (data, eval_data))
             stored = read_model_config(config).vocab_size
             config = with_added_tokens(config, tokenizer, stored, loaders)
-        identity = {
-            "data": [resume.run_metadata(config, data), data.sample() if world.size > 1 else ""]
-        }
+        sample = data.windows.sample() if world.size > 1 else ""
+        identity = {"data": [resume.run_metadata(config, data), sample]}
         if eval_data is not None:
-            identity["eval_data"] = [eval_data.identity()]
+            identity["eval_data"] = [eval_data.windows.identity()]
     world.check_same(identity, OTHER_FILES)
     state = TrainState()
     with world.raise_on_all_ranks():

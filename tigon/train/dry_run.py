@@ -36,7 +36,7 @@ from tigon.train.less_memory import StepMemoryError, within_memory
 from tigon.train.memory import GIB, Estimate, estimate, gpu_memory
 from tigon.train.model import compute_dtype, meta_model, parallelize, weights_dtype
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
-from tigon.train.throughput import Cost, model_flops, peak_flops
+from tigon.train.throughput import Cost, peak_flops
 from tigon.train.trainer import forward_backward, update_weights
 
 GPU = torch.device("cuda")
@@ -98,9 +98,8 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
             seconds.append(time.perf_counter() - began)
             lengths, before, _ = run.data.lengths(step)
             tokens.append(int(lengths.sum()))
-            flops.append(
-                cost(lengths, before) * run.world.sizes.tensor
-            )  # tensor ranks shard the model
+            # Tensor ranks shard the model
+            flops.append(cost(lengths, before) * run.world.sizes.tensor)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
     mean_seconds = fmean(seconds[half])
@@ -184,7 +183,7 @@ def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) 
         for batch in data.micro_batches(first)
         for length in batch.spans.diff(dim=1).flatten()
     ]
-    flops = model_flops(model, lengths) / max(1, sum(lengths))
+    flops = Cost.of(model)(lengths) / max(1, sum(lengths))
     sequences, _, targets = data.lengths(first)
     if inputs.task.scores:
         pairs = len(sequences) // inputs.task.group

@@ -61,9 +61,7 @@ def uses_graphs(config: Config, world: World, model: CausalLM) -> bool:
 def check_model(model: CausalLM) -> None:
     """Raises ValueError for a model whose passes cannot be captured."""
     if model.activation_offload:
-        raise ValueError(
-            "cuda_graphs with activation_offload, which copies beside the passes: leave one out"
-        )
+        raise ValueError("cuda_graphs with activation_offload, which copies meanwhile: drop one")
     zero = model.zero2
     if zero is None and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("cuda_graphs: the model is sharded by FSDP2, which gathers by Python")

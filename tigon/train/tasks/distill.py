@@ -141,8 +141,7 @@ class Distill(CrossEntropyTask):
     def _part(
         self, loss: Tensor, output: Output, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
-        """Returns a micro-batch's part of the loss and of the metrics, with "kl", the divergence
-        without its factor, added to these."""
+        """Adds "kl", the divergence without its factor, to the metrics of a micro-batch."""
         part = super()._part(loss, output, inputs, sums)
         divergence = output.criteria[0].detach().double() / self.scale
         if not inputs.training:  # a sum, there

@@ -396,7 +396,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--gpus", "2", "--seq-len", "1"], "--seq-len=1 must be at least 2"),
         ([*few, "--batch-tokens", "-64"], "--gpus x --seq-len)=-64 must be at least 1"),
         ([*few, "--most", "0"], "--most 0 must be at least 1"),
-        ([*few, "--batch-tokens", "100"], "no multiple of --seq-len 64: give 64 or 128"),
+        ([*few, "--batch-tokens", "100"], "is no multiple of 64: give 64 or 128"),
         ([*few, "--settings", "sharding=full"], "sharding=full: a plan tries its values itself"),
         ([*few, "--settings", "batch_size=64"], "batch_size=64: give --batch-tokens N instead"),
         ([*few, "--settings", "task=sft"], "task=sft: a plan does not use it; leave it out"),

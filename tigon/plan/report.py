@@ -63,9 +63,7 @@ def read_job(
     if tokens % seq_len:
         below = tokens // seq_len * seq_len
         near = " or ".join(str(n) for n in (below, below + seq_len) if n)
-        raise ValueError(
-            f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}: give {near}"
-        )
+        raise ValueError(f"--batch-tokens {tokens} is no multiple of {seq_len}: give {near}")
     if model.endswith(".json") and not Path(model).is_file():
         raise FileNotFoundError(f"no file {model}")
     check_settings(settings)
@@ -202,8 +200,7 @@ def suggestions(plan: LayoutPlan) -> list[str]:
 
 
 def merge_rank_counts(reasons: Counter[str]) -> Counter[str]:
-    """Returns the reasons with those merged that differ only in the number of ranks: "2, 4 ranks
-    cannot ...", with the sum of their counts."""
+    """Merges reasons that differ only in the number of ranks: "2, 4 ranks cannot ..."."""
     merged, ranks = Counter[str](), dict[str, list[int]]()
     for reason, count in reasons.items():
         match = re.fullmatch(r"(\d+)( ranks .*)", reason, re.S)

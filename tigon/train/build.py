@@ -3,7 +3,7 @@
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -69,28 +69,47 @@ GPU_SETTINGS = {"activation_offload": "memory", "optimizer_offload": "memory", "
 
 
 @dataclass
-class TrainingRun:
-    """Holds everything that the training loop uses."""
+class RunInputs:
+    """Holds what a run reads and checks before its model."""
 
-    config: Config
-    world: World
+    config: Config  # with new_tokens if the data has tokens that the model lacks
     task: Task
+    source: Path | None  # the checkpoint to resume from
+    source_lock: ExitStack  # keeps other runs from removing the checkpoint, until it is closed
+    start: int  # steps that are done already
     tokenizer: Tokenizer
     data: Loader
     eval_data: Loader | None
+    state: TrainState
+    choice: StepChoice | None  # made for what the settings leave open
+    auto: frozenset[str]  # names of these
+
+    @property
+    def steps(self) -> int:
+        """Returns the number of optimizer steps of the whole run."""
+        return count_steps(self.config, self.data)
+
+    def check_model(self, model: CausalLM) -> None:
+        """Raises ValueError if the data has tokens beyond the model's vocabulary; adds the tokens
+        that end a turn to the model's eos_token_id."""
+        add_stop_tokens(model, self.tokenizer, self.task.ends)
+        for loader in filter(None, (self.data, self.eval_data)):
+            loader.windows.check_vocabulary(model.config.vocab_size)
+
+
+@dataclass
+class TrainingRun(RunInputs):
+    """Holds everything that the training loop uses."""
+
+    world: World
     model: CausalLM
     optimizer: torch.optim.Optimizer
-    start: int  # steps that are done already
-    steps: int
-    state: TrainState
     saver: checkpoint.Saver
     ema: Ema | None
+    in_backward: InBackward | None  # updates the weights during backward
     prompts: list[SamplePrompt] = field(default_factory=list)  # of samples
-    choice: StepChoice | None = None  # of how a step is computed
-    auto: frozenset[str] = frozenset()  # settings that were left open
     benchmarks: Callable[[], dict[str, float]] | None = None  # measures lm-eval's tasks
     base: str = ""  # digest of an adapter's base
-    in_backward: InBackward | None = None  # updates the weights during backward
 
     @cached_property
     def prefetcher(self) -> Prefetcher:
@@ -108,34 +127,6 @@ class TrainingRun:
         return Meter(self.model, self.world, compute_dtype(self.config, self.world.device))
 
 
-@dataclass(frozen=True)
-class RunInputs:
-    """Holds what a run reads and checks before its model."""
-
-    config: Config  # with new_tokens if the data has tokens that the model lacks
-    task: Task
-    source: Path | None  # the checkpoint to resume from
-    source_lock: ExitStack  # keeps other runs from removing the checkpoint, until it is closed
-    tokenizer: Tokenizer
-    data: Loader
-    eval_data: Loader | None
-    state: TrainState
-    choice: StepChoice | None  # made for what the settings leave open
-    auto: frozenset[str]  # names of these
-
-    @property
-    def start(self) -> int:
-        """Returns how many steps are done already."""
-        return 0 if self.source is None else checkpoint.step_of(self.source)
-
-    def check_model(self, model: CausalLM) -> None:
-        """Raises ValueError if the data has tokens beyond the model's vocabulary; adds the tokens
-        that end a turn to the model's eos_token_id."""
-        add_stop_tokens(model, self.tokenizer, self.task.ends)
-        for loader in filter(None, (self.data, self.eval_data)):
-            loader.windows.check_vocabulary(model.config.vocab_size)
-
-
 def read_inputs(
     config: Config, world: World, *, here: bool = True, sizes: MeshSizes | None = None,
     device: torch.device | None = None, early: EarlyModel | None = None,
@@ -150,7 +141,10 @@ def read_inputs(
     sizes, device = sizes or world.sizes, device or world.device
     with world.raise_on_all_ranks():
         if here:
-            check_machine(config, world)
+            check_fp8(config, world.device)
+            check_run(config, world)
+            dtype, exact = compute_dtype(config, world.device), config.deterministic
+            check_training(config.attention, world.device, dtype, deterministic=exact)
         check_sinks(config.log_to)
         task = find_task(config.task)(config, world)
         if world.main:
@@ -192,11 +186,10 @@ def read_inputs(
             loaders = filter(None, (data, eval_data))
             stored = read_model_config(config).vocab_size
             config = with_added_tokens(config, tokenizer, stored, loaders)
-        identity = {
-            "data": [resume.run_metadata(config, data), data.sample() if world.size > 1 else ""]
-        }
+        sample = data.windows.sample() if world.size > 1 else ""
+        identity = {"data": [resume.run_metadata(config, data), sample]}
         if eval_data is not None:
-            identity["eval_data"] = [eval_data.identity()]
+            identity["eval_data"] = [eval_data.windows.identity()]
     world.check_same(identity, OTHER_FILES)
     state = TrainState()
     with world.raise_on_all_ranks():
@@ -204,8 +197,9 @@ def read_inputs(
             for change in resume.check_settings(source, config, data):
                 world.log_rank0(f"changed since {source}: {change}")
             state = resume.read_state(source, count_steps(config, data))
+    start = 0 if source is None else checkpoint.step_of(source)
     return RunInputs(
-        config, task, source, source_lock, tokenizer, data, eval_data, state, choice, auto
+        config, task, source, source_lock, start, tokenizer, data, eval_data, state, choice, auto
     )
 
 
@@ -262,9 +256,8 @@ def prepare(config: Config, world: World) -> TrainingRun:
         inputs.source_lock.close()
         world.log_rank0(f"resumed from {source}")
     world.log_rank0(*describe_run(config, world, inputs, model))
-    base = digest if has_adapter else ""
-    run = build_run(config, world, inputs, model, optimizer, ema, prompts, base)
-    run.benchmarks = benchmarks
+    run = build_run(inputs, world, model, optimizer, ema)
+    run.prompts, run.benchmarks, run.base = prompts, benchmarks, digest if has_adapter else ""
     return run
 
 
@@ -281,7 +274,7 @@ def build_seeded(
 
 def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalLM) -> Iterator[str]:
     """Yields lines about the model, the steps, what is chosen, and what settings do not do."""
-    steps, per_epoch = count_steps(config, inputs.data), inputs.data.steps_per_epoch
+    steps, per_epoch = inputs.steps, inputs.data.steps_per_epoch
     size, num_frozen = count_parameters(model), count_parameters(model, frozen=True)
     frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
     epoch = f", {per_epoch} an epoch" if per_epoch else ""
@@ -301,42 +294,25 @@ def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalL
 
 
 def build_run(
-    config: Config,
-    world: World,
     inputs: RunInputs,
+    world: World,
     model: CausalLM,
     optimizer: torch.optim.Optimizer,
     ema: Ema | None,
-    prompts: Sequence[SamplePrompt] = (),
-    base: str = "",
 ) -> TrainingRun:
     """Builds the run from its checked inputs, model and optimizer."""
+    config = inputs.config
     if uses_graphs(config, world, model):
         Graphs(model, world.log_rank0, auto=config.cuda_graphs == "auto")
-    saver = checkpoint.Saver(
-        Path(config.run_dir),
-        world,
-        keep=checkpoint.KeepPolicy(config.keep_last, config.keep_best, config.keep_hours),
-        background=config.async_save,
-    )
+    keep = checkpoint.KeepPolicy(config.keep_last, config.keep_best, config.keep_hours)
+    path, background = Path(config.run_dir), config.async_save
     return TrainingRun(
-        config=config,
+        **vars(inputs),
         world=world,
-        task=inputs.task,
-        tokenizer=inputs.tokenizer,
-        data=inputs.data,
-        eval_data=inputs.eval_data,
         model=model,
         optimizer=optimizer,
-        start=inputs.start,
-        steps=count_steps(config, inputs.data),
-        state=inputs.state,
-        saver=saver,
+        saver=checkpoint.Saver(path, world, keep=keep, background=background),
         ema=ema,
-        prompts=list(prompts),
-        choice=inputs.choice,
-        auto=inputs.auto,
-        base=base,
         in_backward=build_in_backward(model, optimizer, config),
     )
 
@@ -435,14 +411,6 @@ def find_layers_without_fp8(config: Config, model: CausalLM) -> list[str]:
     listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     sizes = "parts with sizes" if model.shard_specs else "sizes"
     return [f"fp8=true leaves in bfloat16 what has {sizes} that 16 does not divide: {listed}"]
-
-
-def check_machine(config: Config, world: World) -> None:
-    """Raises ValueError if fp8, cuda_graphs or the attention backend cannot train here."""
-    check_fp8(config, world.device)
-    check_run(config, world)
-    dtype = compute_dtype(config, world.device)
-    check_training(config.attention, world.device, dtype, deterministic=config.deterministic)
 
 
 def seed_everything(config: Config, world: World) -> None:

@@ -1,14 +1,14 @@
 """The model of time and memory of `tigon plan` beside what was measured, and what it is fitted to.
 
 The rates of GEMMs, attention, memory-bound kernels and optimizer are fitted to the kinds of work in
-the profiled steps of bench/results/train_step-nvidia-h200.json, that of the gated delta rule is of
-its kernels in gated_delta-nvidia-h200.json; latency and rate of NVLink are fitted to
-collectives-nvidia-h200.json; the share of FSDP's collectives that a step waits for to the two ways
-of sharing in train_multi-nvidia-h200.json. tigon/plan/constants.json has them all and is
-written here alone, with --fit. To parallel-nvidia-h100-80gb-hbm3.json only the time of shared
-experts is fitted; its other sides tell how well the rates carry over to other layouts and to
-another GPU, and bench/scaling.py to four. --write-docs puts the tables into docs/scale.md. No GPU
-is needed.
+the profiled steps of bench/results/train_step-nvidia-h200.json, but that of head dim 512 to its
+kernels alone; that of the gated delta rule is of its kernels in gated_delta-nvidia-h200.json;
+latency and rate of NVLink are fitted to collectives-nvidia-h200.json; the share of FSDP's
+collectives that a step waits for to the two ways of sharing in train_multi-nvidia-h200.json.
+tigon/plan/constants.json has them all and is written here alone, with --fit. To parallel-
+nvidia-h100-80gb-hbm3.json only the time of shared experts is fitted; its other sides tell how well
+the rates carry over to other layouts and to another GPU, and bench/scaling.py to four. --write-docs
+puts the tables into docs/scale.md. No GPU is needed.
 
     python -m bench plan [--fit] [--write-docs]
 """
@@ -102,9 +102,9 @@ def measured() -> list[Measured]:
     """Of one GPU and of two."""
     found = []
     for row in results("train_step")["cases"]:
-        if any(word in row["name"] for word in LEFT_OUT):
+        case, rounds = CASES[row["name"]], row["rounds"].get("tigon")
+        if not rounds or any(word in row["name"] for word in LEFT_OUT):
             continue
-        case, rounds = CASES[row["name"]], row["rounds"]["tigon"]
         layout = Layout(rows=case.rows, checkpointing=case.checkpointing)
         ms, gib = (f([r[k] for r in rounds]) for f, k in ((median, "ms"), (max, "allocated_gib")))
         fitted = case.model.startswith(FITTED)
@@ -214,6 +214,8 @@ def fit() -> Constants:
     products, product_bytes = (float(1 / x) for x in inverse)
     case, shape, operations = grouped
     dense = sum(f / products + b / product_bytes for f, b in shape)
+    wide, rate = wide_attention(cases, start)
+    heads[str(wide)] = [rate]
     latency, nvlink = link(results("collectives"))
     constants = Constants(
         products=products,
@@ -245,6 +247,21 @@ def fit() -> Constants:
     return replace(
         constants, shared_experts=(shared.ms / 1e3 - shared.step(constants).seconds) / layers
     )
+
+
+def wide_attention(cases: Iterable[Measured], start: Constants) -> tuple[int, tuple[float, float]]:
+    """The head dim that our own kernel is for, and operations and seconds of its passes, alone: no
+    fitted model has it."""
+    rows = {row["name"]: row.get("limit", {}) for row in results("train_step")["cases"]}
+    for case in cases:
+        passes = [
+            a for a in rows.get(case.name, {}).get("attention", ()) if a["backend"] == "triton"
+        ]
+        if passes:
+            work = case.job(start).shapes.work(case.layout.rows, case.tokens)
+            dim = max(work.attention)
+            return dim, (work.attention[dim], sum(a["ms"] for a in passes) / 1e3)
+    raise ValueError("no step in train_step's record has attention by our own kernel")
 
 
 def delta_rate(record: Record) -> float:

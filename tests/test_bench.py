@@ -1053,7 +1053,7 @@ def test_scaling_judges_sides_of_one_record() -> None:
     times = {"one GPU": 730.0, "fsdp 4": 820.0, "sharding=gradients": 760.0}
     times |= {scaling.PEERS[0]: 840.0, scaling.PEERS[1]: 830.0, scaling.EXPERT: 100.0}
     times |= {scaling.PEER_EXPERT: 250.0, "context 4, a row of 32,768": 800.0}
-    row = {"allocated_gib": 40.0, "attention": ["fa4"], "losses": [12.0]}
+    row = {"allocated_gib": 40.0, "attention": ["fa4"], "losses": [12.0], "commit": "0"}
     record = {"machine": "4 x H200", "libraries": {}, **harness.stamp("0"), "sides": {}}
     record["sides"] = {name: [row | {"ms": ms}] for name, ms in times.items()}
     record["sides"]["fsdp 4"][0] |= {"losses": [12.5]}

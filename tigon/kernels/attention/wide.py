@@ -88,7 +88,7 @@ def _seen(queries, keys, count, left, right):
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _forward_kernel(
+def _wide_attention_forward_kernel(
     q, k, v, out,  # [N or M, heads, D]
     lse,  # [H, N]
     bounds, key_bounds,  # [B + 1], or None
@@ -134,9 +134,9 @@ def _forward_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _dq_kernel(
+def _wide_attention_dq_kernel(
     q, k, v, out, dout, dq,  # [N or M, heads, D]
-    lse, row_sums,  # [H, N]; the sums of dout * out are an output, for `_dkv_kernel`
+    lse, row_sums,  # [H, N]; the sums of dout * out are an output, for `_wide_attention_dkv_kernel`
     bounds, key_bounds,  # [B + 1], or None
     T, S, N, scale, left, right,
     qn, qh, kn, kh, vn, vh, gn, gh,  # strides of tokens and heads; g is dout
@@ -178,7 +178,7 @@ def _dq_kernel(
 
 
 @triton.jit(do_not_specialize=LENGTHS)
-def _dkv_kernel(
+def _wide_attention_dkv_kernel(
     q, k, v, dout, gradient,  # [N or M, heads, D]
     lse, row_sums,  # [H, N]
     bounds, key_bounds,  # [B + 1], or None
@@ -264,7 +264,7 @@ def _forward(
     N, H = q.shape[:2]
     B = N // max(T, 1) if cu_seqlens is None else len(cu_seqlens) - 1
     key_cu_seqlens = cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
-    _forward_kernel[(2 * H * B * triton.cdiv(T, FORWARD.queries),)](
+    _wide_attention_forward_kernel[(2 * H * B * triton.cdiv(T, FORWARD.queries),)](
         *(q, k, v, out, lse, cu_seqlens, key_cu_seqlens, T, S, N, scale, left, right),
         *_strides(q, k, v),
         **FORWARD.options(q, k),
@@ -302,11 +302,11 @@ def _backward(
     key_cu_seqlens = cu_seqlens if key_cu_seqlens is None else key_cu_seqlens
     shared = cu_seqlens, key_cu_seqlens, T, S, N, scale, left, right, *_strides(q, k, v, dout)
     row_sums = torch.empty_like(lse)
-    _dq_kernel[(2 * H * B * triton.cdiv(T, DQ.queries),)](
+    _wide_attention_dq_kernel[(2 * H * B * triton.cdiv(T, DQ.queries),)](
         *(q, k, v, out, dout, dq, lse, row_sums, *shared), **DQ.options(q, k)
     )
     for gradient, launch in ((dk, DK), (dv, DV)):
-        _dkv_kernel[(2 * K * B * triton.cdiv(S, launch.keys),)](
+        _wide_attention_dkv_kernel[(2 * K * B * triton.cdiv(S, launch.keys),)](
             *(q, k, v, dout, gradient, lse, row_sums, *shared),
             **launch.options(q, k),
             OF_KEYS=gradient is dk,

@@ -5,7 +5,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -69,46 +69,6 @@ GPU_SETTINGS = {"activation_offload": "memory", "optimizer_offload": "memory", "
 
 
 @dataclass
-class TrainingRun:
-    """Holds everything that the training loop uses."""
-
-    config: Config
-    world: World
-    task: Task
-    tokenizer: Tokenizer
-    data: Loader
-    eval_data: Loader | None
-    model: CausalLM
-    optimizer: torch.optim.Optimizer
-    start: int  # steps that are done already
-    steps: int
-    state: TrainState
-    saver: checkpoint.Saver
-    ema: Ema | None
-    prompts: list[SamplePrompt] = field(default_factory=list)  # of samples
-    choice: StepChoice | None = None  # of how a step is computed
-    auto: frozenset[str] = frozenset()  # settings that were left open
-    benchmarks: Callable[[], dict[str, float]] | None = None  # measures lm-eval's tasks
-    base: str = ""  # digest of an adapter's base
-    in_backward: InBackward | None = None  # updates the weights during backward
-
-    @cached_property
-    def prefetcher(self) -> Prefetcher:
-        """The prefetcher of the micro-batches of the next steps, made once."""
-        return Prefetcher(self.data, self.world.device)
-
-    @cached_property
-    def exporter(self) -> Exporter:
-        """The writer of exports, made once; every rank creates it at the same time."""
-        return Exporter(self.world, background=self.config.async_save)
-
-    @cached_property
-    def meter(self) -> Meter:
-        """The meter of the speed of steps, made once."""
-        return Meter(self.model, self.world, compute_dtype(self.config, self.world.device))
-
-
-@dataclass(frozen=True)
 class RunInputs:
     """Holds what a run reads and checks before its model."""
 
@@ -134,6 +94,37 @@ class RunInputs:
         add_stop_tokens(model, self.tokenizer, self.task.ends)
         for loader in filter(None, (self.data, self.eval_data)):
             loader.windows.check_vocabulary(model.config.vocab_size)
+
+
+@dataclass(kw_only=True)
+class TrainingRun(RunInputs):
+    """Holds everything that the training loop uses."""
+
+    world: World
+    model: CausalLM
+    optimizer: torch.optim.Optimizer
+    steps: int
+    saver: checkpoint.Saver
+    ema: Ema | None
+    prompts: Sequence[SamplePrompt] = ()  # of samples
+    benchmarks: Callable[[], dict[str, float]] | None = None  # measures lm-eval's tasks
+    base: str = ""  # digest of an adapter's base
+    in_backward: InBackward | None = None  # updates the weights during backward
+
+    @cached_property
+    def prefetcher(self) -> Prefetcher:
+        """The prefetcher of the micro-batches of the next steps, made once."""
+        return Prefetcher(self.data, self.world.device)
+
+    @cached_property
+    def exporter(self) -> Exporter:
+        """The writer of exports, made once; every rank creates it at the same time."""
+        return Exporter(self.world, background=self.config.async_save)
+
+    @cached_property
+    def meter(self) -> Meter:
+        """The meter of the speed of steps, made once."""
+        return Meter(self.model, self.world, compute_dtype(self.config, self.world.device))
 
 
 def read_inputs(
@@ -319,23 +310,16 @@ def build_run(
         keep=checkpoint.KeepPolicy(config.keep_last, config.keep_best, config.keep_hours),
         background=config.async_save,
     )
+    values = vars(inputs) | {"config": config}
     return TrainingRun(
-        config=config,
+        **values,
         world=world,
-        task=inputs.task,
-        tokenizer=inputs.tokenizer,
-        data=inputs.data,
-        eval_data=inputs.eval_data,
         model=model,
         optimizer=optimizer,
-        start=inputs.start,
         steps=count_steps(config, inputs.data),
-        state=inputs.state,
         saver=saver,
         ema=ema,
-        prompts=list(prompts),
-        choice=inputs.choice,
-        auto=inputs.auto,
+        prompts=prompts,
         base=base,
         in_backward=build_in_backward(model, optimizer, config),
     )

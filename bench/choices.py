@@ -136,7 +136,7 @@ def built(arguments: list[str], world: World) -> TrainingRun:
         print(inputs.choice, flush=True)
     optimizer = build_optimizer(model, inputs.config)
     ema = build_ema(model, inputs.config)
-    return build_run(inputs.config, world, inputs, model, optimizer, ema)
+    return build_run(inputs, world, model, optimizer, ema)
 
 
 def spoil(run: TrainingRun) -> None:

@@ -15,13 +15,12 @@ it allocates beside its inputs and the gradients it leaves: logits of all tokens
     python -m bench distillation --write-docs   # needs no GPU
 """
 
-import time
 from collections.abc import Iterator
 
 from bench import harness
 from bench.distillation_side import CHUNKED, DIVERGENCES, FORMULA, FUSED, OURS, Request
 from bench.harness import Bench, Job, Record, figure, markdown, report, verdict
-from bench.processes import spawn
+from bench.processes import side_lines
 from bench.train_step import LIBRARIES
 
 SIDE = harness.ROOT / "bench/distillation_side.py"
@@ -33,19 +32,13 @@ LOSS_WITHIN, NORM_WITHIN = 5e-3, 2e-2  # shares; logits have bf16's rounding
 
 
 def run(job: Job) -> None:
-    options = job.options
-    shape = Request(OURS, tiny=options.tiny)
+    shape = Request(OURS, tiny=job.tiny)
     job.record["tokens"] = shape.tokens
     job.record["vocab"] = shape.shapes()[0]["vocab_size"]
     job.record |= {"step": {}, "head": {}, "ended": {}}
-    until = time.monotonic() + options.limit
-    for side in job.only:
-        liger = job.record["libraries"]["Liger"] is not None and not options.tiny
-        steps = 2 if options.tiny or options.quick else options.steps
-        request = Request(side, liger, steps, options.tiny)
-        for line in spawn(request, max(1.0, until - time.monotonic()), SIDE):
-            add(job.record, side, line)
-            job.add()
+    for side, line in side_lines(job, Request, SIDE):
+        add(job.record, side, line)
+        job.add()
 
 
 def add(record: Record, process: str, line: Record) -> None:

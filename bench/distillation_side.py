@@ -221,7 +221,7 @@ def our_steps(request: Request) -> Iterator[tuple[str, Record]]:
             objective.beta = beta
             fill_ours(student)
             optimizer = build_optimizer(student, config)
-            run = build_run(config, world, inputs, student, optimizer, None)
+            run = build_run(inputs, world, student, optimizer, None)
             count = iter(range(config.steps))
 
             def step(run: Any = run, count: Iterator[int] = count) -> tuple[float, float]:

@@ -22,7 +22,7 @@ def main(out: str, *arguments: str) -> None:
         config = inputs.config
         model = random_model(config, world)
         optimizer = build_optimizer(model, config)
-        run = build_run(config, world, inputs, model, optimizer, build_ema(model, config))
+        run = build_run(inputs, world, model, optimizer, build_ema(model, config))
         found = time_steps(run, run.steps)
         if world.main:
             began = time.perf_counter()

@@ -21,13 +21,12 @@ of two. Ratios are of medians. First steps are compared with that in float32.
 """
 
 import math
-import time
 from collections.abc import Iterator
 
 from bench import harness
 from bench.harness import Bench, Job, Record, figure, heading, markdown, report, verdict
 from bench.preference_side import EXACT, HALF, LOGGED, OURS, PAIRS, PEER, TWICE, Request, lengths
-from bench.processes import spawn
+from bench.processes import side_lines
 from bench.train_step import LIBRARIES
 
 SIDE = harness.ROOT / "bench/preference_side.py"
@@ -44,17 +43,10 @@ def tokens(tiny: bool) -> int:
 
 
 def run(job: Job) -> None:
-    options = job.options
-    job.record |= {"tokens": tokens(options.tiny)}
-    job.record |= {"tried": {}, "sides": {}}
-    until = time.monotonic() + options.limit
-    for side in job.only:
-        liger = job.record["libraries"]["Liger"] is not None and not options.tiny
-        steps = 2 if options.tiny or options.quick else options.steps
-        request = Request(side, liger, steps, options.tiny)
-        for line in spawn(request, max(1.0, until - time.monotonic()), SIDE):
-            add(job.record, side, line)
-            job.add()
+    job.record |= {"tokens": tokens(job.tiny), "tried": {}, "sides": {}}
+    for side, line in side_lines(job, Request, SIDE):
+        add(job.record, side, line)
+        job.add()
 
 
 def add(record: Record, side: str, line: Record) -> None:

@@ -187,7 +187,7 @@ def ours(request: Request, directory: Path, device: str) -> Record:
         model = apply_model_settings(made, config)
         inputs.check_model(model)
         optimizer = build_optimizer(model, config)
-        run = build_run(config, world, inputs, model, optimizer, None)
+        run = build_run(inputs, world, model, optimizer, None)
         open_task(run)
         free()
         weights, clock, first = allocated() / GIB, Clock(device), {}

@@ -8,14 +8,14 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from bench.harness import ROOT, Record
+from bench.harness import ROOT, Job, Record
 
 PDEATHSIG = 1  # of prctl
 GRACE = 5.0  # seconds that ranks have to end after one has failed
@@ -96,6 +96,18 @@ def spawn(request: Any, seconds: float, script: Path) -> Iterator[Record]:
     more = NO_GPU if request.tiny else {}
     arguments = [str(script), json.dumps(asdict(request))]
     return lines(arguments, seconds, env=environment(**more))
+
+
+def side_lines(job: Job, request: Callable[..., Any], script: Path) -> Iterator[tuple[str, Record]]:
+    """Each side of a job with each line that its process says, all within --limit seconds; a
+    `request` has the side, whether Liger is there, the steps, and whether it is tiny."""
+    until = time.monotonic() + job.options.limit
+    liger = job.record["libraries"]["Liger"] is not None and not job.tiny
+    steps = 2 if job.tiny or job.quick else job.options.steps
+    for side in job.only:
+        seconds = max(1.0, until - time.monotonic())
+        for line in spawn(request(side, liger, steps, job.tiny), seconds, script):
+            yield side, line
 
 
 def run_ranks(script: Path, gpus: int, root: Path, arguments: list[str], seconds: float) -> Record:

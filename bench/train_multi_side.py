@@ -64,9 +64,8 @@ def tigon(config: Config, world: World, count: int) -> Record:
     config = inputs.config
     model = random_model(config, world)
     fill(model)
-    run = build_run(
-        config, world, inputs, model, build_optimizer(model, config), build_ema(model, config)
-    )
+    optimizer, ema = build_optimizer(model, config), build_ema(model, config)
+    run = build_run(inputs, world, model, optimizer, ema)
     done, losses = iter(range(run.steps)), []
 
     def step() -> None:

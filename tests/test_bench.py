@@ -234,12 +234,12 @@ def tiny_preference(patch: Patch, root: Path) -> list[str]:
         pytest.importorskip(name)
     way = preference_side.Way("sdpa", 2)
     patch.setattr(preference_side, "ways", lambda _, best=None: [way] * (not best))
-    patch.setattr(preference, "spawn", in_process(patch, preference_side))
+    patch.setattr(processes, "spawn", in_process(patch, preference_side))
     return ["--tiny"]
 
 
 def tiny_distillation(patch: Patch, root: Path) -> list[str]:
-    patch.setattr(distillation, "spawn", in_process(patch, distillation_side))
+    patch.setattr(processes, "spawn", in_process(patch, distillation_side))
     return ["--tiny"]
 
 

@@ -193,7 +193,7 @@ def test_tasks(directory: Path, tigon: Any, tmp_path: Path, capfd: Any) -> None:
         (["--num-fewshot", "-1"], "num_fewshot=-1 must be at least 0"),
         (["--include-path", "none"], "include_path=none: there is no such folder"),
         (["--out", str(tmp_path)], "give a file, in a folder that there is"),
-        (["--out", "/proc/x.json"], "--out /proc/x.json: no file can be written there"),
+        (["--out", "/proc/x.json"], "--out /proc/x.json cannot be written"),
     ):
         assert main([*map(str, command), *wrong]) == 1
         assert message in capfd.readouterr().err

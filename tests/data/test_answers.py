@@ -255,7 +255,7 @@ REFUSED = [
     (
         PairEncoder,
         {"prompt": "bye", "chosen": [ASK, HO], "rejected": [ASK, HA]},
-        "the prompt 'bye' is none of the messages",
+        "the prompt 'bye' is no message",
     ),
     (PairEncoder, GOOD | {"chosen": [ASK, HO]}, "'chosen' begins with a message of 'user'"),
     (PairEncoder, GOOD | {"rejected": "ha"}, "'chosen' is list and 'rejected' is str"),

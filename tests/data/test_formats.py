@@ -146,7 +146,7 @@ def test_weights_of_messages_and_rows():
         ({"instruction": 1, "output": "b"}, "'instruction' must be a text, not int"),
         ({"messages": HI, "tools": "[}"}, "'tools' is text, but not valid JSON"),
         ({"messages": HI, "tools": '[{"a": 1, "a": 2}]'}, "not valid JSON: it names 'a' twice"),
-        ({"messages": HI, "tools": "{}"}, "'tools' must be a list, or its JSON as text, not dict"),
+        ({"messages": HI, "tools": "{}"}, "'tools' must be a list or its JSON, not dict"),
         ({"messages": [SYSTEM], "system": "be"}, "both a key 'system' and a message"),
         (
             {"messages": HI, "weight": "1"},

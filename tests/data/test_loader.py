@@ -34,7 +34,8 @@ def all_rows(data: Loader) -> list[list[list[int]]]:
 
 def taken(data: Loader, step: int) -> list[list[list[int]]]:
     """The spans of the rows of a step, in order."""
-    return [rows[i].tolist() for _, rows, some in data.batch(step) for i in some]
+    slices = data._window_slices(step)
+    return [packed.rows[i].tolist() for packed, chosen in slices for i in chosen]
 
 
 def tensors(batch: MicroBatch) -> dict[str, torch.Tensor]:

@@ -308,7 +308,10 @@ def as_arguments(row: Any) -> Any:
     [
         ({"tool_calls": [function("{")]}, r"\['tool_calls'\]\[0\]: 'arguments' is text, but not v"),
         ({"tool_calls": [function("[1]")]}, r"\[0\]: 'arguments' must be an object.*not \[1\]"),
-        ({"tool_calls": [function(json.dumps(TEXT))]}, r"'arguments' must be an object, or its JS"),
+        (
+            {"tool_calls": [function(json.dumps(TEXT))]},
+            r"'arguments' must be an object or its JSON",
+        ),
         ({"tool_calls": [function({}), {"id": 1}]}, r"\['tool_calls'\]\[1\] must be an object wit"),
         ({"tool_calls": ["x"]}, r"\['tool_calls'\]\[0\] is text, but not valid JSON"),
         ({"tool_calls": {"a": 1}}, r"messages\[1\]\['tool_calls'\] must be a list, not {'a': 1}"),

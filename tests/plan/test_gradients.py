@@ -89,20 +89,19 @@ def test_messages_by_hand(job, settings: list[str], item: int) -> None:
         for way, count in ((layout, 1), (layout, 4), (other, 1)):
             way = replace(way, sharding="gradients", micro_batches=count)
             numbers = one.shapes.counts(way.tensor)
-            parts = sharded_parameters(way, one.shapes.shard(way.tensor), numbers)
-            time, _ = fsdp_collectives(one, parts, way, 0.0)
+            time, _ = fsdp_collectives(one, way, 0.0)
             received = (2 + item) * numbers.total * (way.shards - 1) / way.shards
             bytes_of = (received, 0) if layout is inside else (0, received)
             assert (time.nvlink_bytes, time.network_bytes) == pytest.approx(bytes_of)
     # Hidden beside a third of the computation, and beside the rest
     way = replace(across, sharding="gradients")
-    parts = sharded_parameters(way, one.shapes.shard(8), one.shapes.counts(8))
-    gather = sum(part.gather(one.gpu, one.constants).network for part in parts)
-    sums = torch.bfloat16 if item == 2 else torch.float32
-    reduced = sum(part.reduce(sums, one.gpu, one.constants).network for part in parts)
+    ((ranks, groups, numel),) = sharded_parameters(one, way)
+    gather, reduced = (
+        groups * ranks.gather(size * numel, one.gpu, one.constants).network for size in (2, item)
+    )
     for compute in (0.0, gather, 3 * gather, 2 * reduced):
         expected = max(0.0, gather - compute / 3) + max(0.0, reduced - 2 / 3 * compute)
-        assert fsdp_collectives(one, parts, way, compute)[1] == pytest.approx(expected)
+        assert fsdp_collectives(one, way, compute)[1] == pytest.approx(expected)
     full = estimate_step(one, replace(across, micro_batches=4)).traffic.network_bytes
     whole = estimate_step(one, replace(way, micro_batches=4)).traffic.network_bytes
     assert full - whole == pytest.approx((8 * 2 + 4 - 2 - item) * one.shapes.counts(8).total / 2)

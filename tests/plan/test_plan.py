@@ -390,13 +390,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "note: " not in said and "tok/s/GPU" in said and "micro_batch_size=" in said
     assert sorted(tmp_path.iterdir()) == [path]
     for wrong, why in (
-        (["--gpus", "0", "--seq-len", "64"], "--gpus 0 must be 1 to 262,144"),
-        (["--gpus", "1", "--seq-len", str(2**30)], "--seq-len 1073741824 must be at most 268,435"),
-        (["--gpus", "16384", "--seq-len", str(2**28)], "tokens in a step, by --batch-tokens"),
-        (["--gpus", "2", "--seq-len", "1"], "--seq-len 1 must be at least 2"),
-        ([*few, "--batch-tokens", "-64"], "--batch-tokens -64 must be at least 1"),
+        (["--gpus", "0", "--seq-len", "64"], "--gpus=0 must be at least 1"),
+        (["--gpus", "1", "--seq-len", str(2**30)], "--seq-len=1073741824 must be at most 268435"),
+        (["--gpus", "16384", "--seq-len", str(2**28)], f"={2**42} must be at most {2**40}"),
+        (["--gpus", "2", "--seq-len", "1"], "--seq-len=1 must be at least 2"),
+        ([*few, "--batch-tokens", "-64"], "--gpus x --seq-len)=-64 must be at least 1"),
         ([*few, "--most", "0"], "--most 0 must be at least 1"),
-        ([*few, "--batch-tokens", "100"], "no multiple of --seq-len 64: give 64 or 128"),
+        ([*few, "--batch-tokens", "100"], "is no multiple of 64: give 64 or 128"),
         ([*few, "--settings", "sharding=full"], "sharding=full: a plan tries its values itself"),
         ([*few, "--settings", "batch_size=64"], "batch_size=64: give --batch-tokens N instead"),
         ([*few, "--settings", "task=sft"], "task=sft: a plan does not use it; leave it out"),

@@ -148,7 +148,7 @@ def test_an_unclear_chat_is_refused(byte_level, template, chat, message):
         ([USER, {"role": 3, "content": "a"}], r"messages\[1\]\['role'\].*got 3"),
         ([USER, {"role": "assistant"}], r"messages\[1\]\['content'\] is missing"),
         ([USER, {"role": "assistant", "content": 4}], r"messages\[1\]\['content'\].*got 4"),
-        ([USER, CHAT[1] | {"at": object()}], "takes JSON values, not object"),
+        ([USER, CHAT[1] | {"at": object()}], "takes JSON, not object"),
     ],
 )
 def test_a_bad_row_is_named(tokenizer, chat, message):

@@ -153,7 +153,7 @@ def test_a_function_that_makes_no_tool(doc, hints, message):
 
 def test_a_tool_of_another_type():
     wrong = 5
-    with pytest.raises(ValueError, match="a tool must be a function or the dict"):
+    with pytest.raises(ValueError, match="a tool must be a function or its JSON schema"):
         tool_schema(wrong)
 
 

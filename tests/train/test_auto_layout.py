@@ -19,7 +19,7 @@ from tigon.train.config import Config, Parallel
 from tigon.train.memory import Estimate
 
 CUDA = torch.device("cuda")
-ROOM = auto_layout.Hardware(int(140e9), 8)
+ROOM = int(140e9), 8  # bytes of a GPU, ranks of a host
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8}
 WIDE |= {"num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 2**16}
 
@@ -52,7 +52,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, fits: Callable[[Layout], bool]) -> No
 
 def test_first_fitting_layout_of_the_plan(configured, monkeypatch) -> None:
     """Of those that the settings allow."""
-    parallel, why = auto_layout.choose_layout(configured(), CUDA, 8, ROOM)
+    parallel, why = auto_layout.choose_layout(configured(), CUDA, 8, *ROOM)
     gpu, constants = find_gpu("h200")
     config = configured()
     job = Job(auto_layout.model_shapes(config, None), config, 8, gpu, constants, 4096, 8)
@@ -69,7 +69,7 @@ def test_first_fitting_layout_of_the_plan(configured, monkeypatch) -> None:
     ):
         with monkeypatch.context() as patch:
             limit(patch, fits)
-            parallel, _ = auto_layout.choose_layout(configured(**changes), CUDA, 8, ROOM)
+            parallel, _ = auto_layout.choose_layout(configured(**changes), CUDA, 8, *ROOM)
         for name, size in sizes.items():
             assert getattr(parallel, name) >= size, (parallel, sizes)
 
@@ -77,7 +77,7 @@ def test_first_fitting_layout_of_the_plan(configured, monkeypatch) -> None:
 def test_excluded_layouts_are_never_chosen(configured, monkeypatch) -> None:
     """Even where nothing else fits."""
     limit(monkeypatch, lambda x: x.tensor > 1)
-    auto_layout.choose_layout(configured(), CUDA, 8, ROOM)
+    auto_layout.choose_layout(configured(), CUDA, 8, *ROOM)
     for changes, why in (
         ({"cuda_graphs": "true"}, "cuda_graphs=true does not work with parallel.tensor=2"),
         ({"batch_size": 1}, "replicate x fsdp=2 is more than the 1 row of a step"),
@@ -85,41 +85,41 @@ def test_excluded_layouts_are_never_chosen(configured, monkeypatch) -> None:
         if "batch_size" in changes:
             limit(monkeypatch, lambda x: x.data > 1)
         with pytest.raises(ValueError, match=why):
-            auto_layout.choose_layout(configured(**changes), CUDA, 8, ROOM)
+            auto_layout.choose_layout(configured(**changes), CUDA, 8, *ROOM)
     limit(monkeypatch, lambda x: x.tensor > 1)
-    parallel, _ = auto_layout.choose_layout(configured(sharding="gradients"), CUDA, 8, ROOM)
+    parallel, _ = auto_layout.choose_layout(configured(sharding="gradients"), CUDA, 8, *ROOM)
     assert parallel.tensor > 1 and parallel.replicate == 1
     limit(monkeypatch, lambda x: x.replicate > 1)
     with pytest.raises(ValueError, match=r"parallel.replicate=2 does not work with sharding=grad"):
-        auto_layout.choose_layout(configured(sharding="gradients"), CUDA, 8, ROOM)
+        auto_layout.choose_layout(configured(sharding="gradients"), CUDA, 8, *ROOM)
     limit(monkeypatch, lambda x: x.tensor > 1)
     with pytest.raises(ValueError, match="tensor is above 1, the number of GPUs"):
-        auto_layout.choose_layout(configured(), CUDA, 8, auto_layout.Hardware(ROOM.memory, 1))
+        auto_layout.choose_layout(configured(), CUDA, 8, ROOM[0], 1)
     limit(monkeypatch, lambda x: x.tensor > 4)
     with pytest.raises(ValueError, match=r"adamw_8bit keeps states of .* in blocks of 256 columns"):
-        auto_layout.choose_layout(configured(optimizer="adamw_8bit"), CUDA, 8, ROOM)
+        auto_layout.choose_layout(configured(optimizer="adamw_8bit"), CUDA, 8, *ROOM)
     limit(monkeypatch, lambda x: x.expert > 1)
     sizes = EXPERTS | WIDE | {"num_experts": 4, "moe_intermediate_size": 64}
-    parallel, _ = auto_layout.choose_layout(configured(sizes), CUDA, 8, ROOM)
+    parallel, _ = auto_layout.choose_layout(configured(sizes), CUDA, 8, *ROOM)
     assert parallel.expert in (2, 4) and parallel.tensor == 1
     limit(monkeypatch, lambda x: min(x.expert, x.tensor) > 1)
-    parallel, _ = auto_layout.choose_layout(configured(sizes), CUDA, 8, ROOM)
+    parallel, _ = auto_layout.choose_layout(configured(sizes), CUDA, 8, *ROOM)
     assert parallel.expert in (2, 4) and parallel.tensor > 1
     one = {"optimizer_in_backward": "true", "max_grad_norm": 0}
     limit(monkeypatch, lambda x: x.context > 1)
     with pytest.raises(ValueError, match="no layout"):  # several micro-batches on each rank
-        auto_layout.choose_layout(configured(**one), CUDA, 8, ROOM)
+        auto_layout.choose_layout(configured(**one), CUDA, 8, *ROOM)
 
 
 def test_errors_where_nothing_can_be_planned(configured, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"chooses a layout for GPUs, .* set the dim") as no:
-        auto_layout.choose_layout(configured(), torch.device("cpu"), 8, ROOM)
+        auto_layout.choose_layout(configured(), torch.device("cpu"), 8, *ROOM)
     assert "--gpus 8 --gpu NAME --seq-len 4096` plans for GPUs elsewhere" in str(no.value)
     with pytest.raises(ValueError, match=r"parallel=auto: lora: its time is not modelled.* set"):
-        auto_layout.choose_layout(configured(**{"lora.rank": 4}), CUDA, 8, ROOM)
+        auto_layout.choose_layout(configured(**{"lora.rank": 4}), CUDA, 8, *ROOM)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GH200 480GB")
     with pytest.raises(ValueError, match="nothing is known of NVIDIA GH200 480GB, but of NVIDIA H"):
-        auto_layout.choose_layout(configured(), CUDA, 8, ROOM)
+        auto_layout.choose_layout(configured(), CUDA, 8, *ROOM)
 
 
 def test_auto_on_one_rank(workspace, capsys) -> None:
@@ -137,10 +137,8 @@ def run_chosen(settings: list[str], chosen: dict[str, int]) -> None:
     """As if there were GPUs, of which the plan thinks that."""
     torch.set_num_threads(1)
 
-    def choose(
-        config: Config, _: Any, gpus: int, room: auto_layout.Hardware
-    ) -> tuple[Parallel, str]:
-        assert (gpus, room.host) == (2, 2)
+    def choose(config: Config, _: Any, gpus: int, memory: int, host: int) -> tuple[Parallel, str]:
+        assert (gpus, host) == (2, 2)
         return Parallel(
             fsdp=1, **chosen
         ), f"as I say; before: {auto_layout.checkpoint_layout(config, gpus)[1]}"
@@ -186,9 +184,9 @@ def test_resumed_run_keeps_its_layout(configured, monkeypatch, tmp_path):
     monkeypatch.setattr(auto_layout, "model_shapes", lambda c, _: known(c, None))
     config = configured(resume="auto")
     limit(monkeypatch, lambda x: True)
-    parallel, why = auto_layout.choose_layout(config, CUDA, 8, ROOM)
+    parallel, why = auto_layout.choose_layout(config, CUDA, 8, *ROOM)
     assert parallel == Parallel(fsdp=4, context=2) and why.endswith(f"as in {was}")
     limit(monkeypatch, lambda x: x.context == 1)
-    parallel, why = auto_layout.choose_layout(config, CUDA, 8, ROOM)
+    parallel, why = auto_layout.choose_layout(config, CUDA, 8, *ROOM)
     assert parallel == Parallel(fsdp=8) and "as in" not in why
-    assert auto_layout.choose_layout(config, CUDA, 4, ROOM)[0] == Parallel(fsdp=4)
+    assert auto_layout.choose_layout(config, CUDA, 4, *ROOM)[0] == Parallel(fsdp=4)

@@ -237,19 +237,19 @@ HOUR = 3600
 
 def test_which_checkpoints_stay():
     losses = {10: 3.0, 20: 1.0, 30: 2.0, 40: float("nan"), 50: 4.0}
-    saved = [SavedStep(step, step * HOUR / 10, losses.get(step)) for step in range(10, 61, 10)]
+    saved = [(step, step * HOUR / 10, losses.get(step)) for step in range(10, 61, 10)]
     assert KeepPolicy(last=2).choose(saved) == {50, 60}
     assert KeepPolicy(last=0).choose(saved) == {10, 20, 30, 40, 50, 60}
     assert KeepPolicy(last=1, best=2).choose(saved) == {20, 30, 60}
     assert KeepPolicy(last=1, best=9).choose(saved) == {10, 20, 30, 50, 60}
     assert KeepPolicy(last=1, hours=2.5).choose(saved) == {10, 40, 60}
-    put_back = [SavedStep(step, hour * HOUR) for step, hour in enumerate((900, 0, 1, 2))]
+    put_back = [(step, hour * HOUR, None) for step, hour in enumerate((900, 0, 1, 2))]
     assert KeepPolicy(last=1, hours=1).choose(put_back) == {0, 1, 2, 3}  # a clock
     left: list[SavedStep] = []  # pruned after each save: the same ones stay for ever
     for s in saved:
         chosen = KeepPolicy(last=1, hours=2.5).choose([*left, s])
-        left = [kept for kept in [*left, s] if kept.step in chosen]
-    assert [kept.step for kept in left] == [10, 40, 60]
+        left = [kept for kept in [*left, s] if kept[0] in chosen]
+    assert [kept[0] for kept in left] == [10, 40, 60]
 
 
 def test_retention_spares_best_locked_and_last_good(workspace, tmp_path):

@@ -227,6 +227,7 @@ def test_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
             device=torch.device("cuda", index),
             gather=gather,
             raise_on_all_ranks=WORLD.raise_on_all_ranks,
+            share=lambda find: World.share(here, find),
         )
         return choices.resolve_choices(config, here, task, None, 2, torch.device("cuda"))[1]
 

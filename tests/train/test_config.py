@@ -12,7 +12,7 @@ from tigon.train.launch import help_text
 from tigon.train.tasks import TASKS
 from tigon.utils.config import field_types
 
-OTHERS, VALUES = load_aliases().names, load_aliases().values
+OTHERS, VALUES = load_aliases()
 NEEDED = ["run_dir=runs/a", "model=m", "data=a.jsonl"]
 
 

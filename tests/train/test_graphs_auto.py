@@ -176,7 +176,7 @@ def test_runs_that_cannot_have_graphs(workspace, monkeypatch, capsys) -> None:
         ({"device": "cpu"}, 1, False, ""),
         (half | {"packing": "false"}, 1, False, "not used: does not work with packing=false"),
         (half | {"activation_offload": "true"}, 1, False, "not used: does not work with activat"),
-        (half | {"task": "kto"}, 1, False, "not used: with task=kto: the answers of a micro-batch"),
+        (half | {"task": "kto"}, 1, False, "not used: does not work with task=kto: its answers"),
         ({"device": "auto", "sharding": "full"}, 1, False, "not used: with sharding=full: FSDP2"),
     ):
         config = load(None, workspace.settings("x", **changes))

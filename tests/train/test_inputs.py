@@ -32,7 +32,7 @@ def test_settings(fails):
 
 def test_chat_templates(fails, workspace, tmp_path):
     fails(r"no chat template .*/nowhere\.jinja", f"chat_template={tmp_path}/nowhere.jinja")
-    fails("task=pretrain has no chats", "chat_template=x.jinja", "task=pretrain")
+    fails("x.jinja.: task=pretrain has no use for it", "chat_template=x.jinja", "task=pretrain")
     (tmp_path / "bad.jinja").write_text("{% for m in messages %}")
     fails("chat template", f"chat_template={tmp_path}/bad.jinja")
 
@@ -43,7 +43,7 @@ def test_chat_template_kwargs(fails):
     fails("chat_template_kwargs must be an object of the chat template's own", kwargs("messages"))
     fails("chat_template_kwargs must be an object", kwargs("strftime_now"))
     fails("chat_template_kwargs='x' is not a dictionary or null", "chat_template_kwargs=x")
-    fails("task=pretrain has no chats", "task=pretrain", kwargs("m"))
+    fails("task=pretrain has no use for it", "task=pretrain", kwargs("m"))
 
 
 def test_data(fails, workspace, tmp_path):

@@ -87,11 +87,9 @@ def test_killed_export_of_the_best_is_repeated(workspace, monkeypatch):
     def killed(run, target):
         raise Killed
 
-    export = trainer.export_best.__globals__["export"]
-    monkeypatch.setitem(trainer.export_best.__globals__, "export", killed)
-    with pytest.raises(Killed):
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(trainer, "export", killed)
         main(settings)
-    monkeypatch.setitem(trainer.export_best.__globals__, "export", export)
     main(settings)
     assert (workspace.root / "best/hf-best/model.safetensors").exists()
     assert len(workspace.metrics("best", "eval_loss")) == 1

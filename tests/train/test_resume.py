@@ -112,7 +112,7 @@ def test_another_data_stream_is_refused(workspace, whole, tmp_path):
 def test_an_existing_run_is_never_overwritten(workspace, whole, tmp_path):
     before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
     settings = workspace.settings("whole", **STEPS)
-    with pytest.raises(SystemExit, match="whole is not empty: continue the run"):
+    with pytest.raises(SystemExit, match="whole is not empty: give resume=auto"):
         main(settings)
     main([*settings, "resume=auto", "export=false"])  # all steps are done
     first = whole / "checkpoints/step-00000006"
@@ -138,7 +138,7 @@ def killed_before_its_first_row(settings: list[str]) -> None:
     def killed(self, step):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    logging.RunLog._cut = killed
+    logging.RunLog.rewind = killed
     main(settings)
 
 

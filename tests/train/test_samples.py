@@ -1,5 +1,6 @@
 """Texts that the model in training generates at evaluations."""
 
+import itertools
 import json
 import re
 import shutil
@@ -10,7 +11,6 @@ import torch
 import tigon
 from tigon.train import main, trainer
 from tigon.train.logging import RunLog, read_metrics
-from tigon.train.samples import truncate_at
 
 PROMPTS = ["the model", "who asked it back"]
 BITS = ("loss", "grad_norm", "eval_loss", "eval_accuracy")
@@ -54,7 +54,8 @@ def test_they_are_what_the_model_says(workspace, with_and_without):
                 said = [{"role": "user", "content": row["prompt"]}]
                 ids = tokenizer.apply_chat_template(said, add_generation_prompt=True)
                 made = model.generate(torch.tensor([ids]), max_new_tokens=9, eos_token_id=None)
-                text = tokenizer.decode(truncate_at(made[0, len(ids) :].tolist(), {end}))
+                written = [*itertools.takewhile(lambda i: i != end, made[0, len(ids) :].tolist())]
+                text = tokenizer.decode(written)
                 assert row["text"] == text
 
 

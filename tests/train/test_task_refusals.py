@@ -9,7 +9,6 @@ import pytest
 from tests.support.small import write_model
 from tests.train import preferences
 from tigon.train import load, main, prepare, start
-from tigon.train.tasks import find_task
 
 NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
 UNUSED = "has no use for it"
@@ -44,9 +43,9 @@ UNUSED = "has no use for it"
         ("task=grpo max_completion_length=9", "max_completion_length=9 with loss_type=dapo"),
         ("task=grpo reference=x", "reference=x with beta=0 has no effect"),
         ("task=grpo loss_type=hinge", "loss_type=hinge of task=grpo is not one of dapo, grpo"),
-        ("label_smoothing=1", r"label_smoothing=1 is not in \[0, 1\)"),
-        ("eval_label_smoothing=1.5", r"eval_label_smoothing=1.5 is not in \[0, 1\)"),
-        ("z_loss=.inf", "z_loss=inf is not finite"),
+        ("label_smoothing=1", "label_smoothing=1 must be below 1"),
+        ("eval_label_smoothing=1.5", "eval_label_smoothing=1.5 must be below 1"),
+        ("z_loss=.inf", "z_loss=inf must be finite"),
         ("z_loss=.nan", "z_loss=nan must be at least 0"),
         ("logits_bytes=0", "logits_bytes=0 must be at least 1"),
         ("logits_to_keep=4", "logits_to_keep=4 with packing=true.*give packing=false"),
@@ -54,22 +53,17 @@ UNUSED = "has no use for it"
         ("logits_to_keep=1 packing=false", "logits_to_keep=1 leaves nothing to learn"),
         ("metrics=[nll,entrpy]", "metrics=entrpy is not one of accuracy, entropy, max_logit"),
         ("eval_metrics=predicted_tokens", "predicted_tokens has no mean"),
-        ("return_logits=true", "return_logits=true without hooks"),
-        ("eval_return_logits=true", "eval_return_logits=true without hooks"),
+        ("return_logits=true", "return_logits=true needs hooks"),
+        ("eval_return_logits=true", "eval_return_logits=true needs hooks"),
         ("predictions=true", "predictions=true needs eval_data or eval_fraction"),
         ("loss_reduction=sum", "loss_reduction='sum' is not one of token, sequence"),
         ("hooks=tests.nowhere:f", r"hooks=tests\.nowhere:f"),
+        ("task=kto cuda_graphs=true", "cuda_graphs=true does not work with task=kto"),
     ],
 )
 def test_settings_are_refused_before_the_model_is_read(given, message):
     with start("cpu") as world, pytest.raises(ValueError, match=message):
         prepare(load(None, [*NEEDED, *given.split()]), world)
-
-
-def test_kto_runs_without_graphs(world):
-    config = load(None, [*NEEDED, "task=kto", "cuda_graphs=true"])
-    with pytest.raises(ValueError, match="cuda_graphs=true with task=kto"):
-        find_task("kto")(config, world)
 
 
 PAIR = preferences.pairs(1)[0]
@@ -106,7 +100,7 @@ ROWS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
             ({"completions": [" reads", 3]}, r"'completions\[1\]' must be a text"),
             ({"old_logprobs": [[-1.0]]}, "'old_logprobs' must have a list for each of the 2"),
             ({"old_logprobs": [[-1.0], [-1.0]]}, "'old_logprobs' has 1 numbers for the"),
-            ({"prompt": [3, 4]}, "'prompt' is a list of tokens, and so must each answer be"),
+            ({"prompt": [3, 4]}, "'prompt' is a list of tokens: each answer must be one"),
         )
     ),
 ]

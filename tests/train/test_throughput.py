@@ -7,7 +7,7 @@ import torch
 import tigon
 from tests.support.small import EXPERTS, LLAMA
 from tigon.layers import FusedLinear, GatedDeltaNet, ShortConv
-from tigon.train.throughput import PEAKS, model_flops, named_peak, peak_flops, positions_seen
+from tigon.train.throughput import PEAKS, Cost, named_peak, peak_flops, positions_seen
 
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -35,7 +35,7 @@ def make(values):
     ],
 )
 def test_published_counts_of_a_token(values, length, giga):
-    found = model_flops(make(values), [length]) / length / 1e9
+    found = Cost.of(make(values))([length]) / length / 1e9
     digits = len(giga.partition(".")[2])
     assert f"{found:.{digits}f}" == giga
 
@@ -49,7 +49,7 @@ def test_windows_bound_what_a_token_sees():
     # Tokens of a sequence of 6 see 1, 2, 3, 3, 3 and 3 positions through the window
     layer = 64 * 64 + 64 * 64 + 64 * 64 + 3 * 64 * 96
     expected = 6 * (2 * layer + 321 * 64) * 6 + 12 * 4 * 16 * (15 + 21)
-    assert model_flops(model, [6]) == expected
+    assert Cost.of(model)([6]) == expected
     for length in range(1, 9):
         mask = torch.ones(length, length).tril()
         (full,), (windowed,) = (positions_seen(np.array([length]), w) for w in (None, 3))
@@ -61,7 +61,7 @@ def test_experts_count_where_tokens_are_routed_to():
     attention = 64 * (64 + 64) + 64 * 64
     dense, sparse = 3 * 64 * 96, 64 * 5 + 2 * 3 * 64 * 40  # two of five experts, and the router
     expected = 6 * (2 * attention + dense + sparse + 321 * 64) * 4 + 2 * 12 * 4 * 16 * 10
-    assert model_flops(model, [4]) == pytest.approx(expected, rel=1e-12)
+    assert Cost.of(model)([4]) == pytest.approx(expected, rel=1e-12)
     shared = make(
         EXPERTS
         | {"model_type": "qwen2_moe", "mlp_only_layers": [0, 1]}
@@ -69,26 +69,26 @@ def test_experts_count_where_tokens_are_routed_to():
     )
     with_shared = make(EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24})
     more = 64 * 5 + 2 * 3 * 64 * 40 + 3 * 64 * 24 + 64 - 3 * 64 * 96
-    found = model_flops(with_shared, [1]) - model_flops(shared, [1])
+    found = Cost.of(with_shared)([1]) - Cost.of(shared)([1])
     assert found == pytest.approx(6 * more, rel=1e-12)
 
 
 def test_what_is_frozen_needs_fewer():
     model = make(LLAMA | {"tie_word_embeddings": False})
-    whole = model_flops(model, [4])
+    whole = Cost.of(model)([4])
     first = model.model.layers[0]
     first.requires_grad_(False)
     layer = sum(p.numel() for p in first.parameters() if p.dim() == 2)
-    assert whole - model_flops(model, [4]) == 2 * layer * 4  # the embedding is below it
+    assert whole - Cost.of(model)([4]) == 2 * layer * 4  # the embedding is below it
     model.model.embed_tokens.requires_grad_(False)
     # No gradient passes the first block, nor into the first product of the second
     norm = model.model.layers[1].input_layernorm
     assert norm.weight.requires_grad
     attention = 8 * 4 * 16 * 10
-    assert whole - model_flops(model, [4]) == 4 * layer * 4 + attention
+    assert whole - Cost.of(model)([4]) == 4 * layer * 4 + attention
     norm.requires_grad_(False)
     qkv = model.model.layers[1].self_attn.qkv_proj.weight.numel()
-    assert whole - model_flops(model, [4]) == 4 * layer * 4 + attention + 2 * qkv * 4
+    assert whole - Cost.of(model)([4]) == 4 * layer * 4 + attention + 2 * qkv * 4
 
 
 @pytest.mark.parametrize("family", sorted(tigon.models.MODELS))
@@ -123,7 +123,7 @@ def test_every_matrix_of_a_family_is_counted(family):
     attention = sum(6 * x.heads * (x.head_dim + (values or x.head_dim)) for x in softmax)
     recurrence = sum(18 * x.value_heads * x.key_dim * x.value_dim for x in delta)
     expected = 6 * sum(matrices.values()) + attention + recurrence
-    assert model_flops(model, [1]) == pytest.approx(expected, rel=1e-12)
+    assert Cost.of(model)([1]) == pytest.approx(expected, rel=1e-12)
 
 
 def test_peaks_by_name():

@@ -48,10 +48,7 @@ class Chat:
     ) -> None:
         """Raises ValueError for a tokenizer without chat template or system messages."""
         if tokenizer.chat_template is None:
-            raise ValueError(
-                "the tokenizer has no chat template, so it knows no turns: "
-                "`tigon generate` continues a text"
-            )
+            raise ValueError("the tokenizer has no chat template: use `tigon generate`")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
         self.model, self.tokenizer = model, tokenizer
@@ -228,7 +225,7 @@ class GenerateCalls:
     def lead(self, talk: Callable[[], None]) -> None:
         """Runs `talk` on the first rank; the other ranks follow its calls until it ends."""
         if LAUNCHED not in os.environ:
-            signal.signal(signal.SIGINT, exit_interrupted)
+            signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
         try:
             talk()
         except (KeyboardInterrupt, BrokenPipeError, SystemExit):  # never amid a step
@@ -287,8 +284,3 @@ class GenerateCalls:
         calls = [call]
         dist.broadcast_object_list(calls, 0, group=self.group)
         return calls[0]
-
-
-def exit_interrupted(number: int, frame: FrameType | None) -> None:
-    """Handles Ctrl-C by SystemExit with its exit code."""
-    sys.exit(INTERRUPTED)

@@ -47,9 +47,7 @@ from tigon.weights import Repository
 @on_ranks
 def generate(args: Namespace, world: World) -> int:
     """Runs `tigon generate`: prints the continuation of a prompt."""
-    with world.raise_on_all_ranks():
-        text = _read_prompt(args) if world.main else ""
-    text = next(filter(None, world.gather(text)), "")
+    text = world.share(lambda: _read_prompt(args))
     with world.raise_on_all_ranks():
         model, tokenizer = load_model_and_tokenizer(args, world)
         ids = _encode_prompt(args, text, tokenizer)
@@ -58,9 +56,7 @@ def generate(args: Namespace, world: World) -> int:
         check_sequences(model)
         context = model.config.max_position_embeddings
         if len(ids) >= context:
-            raise ValueError(
-                f"the prompt has {len(ids)} tokens, but the model's context is {context}"
-            )
+            raise ValueError(f"the prompt has {len(ids)} tokens, for a context of {context}")
     assistant = None
     if args.assistant is not None:
         assistant = from_pretrained(args.assistant, dtype=parse_dtype(args), device=model.device)
@@ -207,10 +203,7 @@ def eval_tasks(args: Namespace, world: World) -> int:
             try:
                 TemporaryFile(dir=out.absolute().parent).close()  # before hours of evaluation
             except OSError as error:
-                raise ValueError(
-                    f"--out {args.out}: no file can be written there ({error.strerror}): name "
-                    "another folder"
-                ) from None
+                raise ValueError(f"--out {args.out} cannot be written: {error.strerror}") from None
         from tigon.integrations import tasks  # needs an extra
 
         options = {"num_fewshot": args.num_fewshot, "limit": args.limit}

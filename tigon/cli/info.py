@@ -65,7 +65,10 @@ def describe(path: str, revision: str | None = None) -> Facts:
         return _describe_run(checkpoint)
     directory, gguf_file = parse_gguf_path(path)
     if gguf_file is not None:
-        return _describe_gguf(Repository(directory, revision=revision), gguf_file)
+        repository = Repository(directory, revision=revision)
+        model, stored = build(repository, MODELS, gguf_file=gguf_file, fit=False)
+        size = f"1 of weights, {repository.file(gguf_file).stat().st_size:,} bytes"
+        return describe_model(model) | {"files": size, "loads": _format_loads(model, stored)}
     with HeadersOnly(path, revision=revision) as repository:
         facts = describe_repository(repository)
         if facts["loads"].startswith("no: "):
@@ -77,13 +80,6 @@ def describe(path: str, revision: str | None = None) -> Facts:
         except (OSError, ValueError) as error:
             facts["loads"] = f"no: {repository.rename_in(error)}"
         return facts
-
-
-def _describe_gguf(repository: Repository, name: str) -> Facts:
-    """Returns the facts of a .gguf file; raises ValueError for one that would not load."""
-    model, stored = build(repository, MODELS, gguf_file=name, fit=False)
-    size = f"1 of weights, {repository.file(name).stat().st_size:,} bytes"
-    return describe_model(model) | {"files": size, "loads": _format_loads(model, stored)}
 
 
 def _describe_run(checkpoint: Path) -> Facts:

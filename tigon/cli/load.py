@@ -106,9 +106,7 @@ def parse_gguf_export(args: Namespace) -> str | None:
     directory. Raises FileExistsError unless the target is free."""
     if not args.directory.endswith(".gguf"):
         if args.dtype == "q8_0":
-            raise ValueError(
-                f"--dtype q8_0 is of GGUF files alone: name one, such as {args.directory}.gguf"
-            )
+            raise ValueError(f"--dtype q8_0 needs a GGUF file: {args.directory}.gguf")
         check_free(args.directory)
         return None
     if args.stack_experts is not None:

@@ -142,9 +142,7 @@ def parse_rewarded(row: Row, format: Format) -> RewardedSample:
     if isinstance(prompt, list) and all(type(i) is int for i in prompt):
         if not all(map(is_token_list, answers)):
             name = format.column("prompt")
-            raise ValueError(
-                f"{name!r} is a list of tokens, and so must each answer be one, none empty"
-            )
+            raise ValueError(f"{name!r} is a list of tokens: each answer must be one, none empty")
         check_token_ids(prompt, format.column("prompt"))
         for answer in answers:
             check_token_ids(answer, key)
@@ -259,9 +257,7 @@ def _check_shared_prompt(
         )
     questions = [m.get("content") for m in shared if isinstance(m, dict) and get_role(m) == "user"]
     if prompt is not None and prompt not in questions:
-        raise ValueError(
-            f"the prompt {prompt!r:.100} is none of the messages that both conversations begin with"
-        )
+        raise ValueError(f"the prompt {prompt!r:.100} is no message that both answers begin with")
 
 
 def _check_not_empty(name: str, answer: TextOrMessages) -> None:

@@ -87,9 +87,7 @@ class ContentCheck:
                 if len(self._known) == MAX_SHAPES:
                     self._known.clear()
                 self._known[key] = problem
-            except (
-                ValueError
-            ):  # with marks, the template refuses it; other texts may have its words
+            except ValueError:  # with marks, the template refuses it; others may have its words
                 texts = [text._replace(words=text.text.split()) for text in texts]
                 try:
                     problem = self._find_unwritten(messages, texts, learned, options)

@@ -5,7 +5,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
@@ -99,10 +99,6 @@ class EncodingReport:
                 f"{format_count(self.rows, 'row')}"
             )
         return f"has no good row of {self.rows}: {self.errors[0]}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values, which EncodingReport(**values) reads back."""
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,7 @@ REQUIRED_KEYS = {
 }
 TEMPLATE_KEYS = ("tools", "system", "chat_template_kwargs")  # to the chat template
 OPTIONAL_KEYS = {
-    "messages": ("tools", "system", "weight", "chat_template_kwargs"),
-    "sharegpt": ("tools", "system", "weight", "chat_template_kwargs"),
-    "prompt_completion": ("tools", "system", "weight", "chat_template_kwargs"),
+    **dict.fromkeys(("messages", "sharegpt", "prompt_completion"), ("weight", *TEMPLATE_KEYS)),
     "instruction": ("input", "history", "system", "weight", "chat_template_kwargs"),
     "text": ("weight",),
     "preference": ("prompt", "margin", *TEMPLATE_KEYS),

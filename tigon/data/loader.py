@@ -35,8 +35,7 @@ WindowSlices = list[tuple[PackedWindow, np.ndarray]]  # windows, and rows of eac
 
 
 class WindowRows(NamedTuple):
-    """The rows of an epoch that come from one window: `begin` to `end` - 1 of the epoch's; `last`:
-    whether it is the epoch's last window."""
+    """Rows `begin` to `end` - 1 of an epoch, those of one window; `last` ends the epoch."""
 
     number: int
     begin: int
@@ -197,24 +196,9 @@ class Loader:
             cursor = {"first_step": epoch.first_step, "rows": window.begin}
             return cursor | self.windows.state(window.number)
 
-    def identity(self) -> str:
-        """Returns a digest of the data."""
-        return self.windows.identity()
-
-    def sample(self) -> str:
-        """Returns a digest of a few bytes of each file of a stream; "" for data in memory."""
-        return self.windows.sample()
-
     def close(self) -> None:
         """Ends the tokenizing of a stream."""
         self.windows.close()
-
-    def batch(self, step: int) -> list[tuple[Window, PackedRows, np.ndarray]]:
-        """Lists the windows of a step's global batch, each with its packed rows and the indices of
-        those that the batch takes."""
-        with self._lock:
-            slices = self._window_slices(step)
-        return [(packed.window, packed.rows, rows) for packed, rows in slices]
 
     def _count_tokens(self, pieces: WindowSlices) -> tuple[np.ndarray, np.ndarray, int]:
         """Counts what `lengths` returns, for these rows."""

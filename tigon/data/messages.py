@@ -30,9 +30,7 @@ def normalize_tools(tools: Any, name: str) -> list[Any] | None:
     if tools is None:
         return None
     if not isinstance(tools, list):
-        raise ValueError(
-            f"{name!r} must be a list, or its JSON as text, not {type(tools).__name__}"
-        )
+        raise ValueError(f"{name!r} must be a list or its JSON, not {type(tools).__name__}")
     return [
         _normalize_tool(read_json(tool, f"{name}[{i}]")) for i, tool in enumerate(tools)
     ] or None
@@ -119,7 +117,7 @@ def _normalize_tool_call(call: Any, name: str) -> dict[str, Any]:
     arguments = read_json(function.get("arguments"), f"{name}: 'arguments'")
     if not isinstance(arguments, dict | None):
         raise ValueError(
-            f"{name}: 'arguments' must be an object, or its JSON as text, not {arguments!r:.100}"
+            f"{name}: 'arguments' must be an object or its JSON, not {arguments!r:.100}"
         )
     # Templates that write the function as JSON write its keys in this order
     function = {"name": function["name"], "arguments": arguments or {}} | {

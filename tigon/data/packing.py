@@ -16,8 +16,7 @@ MIN_SHARED_FRACTION = 1 / 64  # of all tokens: sharing fewer costs as much as it
 
 @dataclass(frozen=True)
 class TruncationStats:
-    """Counts of truncated and dropped groups. A group over both limits counts as too long for its
-    row."""
+    """Counts truncated and dropped groups; one over both limits counts as too long for its row."""
 
     max_length_cuts: int = 0  # groups of which an example is longer than `max_length`
     max_length_drops: int = 0
@@ -256,9 +255,7 @@ def pack_documents(window: Window, seq_len: int, *, packing: bool = True) -> Pac
     """Make rows of text, none left out: join documents and cut them every seq_len tokens, or
     without packing cut each document, one piece to a row."""
     if len(window.groups) != len(window) + 1:
-        raise ValueError(
-            "groups of examples cannot be split: make rows of them with pack_examples()"
-        )
+        raise ValueError("groups of examples cannot be split: pack_examples() makes rows of them")
     ends = np.concatenate([[0], np.cumsum(window.stops - window.starts)])
     if packing:
         row_starts = np.arange(0, ends[-1], seq_len)

@@ -138,9 +138,7 @@ def _file_source(
     name = str(path)
     for option, value in (("config", entry.config), ("revision", entry.revision)):
         if value is not None:
-            raise ValueError(
-                f"{path} has no {option}: it is not on the hub, so leave out {option}={value!r}"
-            )
+            raise ValueError(f"{path} is not on the hub: leave out {option}={value!r}")
     if path.is_dir():
         if not any((path / state).is_file() for state in ("state.json", "dataset_dict.json")):
             raise IsADirectoryError(f"{path} is a directory; name its files: '{path}/*.jsonl'")

@@ -23,8 +23,7 @@ class Table(Source):
     streaming: bool = False
 
     def read(self, start: int = 0) -> Iterator[tuple[int, Record]]:
-        """Yields the rows from number `start` on, without the nulls of structs, with their numbers,
-        counted from 1, as lines."""
+        """Yields the rows from number `start` on, without nulls of structs; lines count from 1."""
         line = start + 1
         with _reader_errors(self.name):
             data = self.load()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ def _to_row(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]
     facts = {
         "source": source,
         "highest": examples.highest,
-        "report": examples.report.to_dict(),
+        "report": asdict(examples.report),
         "shapes": shapes,
         "dtypes": {
             f"{kind}.{name}": np.dtype(dtype).str

@@ -6,16 +6,6 @@ from tigon.eval.parity import Parity, parity, report
 from tigon.eval.perplexity import Perplexity, Windows, find_windows, perplexity, score
 
 __all__ = [
-    "LayerError",
-    "Likelihood",
-    "Parity",
-    "Perplexity",
-    "Windows",
-    "compare_layers",
-    "find_windows",
-    "log_likelihoods",
-    "parity",
-    "perplexity",
-    "report",
-    "score",
-]
+    "LayerError", "Likelihood", "Parity", "Perplexity", "Windows", "compare_layers", "find_windows",
+    "log_likelihoods", "parity", "perplexity", "report", "score",
+]  # fmt: skip

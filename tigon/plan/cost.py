@@ -15,10 +15,10 @@ an expert-parallel group receives equally many tokens.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,16 +91,6 @@ class ParameterCounts:
     expert: int  # and the experts
     mixtures: tuple[SparseMoE, ...]
 
-    @classmethod
-    def of(cls, model: CausalLM, tensor: int, expert: int) -> Self:
-        """Returns the counts of `model`, which is one rank's shard."""
-        hidden, counts = hidden_matrices(model), defaultdict[tuple[bool, bool], int](int)
-        sharded = {p for experts in sharded_experts(model) for p in experts.parameters()}
-        for name, parameter in model.named_parameters():
-            counts[name in hidden, parameter in sharded] += parameter.numel()
-        mixtures = tuple(m for m in model.modules() if isinstance(m, SparseMoE))
-        return cls(counts, tensor, expert, mixtures)
-
     @property
     def shared(self) -> int:
         """Returns the number of parameters in the shard that belong to sharded experts."""
@@ -139,7 +129,13 @@ class Shapes:
 
     def _counts(self, tensor: int = 1, expert: int = 1) -> ParameterCounts:
         """Returns the numbers of parameters in the first rank's shard."""
-        return ParameterCounts.of(self.shard(tensor, expert), tensor, expert)
+        model = self.shard(tensor, expert)
+        hidden, counts = hidden_matrices(model), defaultdict[tuple[bool, bool], int](int)
+        sharded = {p for experts in sharded_experts(model) for p in experts.parameters()}
+        for name, parameter in model.named_parameters():
+            counts[name in hidden, parameter in sharded] += parameter.numel()
+        mixtures = tuple(m for m in model.modules() if isinstance(m, SparseMoE))
+        return ParameterCounts(counts, tensor, expert, mixtures)
 
     def _work(
         self, rows: int, tokens: int, tensor: int = 1, expert: int = 1, **options: Any
@@ -380,7 +376,6 @@ def estimate_step(
     """Returns the time of a step. `learned` is the share of tokens with a target, `sums` the dtype
     in which FSDP reduces gradients, by default that of `reduction_dtype`."""
     k, batches, shapes = job.constants, layout.micro_batches, job.shapes
-    model = shapes.shard(layout.tensor, layout.expert)
     counts = shapes.counts(layout.tensor, layout.expert)
     ranks = {n: getattr(layout, n) for n in ("context", "tensor", "expert")}
     shares = {"recomputed": layout.recomputed, "learned": learned}
@@ -394,12 +389,11 @@ def estimate_step(
     )
     step.kinds["optimizer"] = update / k.optimizer
     step.kinds["other"] = k.rest * step.seconds
-    waited, hidden = (time * batches for time in block_collectives(job, layout, model, counts))
+    waited, hidden = (time * batches for time in block_collectives(job, layout))
     step.kinds[WAITED] = waited.nvlink + waited.network + k.exposed * hidden.nvlink
     if layout.expert > 1:
         step.kinds[WAITED] += batches * len(counts.mixtures) * k.shared_experts
-    groups = sharded_parameters(layout, model, counts)
-    fsdp, outlasting = fsdp_collectives(job, groups, layout, sum(compute.values()), sums)
+    fsdp, outlasting = fsdp_collectives(job, layout, sum(compute.values()), sums)
     exposed = k.exposed_once if layout.sharding == "gradients" else k.exposed
     step.kinds["FSDP over NVLink"] = exposed * fsdp.nvlink
     step.kinds["FSDP over the network"] = outlasting
@@ -425,9 +419,7 @@ def compute_seconds(work: Work, k: Constants) -> dict[str, float]:
     }
 
 
-def block_collectives(
-    job: Job, layout: Layout, model: CausalLM, counts: ParameterCounts
-) -> tuple[CommTime, CommTime]:
+def block_collectives(job: Job, layout: Layout) -> tuple[CommTime, CommTime]:
     """Returns a micro-batch's collectives inside blocks: those waited for, and those beside GEMMs.
 
     Each branch gathers its tokens and reduces its output over the tensor ranks, forward and
@@ -435,11 +427,13 @@ def block_collectives(
     send each other rows, and back.
     """
     gpu, k, recomputed = job.gpu, job.constants, layout.recomputed
+    model = job.shapes.shard(layout.tensor, layout.expert)
+    moes = job.shapes.counts(layout.tensor, layout.expert).mixtures
     tensor, context = CommGroup(layout.tensor, 1), CommGroup(layout.context, layout.tensor)
     tokens = layout.tokens(job.seq_len)
     stream = -(-tokens // layout.tensor)  # a rank's, between layers
     hidden = BF16 * stream * layout.tensor * model.config.hidden_size
-    layers, moes = len(model.model.layers), counts.mixtures
+    layers = len(model.model.layers)
     # Two branches per block, except experts that ranks hold whole; embedding and head
     branches = 2 * layers - (len(moes) if layout.expert > 1 else 0)
     gather = tensor.gather(hidden, gpu, k)
@@ -463,61 +457,33 @@ def block_collectives(
     return waited, overlapped
 
 
-@dataclass(frozen=True)
-class ShardedParameters:
-    """FSDP parameter groups of the same size over the same ranks."""
-
-    ranks: CommGroup
-    replicas: CommGroup
-    count: int
-    numel: float  # of each
-
-    def gather(self, gpu: GPU, k: Constants) -> CommTime:
-        """Returns the time to all-gather the weights of all groups once, in bfloat16."""
-        return self.ranks.gather(BF16 * self.numel, gpu, k) * self.count
-
-    def reduce(self, sums: torch.dtype, gpu: GPU, k: Constants) -> CommTime:
-        """Returns the time to reduce-scatter the gradients of all groups once, in the dtype `sums`,
-        and to all-reduce the result over the replicas."""
-        size = sums.itemsize * self.numel
-        scattered = self.ranks.gather(size, gpu, k) * self.count
-        return scattered + self.replicas.gather(size / self.ranks.size, gpu, k) * (2 * self.count)
-
-
-def sharded_parameters(
-    layout: Layout, model: CausalLM, counts: ParameterCounts
-) -> list[ShardedParameters]:
-    """Returns the groups of a rank's shard: blocks and ends, and sharded experts."""
-    replicas = CommGroup(layout.replicate, layout.tensor * layout.shards)
-    sharded, count = counts.shared, len(model.model.layers) + 1
-    rest = (counts.total - sharded) / count
-    groups = [ShardedParameters(CommGroup(layout.shards, layout.tensor), replicas, count, rest)]
-    if sharded:
+def sharded_parameters(job: Job, layout: Layout) -> Iterator[tuple[CommGroup, int, float]]:
+    """Yields FSDP's parameter groups of equal size: their ranks, how many there are, and the
+    parameters of each. Blocks and ends come first, then sharded experts."""
+    counts = job.shapes.counts(layout.tensor, layout.expert)
+    count = len(job.shapes.shard(layout.tensor, layout.expert).model.layers) + 1
+    yield CommGroup(layout.shards, layout.tensor), count, (counts.total - counts.shared) / count
+    if counts.shared:
         ranks, count = CommGroup(layout.expert_replicas, layout.expert), len(counts.mixtures)
-        groups.append(ShardedParameters(ranks, replicas, count, sharded / count))
-    return groups
+        yield ranks, count, counts.shared / count
 
 
 def fsdp_collectives(
-    job: Job, groups: Sequence[ShardedParameters], layout: Layout, compute: float,
-    sums: torch.dtype | None = None,
-) -> tuple[CommTime, float]:  # fmt: skip
+    job: Job, layout: Layout, compute: float, sums: torch.dtype | None = None
+) -> tuple[CommTime, float]:
     """Returns a step's collectives of weights and gradients, and by how much those over the network
     outlast `compute`, the seconds of a micro-batch; `sums` is that of `estimate_step`."""
     gpu, k, count = job.gpu, job.constants, layout.micro_batches
-    once = layout.sharding == "gradients"
-    param_dtype = getattr(torch, job.config.param_dtype)
-
-    def dtype_of(size: int) -> torch.dtype:
-        if once:
-            return sum_dtype(job.config)
-        one = count == 1
-        return sums or reduction_dtype(torch.bfloat16, {param_dtype}, size, one_backward=one)
-
-    gather = sum((group.gather(gpu, k) for group in groups), CommTime())
-    reduced = sum(
-        (group.reduce(dtype_of(group.ranks.size), gpu, k) for group in groups), CommTime()
-    )
+    once, one = layout.sharding == "gradients", count == 1
+    replicas = CommGroup(layout.replicate, layout.tensor * layout.shards)
+    dtypes, gather, reduced = {getattr(torch, job.config.param_dtype)}, CommTime(), CommTime()
+    for ranks, groups, numel in sharded_parameters(job, layout):
+        gather += ranks.gather(BF16 * numel, gpu, k) * groups
+        dtype = sums or reduction_dtype(torch.bfloat16, dtypes, ranks.size, one_backward=one)
+        size = (sum_dtype(job.config) if once else dtype).itemsize * numel
+        reduced += ranks.gather(size, gpu, k) * groups
+        # What is reduced and scattered is then all-reduced over the replicas
+        reduced += replicas.gather(size / ranks.size, gpu, k) * (2 * groups)
     forward = max(0.0, gather.network - compute / 3)
     if once:  # the gather overlaps with the first forward, the reduction with the last backward
         return gather + reduced, forward + max(0.0, reduced.network - 2 / 3 * compute)

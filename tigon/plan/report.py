@@ -18,6 +18,7 @@ from tigon.train.config import MAX_TOKENS, Config
 from tigon.train.config_file import load, parse_arguments
 from tigon.train.memory import GIB
 from tigon.train.model import meta_model
+from tigon.utils.config import check_range
 
 COLUMNS = (
     *("micro-batch size", "micro-batches", "recomputed", "GiB", "NVLink GB", "network GB"),
@@ -54,25 +55,15 @@ def read_job(
     Raises ValueError and OSError for what cannot be planned.
     """
     tokens = gpus * seq_len if batch_tokens is None else batch_tokens
-    if not 1 <= gpus <= MAX_GPUS:
-        raise ValueError(f"--gpus {gpus} must be 1 to {MAX_GPUS:,}")
+    check_range("--gpus", gpus, ge=1, le=MAX_GPUS)
     data_sheet, constants = find_gpu(gpu)
-    for name, count, least in (("--seq-len", seq_len, 2), ("--batch-tokens", tokens, 1)):
-        if count < least:
-            raise ValueError(f"{name} {count} must be at least {least}")
-    if seq_len > MAX_TOKENS:
-        raise ValueError(f"--seq-len {seq_len} must be at most {MAX_TOKENS:,}")
+    check_range("--seq-len", seq_len, ge=2, le=MAX_TOKENS)
+    name = "--batch-tokens (default: --gpus x --seq-len)"
+    check_range(name, tokens, ge=1, le=MAX_STEP_TOKENS)
     if tokens % seq_len:
         below = tokens // seq_len * seq_len
         near = " or ".join(str(n) for n in (below, below + seq_len) if n)
-        raise ValueError(
-            f"--batch-tokens {tokens} is no multiple of --seq-len {seq_len}: give {near}"
-        )
-    if tokens > MAX_STEP_TOKENS:
-        raise ValueError(
-            f"{tokens:,} tokens in a step, by --batch-tokens or as --gpus x --seq-len: there may "
-            f"be {MAX_STEP_TOKENS:,} at most"
-        )
+        raise ValueError(f"--batch-tokens {tokens} is no multiple of {seq_len}: give {near}")
     if model.endswith(".json") and not Path(model).is_file():
         raise FileNotFoundError(f"no file {model}")
     check_settings(settings)
@@ -209,8 +200,7 @@ def suggestions(plan: LayoutPlan) -> list[str]:
 
 
 def merge_rank_counts(reasons: Counter[str]) -> Counter[str]:
-    """Returns the reasons with those merged that differ only in the number of ranks: "2, 4 ranks
-    cannot ...", with the sum of their counts."""
+    """Merges reasons that differ only in the number of ranks: "2, 4 ranks cannot ..."."""
     merged, ranks = Counter[str](), dict[str, list[int]]()
     for reason, count in reasons.items():
         match = re.fullmatch(r"(\d+)( ranks .*)", reason, re.S)

@@ -93,8 +93,7 @@ async def read_body(request: HTTPRequest) -> bytes:
 
 
 class Completion:
-    """Sends the reply to a request until the client goes away, or reads nothing for
-    READER_SECONDS."""
+    """Sends a reply until the client goes away, or reads nothing for READER_SECONDS."""
 
     def __init__(self, reply: Reply, wake: asyncio.Event):
         self.reply, self.answers, self.wake = reply, reply.answers, wake
@@ -223,10 +222,8 @@ class Service:
 
     async def models(self, request: HTTPRequest) -> Response:
         """Answers with the list of models: this one and its adapters."""
-        names = [self.name, *self.adapters]
-        return JSONResponse(
-            {"object": "list", "data": [self.describe_model(name) for name in names]}
-        )
+        known = [self.describe_model(name) for name in (self.name, *self.adapters)]
+        return JSONResponse({"object": "list", "data": known})
 
     async def one_model(self, request: HTTPRequest) -> Response:
         """Answers what the model is, under its name."""

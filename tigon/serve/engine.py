@@ -149,27 +149,19 @@ class Engine:
             self._ready.set()
         while True:
             with self._changed:
-                while not (self._closing or self._waiting or self._busy):
+                # Rows to write in, or a token on its way to the host
+                while not (self._closing or self._waiting or self._sent or any(self._rows)):
                     self._changed.wait()
                 if self._closing:
                     return
             try:
-                self._turn()
+                self._drop_cancelled()
+                self._read()
+                if not self._step():
+                    self._receive(everything=True)
             except Exception as error:
                 traceback.print_exc()
                 self._fail(_describe(error))
-
-    @property
-    def _busy(self) -> bool:
-        """Returns whether there is a row to write in, or a token on its way to the host."""
-        return bool(self._sent) or any(self._rows)
-
-    def _turn(self) -> None:
-        """Reads a part of a prompt, if there is one, and writes a token in each row."""
-        self._drop_cancelled()
-        self._read()
-        if not self._step():
-            self._receive(everything=True)
 
     def _drop_cancelled(self) -> None:
         """Frees the rows of answers that nobody reads."""

@@ -245,9 +245,7 @@ def encode_messages(
     that it does not read.
     """
     if tokenizer.chat_template is None:
-        raise RequestError(
-            "the model has no chat template: use /v1/completions", "messages", status=404
-        )
+        raise RequestError("no chat template: use /v1/completions", "messages", status=404)
     if not messages:
         raise RequestError("messages is empty", "messages")
     checked = [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]

@@ -7,14 +7,6 @@ from tigon.tokenizer.tokenizer import EncodedChat, Tokenizer
 from tigon.tokenizer.turns import THINKING, common_prefix_length, skip_empty_thinking
 
 __all__ = [
-    "REASONING",
-    "THINKING",
-    "DecodeStream",
-    "EncodedChat",
-    "Span",
-    "Tokenizer",
-    "TrainOn",
-    "common_prefix_length",
-    "learned_turns",
-    "skip_empty_thinking",
-]
+    "REASONING", "THINKING", "DecodeStream", "EncodedChat", "Span", "Tokenizer", "TrainOn",
+    "common_prefix_length", "learned_turns", "skip_empty_thinking",
+]  # fmt: skip

@@ -50,8 +50,7 @@ def message_weights(
 def learned_turns(
     messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None]
 ) -> list[int]:
-    """Returns the indices of the assistant's turns that are learned; ValueError if no
-    conversation."""
+    """Returns the indices of the learned turns of the assistant; ValueError if no conversation."""
     check_messages(messages)
     learned = message_weights(messages, train_on, weights)
     if train_on == "all":

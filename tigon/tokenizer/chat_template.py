@@ -70,9 +70,7 @@ def render(
         chat = [_template_message(message) for message in messages]
         if continue_final_message:
             if add_generation_prompt:
-                raise ValueError(
-                    "continue_final_message and add_generation_prompt exclude each other"
-                )
+                raise ValueError("continue_final_message excludes add_generation_prompt")
             final_text = _mark_end(chat[-1], len(chat) - 1)
         variables = _plain(variables) | {
             "messages": chat,
@@ -161,9 +159,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def _compile(template: str) -> jinja2.Template:
     """Compiles a chat template, once; ValueError if it is too long or no template."""
     if len(template) > MAX_TEMPLATE:
-        raise ValueError(
-            f"the chat template has {len(template)} characters, and may have {MAX_TEMPLATE}"
-        )
+        raise ValueError(f"the chat template has over {MAX_TEMPLATE} characters: {len(template)}")
     try:
         return _environment().from_string(template)
     except Exception as error:  # jinja raises many kinds for what it cannot compile
@@ -247,9 +243,7 @@ def check_variables(variables: Any, name: str) -> None:
     """Raises ValueError unless this is a dict of variables that a chat template can take."""
     keys = variables.keys() if isinstance(variables, dict) else RESERVED
     if RESERVED & keys or not all(isinstance(key, str) for key in keys):
-        raise ValueError(
-            f"{name} must be an object of the chat template's own variables, not {variables!r:.100}"
-        )
+        raise ValueError(f"{name} must be an object of variables, not {variables!r:.100}")
     try:
         _plain(variables)
     except ValueError as error:
@@ -278,8 +272,7 @@ def _template_message(message: Message) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Copies a value to plain JSON types, so that a template cannot call a subclass' methods;
-    ValueError for other types."""
+    """Copies a value as plain JSON types, without a subclass' methods; ValueError for others."""
     if value is None or type(value) in (str, bool, int, float):
         return value
     match value:
@@ -296,9 +289,7 @@ def _plain(value: Any) -> Any:
         case list() | tuple():
             items = [_plain(item) for item in value]
             return items if isinstance(value, list) else tuple(items)
-    raise ValueError(
-        f"a chat template takes JSON values, not {type(value).__name__}: {value!r:.100}"
-    )
+    raise ValueError(f"a chat template takes JSON, not {type(value).__name__}: {value!r:.100}")
 
 
 def _mark_end(message: dict[str, Any], i: int) -> str:

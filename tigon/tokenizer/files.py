@@ -147,9 +147,7 @@ def read_config(path: Path | None) -> dict[str, Any]:
 def _wrong_value(path: Path, key: str, value: Any) -> ValueError:
     """Makes the error for a value of the wrong type in a file."""
     name = escape(key, 100)
-    return ValueError(
-        f"{escape(path)}: {name} is {quote(value)}, which no tokenizer can have there"
-    )
+    return ValueError(f"{escape(path)}: {name} is {quote(value)}, which no tokenizer has")
 
 
 def add_tokens(

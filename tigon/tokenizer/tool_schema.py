@@ -30,9 +30,7 @@ def tool_schema(tool: Callable[..., Any] | Mapping[str, Any]) -> Mapping[str, An
     if isinstance(tool, Mapping):
         return tool
     if not callable(tool):
-        raise ValueError(
-            f"a tool must be a function or the dict of its JSON schema, got {tool!r:.100}"
-        )
+        raise ValueError(f"a tool must be a function or its JSON schema, got {tool!r:.100}")
     name = getattr(tool, "__name__", repr(tool))
     doc = inspect.getdoc(tool)
     if not doc:

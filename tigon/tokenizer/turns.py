@@ -183,8 +183,7 @@ class Conversation:
         return Rendered(prompt + turn.text[start:], blocks)
 
     def _render_prefix(self, i: int, messages: Sequence[Message], **options: Any) -> Rendered:
-        """Renders the messages before messages[i], or up to it; an error says that what the
-        assistant says there cannot be told."""
+        """Renders messages up to messages[i]; its error says that the turn there cannot be told."""
         try:
             return self.render(messages, **options)
         except ValueError as error:

@@ -6,7 +6,7 @@ chosen afterwards, by `choices`.
 
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -26,14 +26,6 @@ from tigon.train.model import meta_model
 from tigon.utils.config import build_settings, read_settings
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """Holds the smallest memory of a GPU and number of ranks on a host, over the run."""
-
-    memory: int  # bytes
-    host: int  # ranks on a host
-
-
 def resolve_layout(config: Config, world: World, gpus: int) -> tuple[Config, World]:
     """Returns the config and the world with the layout in place of parallel=auto.
 
@@ -41,23 +33,22 @@ def resolve_layout(config: Config, world: World, gpus: int) -> tuple[Config, Wor
     planned for. Raises ValueError if nothing can be planned or nothing fits.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", gpus)) if gpus == world.size else gpus
-    ranks = world.gather(Hardware(gpu_memory(world.device) or 0, local))
-    hardware = Hardware(min(rank.memory for rank in ranks), min(rank.host for rank in ranks))
+    memory, host = map(min, zip(*world.gather((gpu_memory(world.device) or 0, local)), strict=True))
     parallel = Parallel(fsdp=1)
-    with world.raise_on_all_ranks():
-        if gpus > 1 and world.main:
-            parallel, why = choose_layout(config, world.device, gpus, hardware)
-            world.log_rank0(f"parallel=auto: {why}")
-    config = replace(config, parallel=world.gather(parallel)[0])
+    if gpus > 1:
+        parallel, why = world.share(lambda: choose_layout(config, world.device, gpus, memory, host))
+        world.log_rank0(f"parallel=auto: {why}")
+    config = replace(config, parallel=parallel)
     if gpus == world.size:
         world = replace(world, meshes=Meshes.of(world.device.type, mesh_sizes(config, gpus)))
     return config, world
 
 
 def choose_layout(
-    config: Config, device: torch.device, gpus: int, hardware: Hardware
+    config: Config, device: torch.device, gpus: int, memory: int, host: int
 ) -> tuple[Parallel, str]:
-    """Returns the layout for that many GPUs like `device`, a resumed run's if it fits, and why."""
+    """Returns the layout for that many GPUs like `device`, a resumed run's if it fits, and why.
+    `memory` is the least of a GPU in bytes, `host` the fewest ranks of a host."""
     instead = "set the dimensions (docs/parallel.md), or leave parallel out, which is fsdp alone"
     if device.type != "cuda":
         raise ValueError(
@@ -70,13 +61,13 @@ def choose_layout(
         gpu, constants = find_gpu(torch_name=torch.cuda.get_device_name(device))
     except ValueError as error:
         raise ValueError(f"parallel=auto: {error}: {instead}") from None
-    gpu = replace(gpu, memory=hardware.memory, host=min(gpu.host, hardware.host))
+    gpu = replace(gpu, memory=memory, host=min(gpu.host, host))
     source, layouts = checkpoint_layout(config, gpus)
     shapes = model_shapes(config, source)
     job = Job(shapes, config, gpus, gpu, constants, config.seq_len, config.batch_size)
 
     def plan(meshes: list[Layout]) -> LayoutPlan:
-        budget = memory_budget(config, hardware.memory)
+        budget = memory_budget(config, memory)
         return make_plan(job, 2, variants=configured_layouts, meshes=meshes, budget=budget)
 
     if layouts and (kept := plan(layouts)).choices:

@@ -1,6 +1,6 @@
 """Exports of a run, written while training goes on."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from tigon.models.pretrained.save import prepare_save, write_model
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.distributed import World
-from tigon.weights import TensorEntry, WriterGroup
+from tigon.weights import WriterGroup
 from tigon.weights.entries import RankError
 from tigon.weights.files import explain_full_disk
 from tigon.weights.write import copy_to_host
@@ -71,25 +71,19 @@ class Exporter(checkpoint.BackgroundWriter):
         if background:
             with self._ranks.sync_errors():  # the thread of a rank without a copy would not write
                 tensors = copy_to_host(tensors)
-        self.pending = self._thread.submit(self._write, target, write, tensors, describe)
+
+        def write_files() -> None:
+            try:
+                with explain_full_disk(target, sum(entry.nbytes for entry in tensors)):
+                    write(target, tensors, describe, ranks=self._ranks, replace=True)
+            except Exception as error:  # whatever stopped it, memory too
+                why = error if isinstance(error, OSError | RankError) else repr(error)
+                raise checkpoint.SaveError(f"{target} was not written: {why}") from error
+            self.world.log_rank0(f"exported to {target}")
+
+        self.pending = self._thread.submit(write_files)
         if not background:
             self.wait()
-
-    def _write(
-        self,
-        target: Path,
-        write: Callable[..., None],
-        tensors: Sequence[TensorEntry],
-        describe: Callable[[Path], None],
-    ) -> None:
-        """Writes an export; raises SaveError with the reason if it cannot be written."""
-        try:
-            with explain_full_disk(target, sum(entry.nbytes for entry in tensors)):
-                write(target, tensors, describe, ranks=self._ranks, replace=True)
-        except Exception as error:  # whatever stopped it, memory too
-            why = error if isinstance(error, OSError | RankError) else repr(error)
-            raise checkpoint.SaveError(f"{target} was not written: {why}") from error
-        self.world.log_rank0(f"exported to {target}")
 
     def wait(self) -> None:
         if self.pending is not None:

@@ -3,9 +3,9 @@
 import math
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -76,6 +76,7 @@ class RunInputs:
     task: Task
     source: Path | None  # the checkpoint to resume from
     source_lock: ExitStack  # keeps other runs from removing the checkpoint, until it is closed
+    start: int  # steps that are done already
     tokenizer: Tokenizer
     data: Loader
     eval_data: Loader | None
@@ -84,9 +85,9 @@ class RunInputs:
     auto: frozenset[str]  # names of these
 
     @property
-    def start(self) -> int:
-        """Returns how many steps are done already."""
-        return 0 if self.source is None else checkpoint.step_of(self.source)
+    def steps(self) -> int:
+        """Returns the number of optimizer steps of the whole run."""
+        return count_steps(self.config, self.data)
 
     def check_model(self, model: CausalLM) -> None:
         """Raises ValueError if the data has tokens beyond the model's vocabulary; adds the tokens
@@ -96,20 +97,19 @@ class RunInputs:
             loader.windows.check_vocabulary(model.config.vocab_size)
 
 
-@dataclass(kw_only=True)
+@dataclass
 class TrainingRun(RunInputs):
     """Holds everything that the training loop uses."""
 
     world: World
     model: CausalLM
     optimizer: torch.optim.Optimizer
-    steps: int
     saver: checkpoint.Saver
     ema: Ema | None
-    prompts: Sequence[SamplePrompt] = ()  # of samples
+    in_backward: InBackward | None  # updates the weights during backward
+    prompts: list[SamplePrompt] = field(default_factory=list)  # of samples
     benchmarks: Callable[[], dict[str, float]] | None = None  # measures lm-eval's tasks
     base: str = ""  # digest of an adapter's base
-    in_backward: InBackward | None = None  # updates the weights during backward
 
     @cached_property
     def prefetcher(self) -> Prefetcher:
@@ -141,7 +141,10 @@ def read_inputs(
     sizes, device = sizes or world.sizes, device or world.device
     with world.raise_on_all_ranks():
         if here:
-            check_machine(config, world)
+            check_fp8(config, world.device)
+            check_run(config, world)
+            dtype, exact = compute_dtype(config, world.device), config.deterministic
+            check_training(config.attention, world.device, dtype, deterministic=exact)
         check_sinks(config.log_to)
         task = find_task(config.task)(config, world)
         if world.main:
@@ -183,11 +186,10 @@ def read_inputs(
             loaders = filter(None, (data, eval_data))
             stored = read_model_config(config).vocab_size
             config = with_added_tokens(config, tokenizer, stored, loaders)
-        identity = {
-            "data": [resume.run_metadata(config, data), data.sample() if world.size > 1 else ""]
-        }
+        sample = data.windows.sample() if world.size > 1 else ""
+        identity = {"data": [resume.run_metadata(config, data), sample]}
         if eval_data is not None:
-            identity["eval_data"] = [eval_data.identity()]
+            identity["eval_data"] = [eval_data.windows.identity()]
     world.check_same(identity, OTHER_FILES)
     state = TrainState()
     with world.raise_on_all_ranks():
@@ -195,8 +197,9 @@ def read_inputs(
             for change in resume.check_settings(source, config, data):
                 world.log_rank0(f"changed since {source}: {change}")
             state = resume.read_state(source, count_steps(config, data))
+    start = 0 if source is None else checkpoint.step_of(source)
     return RunInputs(
-        config, task, source, source_lock, tokenizer, data, eval_data, state, choice, auto
+        config, task, source, source_lock, start, tokenizer, data, eval_data, state, choice, auto
     )
 
 
@@ -253,9 +256,8 @@ def prepare(config: Config, world: World) -> TrainingRun:
         inputs.source_lock.close()
         world.log_rank0(f"resumed from {source}")
     world.log_rank0(*describe_run(config, world, inputs, model))
-    base = digest if has_adapter else ""
-    run = build_run(config, world, inputs, model, optimizer, ema, prompts, base)
-    run.benchmarks = benchmarks
+    run = build_run(inputs, world, model, optimizer, ema)
+    run.prompts, run.benchmarks, run.base = prompts, benchmarks, digest if has_adapter else ""
     return run
 
 
@@ -272,7 +274,7 @@ def build_seeded(
 
 def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalLM) -> Iterator[str]:
     """Yields lines about the model, the steps, what is chosen, and what settings do not do."""
-    steps, per_epoch = count_steps(config, inputs.data), inputs.data.steps_per_epoch
+    steps, per_epoch = inputs.steps, inputs.data.steps_per_epoch
     size, num_frozen = count_parameters(model), count_parameters(model, frozen=True)
     frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
     epoch = f", {per_epoch} an epoch" if per_epoch else ""
@@ -292,35 +294,25 @@ def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalL
 
 
 def build_run(
-    config: Config,
-    world: World,
     inputs: RunInputs,
+    world: World,
     model: CausalLM,
     optimizer: torch.optim.Optimizer,
     ema: Ema | None,
-    prompts: Sequence[SamplePrompt] = (),
-    base: str = "",
 ) -> TrainingRun:
     """Builds the run from its checked inputs, model and optimizer."""
+    config = inputs.config
     if uses_graphs(config, world, model):
         Graphs(model, world.log_rank0, auto=config.cuda_graphs == "auto")
-    saver = checkpoint.Saver(
-        Path(config.run_dir),
-        world,
-        keep=checkpoint.KeepPolicy(config.keep_last, config.keep_best, config.keep_hours),
-        background=config.async_save,
-    )
-    values = vars(inputs) | {"config": config}
+    keep = checkpoint.KeepPolicy(config.keep_last, config.keep_best, config.keep_hours)
+    path, background = Path(config.run_dir), config.async_save
     return TrainingRun(
-        **values,
+        **vars(inputs),
         world=world,
         model=model,
         optimizer=optimizer,
-        steps=count_steps(config, inputs.data),
-        saver=saver,
+        saver=checkpoint.Saver(path, world, keep=keep, background=background),
         ema=ema,
-        prompts=prompts,
-        base=base,
         in_backward=build_in_backward(model, optimizer, config),
     )
 
@@ -419,14 +411,6 @@ def find_layers_without_fp8(config: Config, model: CausalLM) -> list[str]:
     listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
     sizes = "parts with sizes" if model.shard_specs else "sizes"
     return [f"fp8=true leaves in bfloat16 what has {sizes} that 16 does not divide: {listed}"]
-
-
-def check_machine(config: Config, world: World) -> None:
-    """Raises ValueError if fp8, cuda_graphs or the attention backend cannot train here."""
-    check_fp8(config, world.device)
-    check_run(config, world)
-    dtype = compute_dtype(config, world.device)
-    check_training(config.attention, world.device, dtype, deterministic=config.deterministic)
 
 
 def seed_everything(config: Config, world: World) -> None:

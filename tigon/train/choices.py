@@ -259,12 +259,7 @@ def resolve_choices(
         possible = useful_rows(config, sizes, 0, kept)
         rows = kept if kept in possible else possible[-1]
         return replace(config, micro_batch_size=rows, sharding=leanest_sharding(config)), None
-    choice: StepChoice | None = None
-    with world.raise_on_all_ranks():
-        if world.main:
-            choice = _choose(config, task, source, gpus, device, budget)
-    choice = world.gather(choice)[0]
-    assert choice is not None
+    choice = world.share(lambda: _choose(config, task, source, gpus, device, budget))
     return choice.resolve(config), choice
 
 

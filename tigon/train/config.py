@@ -248,8 +248,10 @@ class LossSettings:
     logits_bytes: int | None = setting(
         None, "memory of logits in the loss; null: at most 1 GiB", ge=1
     )
-    label_smoothing: float = setting(0.0, "share of a target spread over all tokens", ge=0)
-    z_loss: float = setting(0.0, "factor of the squared log-normalizer, as in PaLM", ge=0)
+    label_smoothing: float = setting(0.0, "share of a target spread over all tokens", ge=0, lt=1)
+    z_loss: float = setting(
+        0.0, "factor of the squared log-normalizer, as in PaLM", ge=0, finite=True
+    )
     eval: TaskEvaluation | None = setting(
         None, "{tasks: [arc_easy], limit: 100}: benchmarks at evaluations: docs/evaluation.md"
     )
@@ -257,8 +259,8 @@ class LossSettings:
     eval_return_logits: bool | None = setting(None, "in evaluation; null: the same")
     eval_logits_to_keep: int | None = setting(None, "in evaluation; null: the same", ge=0)
     eval_logits_bytes: int | None = setting(None, "in evaluation; null: the same", ge=1)
-    eval_label_smoothing: float | None = setting(None, "in evaluation; null: the same", ge=0)
-    eval_z_loss: float | None = setting(None, "in evaluation; null: the same", ge=0)
+    eval_label_smoothing: float | None = setting(None, "in evaluation; null: the same", ge=0, lt=1)
+    eval_z_loss: float | None = setting(None, "in evaluation; null: the same", ge=0, finite=True)
     hooks: tuple[str, ...] = setting(
         (), "callbacks, module:function or file.py:function: docs/loss.md"
     )
@@ -399,9 +401,11 @@ class TaskSettings:
     max_completion_length: int | None = setting(None, "what dr_grpo divides by", ge=1)
     teacher: str = setting("", "model or repository for distill; empty: rows have distributions")
     temperature: float = setting(  # its square is a factor of the loss
-        1.0, "divides the logits of student and teacher", ge=0, le=MAX_FLOAT**0.5
+        1.0, "divides the logits of student and teacher", gt=0, le=MAX_FLOAT**0.5
     )
-    cross_entropy_weight: float = setting(0.0, "share of cross-entropy in distill, 0 to 1", ge=0)
+    cross_entropy_weight: float = setting(
+        0.0, "share of cross-entropy in distill, below 1", ge=0, lt=1
+    )
 
 
 SECTIONS = (

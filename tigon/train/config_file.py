@@ -2,7 +2,7 @@
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -106,17 +106,17 @@ def _with_entries(line: dict[str, Any], file: Mapping[str, Any]) -> dict[str, An
 def _read(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
     """Returns the values for `build_settings`; raises ConfigError for all unknown names."""
     known, groups = Config.__dataclass_fields__, group_fields(Config)
-    aliases = load_aliases()
+    names, answers_by_setting = load_aliases()
     unknown = [
         f"{name!r}; {suggest_setting(name, known)}"
         for name in map(str, _setting_names(values, groups, parse))
-        if name not in known and (name.partition(".")[0] not in groups or name in aliases.names)
+        if name not in known and (name.partition(".")[0] not in groups or name in names)
     ]
     if len(unknown) > 1:
         raise ConfigError("\n  ".join([f"{len(unknown)} unknown settings:", *unknown]))
     if unknown:
         raise ConfigError(f"unknown setting {unknown[0]}")
-    for name, answers in aliases.values.items():
+    for name, answers in answers_by_setting.items():
         if isinstance(value := values.get(name), str) and value in answers:
             raise ConfigError(f"{name}={value!r} is another trainer's; here: {answers[value]}")
     return read_settings(Config, values | _named_eval_data(values, parse), parse=parse)
@@ -180,23 +180,18 @@ def _number(text: str) -> float | str:
 # Names and values of other trainers.
 
 
-@dataclass(frozen=True)
-class Aliases:
-    """The settings of other trainers, and what each is called here."""
-
-    names: dict[str, str]  # of a setting elsewhere -> what to write here
-    values: dict[str, dict[str, str]]  # by setting: its value elsewhere -> what to write here
-
-
 @cache
-def load_aliases() -> Aliases:
-    """Reads other trainers' settings; those of a group are also keyed with its name before them."""
+def load_aliases() -> tuple[dict[str, str], dict[str, dict[str, str]]]:
+    """Returns what to write here for a setting of another trainer, and by setting for its values.
+
+    Settings of a group are also keyed with its name before them.
+    """
     content = parse_yaml(ALIASES.read_bytes(), ALIASES)
     names = _invert(content["settings"])
     for group in ("lora", "parallel"):
         members = _invert(content[group])
         names |= members | {f"{group}.{name}": text for name, text in members.items()}
-    return Aliases(names, {name: _invert(answers) for name, answers in content["values"].items()})
+    return names, {name: _invert(answers) for name, answers in content["values"].items()}
 
 
 def _invert(answers: dict[str, list[str]]) -> dict[str, str]:
@@ -205,7 +200,7 @@ def _invert(answers: dict[str, list[str]]) -> dict[str, str]:
 
 def suggest_setting(name: str, known: Iterable[str]) -> str:
     """Returns what to write in place of an unknown setting."""
-    known, aliases = list(known), load_aliases().names
+    known, (aliases, _) = list(known), load_aliases()
     if name in aliases:
         return f"here: {aliases[name]}"
     if "." in name:  # optimizer.lr, dataset.source

@@ -106,8 +106,7 @@ def tokenize_entries(
 def find_entry_sources(
     config: Config, entries: Sequence[Entry], *, held_out: bool = False, streaming: bool = False
 ) -> list[list[Source]]:
-    """Returns each entry's sources, with eval_fraction held-out rows or others; ValueError if
-    none."""
+    """Returns each entry's sources, of held-out rows or of others; ValueError if there are none."""
     options: dict[str, Any] = {"separator": config.separator, "columns": config.columns}
     sources = [find_sources(entry, streaming=streaming, **options) for entry in entries]
     if not (fraction := config.eval_fraction):
@@ -131,9 +130,7 @@ def check_names(setting: str, entries: Sequence[Entry]) -> None:
     """Raises ValueError for names of data sets that are equal or cannot be written."""
     names = [entry.name for entry in entries if entry.name is not None]
     if names and setting == "data":
-        raise ValueError(
-            f"data has an entry with name={names[0]}: only those of eval_data have one"
-        )
+        raise ValueError(f"data has name={names[0]}: only entries of eval_data have one")
     for name in names:
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"{setting}: name={name!r} may have letters, digits, '.', '-' and '_'")

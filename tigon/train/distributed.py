@@ -8,12 +8,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -117,6 +117,12 @@ class World:
     def gather(self, value: T) -> list[T]:
         """Returns the value of every rank, in their order, on all ranks."""
         return WriterGroup(self.group).gather(value) if self.size > 1 else [value]
+
+    def share(self, find: Callable[[], T]) -> T:
+        """Returns, on all ranks, what `find` returns on the first; raises its error on all."""
+        with self.raise_on_all_ranks():
+            found = find() if self.main else None
+        return cast(T, self.gather(found)[0])
 
     def check_same(self, values: Mapping[str, Any], fault: str) -> None:
         """Raises InputError, on all ranks, if a rank has other values than rank 0: with `fault`,

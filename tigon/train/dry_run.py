@@ -24,7 +24,6 @@ from tigon.train.build import (
     RunInputs,
     TrainingRun,
     build_run,
-    count_steps,
     find_layers_without_fp8,
     find_unused_settings,
     read_inputs,
@@ -37,7 +36,7 @@ from tigon.train.less_memory import StepMemoryError, within_memory
 from tigon.train.memory import GIB, Estimate, estimate, gpu_memory
 from tigon.train.model import compute_dtype, meta_model, parallelize, weights_dtype
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
-from tigon.train.throughput import Cost, model_flops, peak_flops
+from tigon.train.throughput import Cost, peak_flops
 from tigon.train.trainer import forward_backward, update_weights
 
 GPU = torch.device("cuda")
@@ -99,9 +98,8 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
             seconds.append(time.perf_counter() - began)
             lengths, before, _ = run.data.lengths(step)
             tokens.append(int(lengths.sum()))
-            flops.append(
-                cost(lengths, before) * run.world.sizes.tensor
-            )  # tensor ranks shard the model
+            # Tensor ranks shard the model
+            flops.append(cost(lengths, before) * run.world.sizes.tensor)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
     mean_seconds = fmean(seconds[half])
@@ -139,7 +137,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             inputs.check_model(model)
             freeze(model, config)
         world.log_rank0(*describe_run(config, inputs, model, gpus))
-        idle = find_unused_settings(config, count_steps(config, inputs.data), device)
+        idle = find_unused_settings(config, inputs.steps, device)
         for notice in [*idle, *find_layers_without_fp8(config, model)]:
             world.log_rank0(f"note: {notice}")
         if choice is not None:
@@ -168,7 +166,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
 
 def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) -> list[str]:
     """Returns lines with the parameters, operations, tokens and steps of a run."""
-    data, steps = inputs.data, count_steps(config, inputs.data)
+    data, steps = inputs.data, inputs.steps
     first = inputs.start + inputs.state.offset  # step of the data
     total_parameters = count_parameters(model)
     trained = total_parameters - count_parameters(model, frozen=True)
@@ -185,7 +183,7 @@ def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) 
         for batch in data.micro_batches(first)
         for length in batch.spans.diff(dim=1).flatten()
     ]
-    flops = model_flops(model, lengths) / max(1, sum(lengths))
+    flops = Cost.of(model)(lengths) / max(1, sum(lengths))
     sequences, _, targets = data.lengths(first)
     if inputs.task.scores:
         pairs = len(sequences) // inputs.task.group
@@ -355,7 +353,7 @@ def time_run(config: Config, inputs: RunInputs, world: World, advised: bool) -> 
         if inputs.choice is not None:
             inputs.choice.apply(model)
         optimizer = build_optimizer(model, config)
-        run = build_run(config, world, inputs, model, optimizer, build_ema(model, config))
+        run = build_run(inputs, world, model, optimizer, build_ema(model, config))
         timing = time_steps(run, MANY_STEPS if run.model.graphs else STEPS)
     except (StepMemoryError, torch.OutOfMemoryError) as error:
         lines = memory_advice(config, inputs, world.size) if world.main and not advised else []
@@ -368,7 +366,7 @@ def time_run(config: Config, inputs: RunInputs, world: World, advised: bool) -> 
         line += f", {timing.flops / timing.seconds / (peak * world.size):.1%} MFU"
     if timing.peak:
         line += f", {timing.peak / GIB:.2f} GiB at its peak"
-    seconds = max(0, count_steps(config, inputs.data) - inputs.start) * timing.seconds
+    seconds = max(0, inputs.steps - inputs.start) * timing.seconds
     return [
         line,
         f"all steps: about {format_duration(seconds)}, without evaluations and checkpoints",

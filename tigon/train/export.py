@@ -213,30 +213,15 @@ def step_export_path(config: Config, step: int) -> Path:
     return Path(config.run_dir, f"{export_name(config)}-step-{step:08d}")
 
 
-def export(run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None = None) -> None:
-    """Exports as `Exporter.export` does, and waits until it is on the disk."""
-    _start_export(run, target, values, copy=False)
-    run.exporter.wait()
-
-
-def export_step(run: TrainingRun, step: int) -> None:
-    """Exports the weights after `step` to their own directory, with async_save while training goes
-    on."""
-    _start_export(run, step_export_path(run.config, step))
-
-
-def export_best(run: TrainingRun, step: int) -> None:
-    """Exports to run_dir/hf-best (adapter-best with lora) and waits, if hf_best is set and the
-    evaluation after `step` is the best so far."""
-    if run.config.hf_best and run.state.best_step == step > 0:
-        export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
-
-
-def _start_export(
-    run: TrainingRun, target: Path, values: Mapping[str, Tensor] | None = None, *, copy: bool = True
+def export(
+    run: TrainingRun,
+    target: Path,
+    values: Mapping[str, Tensor] | None = None,
+    *,
+    copy: bool = False,
 ) -> None:
-    """Starts to export the run's model, or its `values`, to `target`; raises FloatingPointError for
-    weights that are not finite in the dtype of the export. `copy` is that of `Exporter.export`."""
+    """Exports the run's model, or its `values`, to `target`; with `copy` and async_save while
+    training goes on. Raises FloatingPointError for weights that the export's dtype cannot hold."""
     dtype = export_dtype(run.config, run.model)
     held = dtype if run.model.active_adapter is None else None
     try:

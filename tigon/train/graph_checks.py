@@ -16,7 +16,6 @@ from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype, is_sharded
-from tigon.train.tasks import find_task
 
 Recompute = int | Collection[int]
 GraphKey: TypeAlias = tuple[Any, ...]
@@ -50,7 +49,6 @@ def uses_graphs(config: Config, world: World, model: CausalLM) -> bool:
         return False
     try:
         wanted = replace(config, cuda_graphs=True)
-        find_task(config.task)(wanted, world)  # may refuse them
         check_run(wanted, world)
         check_model(model)
     except ValueError as error:
@@ -63,9 +61,7 @@ def uses_graphs(config: Config, world: World, model: CausalLM) -> bool:
 def check_model(model: CausalLM) -> None:
     """Raises ValueError for a model whose passes cannot be captured."""
     if model.activation_offload:
-        raise ValueError(
-            "cuda_graphs with activation_offload, which copies beside the passes: leave one out"
-        )
+        raise ValueError("cuda_graphs with activation_offload, which copies meanwhile: drop one")
     zero = model.zero2
     if zero is None and any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("cuda_graphs: the model is sharded by FSDP2, which gathers by Python")

@@ -9,21 +9,13 @@ tells, as the first of a step does: a full queue holds launches up.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 WARM_UP = 2  # passes that compile and allocate
 PASSES = 3  # of which the shortest counts: others may have compiled for a new shape
 BOUND = 0.9  # of the GPU's time, from which launches are what a pass waits for
-
-
-class PassTime(NamedTuple):
-    """The time of launching a forward pass, and what the GPU has recorded of it."""
-
-    host: float  # seconds
-    begin: Any
-    end: Any
 
 
 class LaunchMeter:
@@ -33,7 +25,7 @@ class LaunchMeter:
         """`event` makes what is recorded in the GPU's stream, by default a CUDA event."""
         self.event = event or (lambda: torch.cuda.Event(enable_timing=True))
         self.seen = 0
-        self.times: list[PassTime] = []
+        self.times: list[tuple[float, Any, Any]] = []  # seconds of launching; begin and end
         self.host = self.device = 0.0  # seconds of the shortest pass, once known
 
     @contextmanager
@@ -49,13 +41,13 @@ class LaunchMeter:
         yield
         host = time.perf_counter() - began
         end.record()
-        self.times.append(PassTime(host, begin, end))
+        self.times.append((host, begin, end))
 
     def is_launch_bound(self) -> bool | None:
         """Returns whether the GPU waits for launches; None while too few passes are done."""
-        if len(self.times) < PASSES or not all(t.end.query() for t in self.times[:PASSES]):
+        passes = self.times[:PASSES]
+        if len(passes) < PASSES or not all(end.query() for _, _, end in passes):
             return None
-        seconds = [t.begin.elapsed_time(t.end) / 1000 for t in self.times[:PASSES]]
-        self.device = min(seconds)
-        self.host = self.times[seconds.index(self.device)].host
+        seconds = [(begin.elapsed_time(end) / 1000, host) for host, begin, end in passes]
+        self.device, self.host = min(seconds)
         return self.host >= BOUND * self.device

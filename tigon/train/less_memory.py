@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tigon.models.decoder import recomputed_blocks
 from tigon.train.build import TrainingRun
-from tigon.train.choices import StepChoice, lessen
+from tigon.train.choices import lessen
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.distributed import InputError
 
@@ -63,7 +63,13 @@ def use_less(run: TrainingRun, problem: str) -> None:
         model.zero2.drop_gradients()
     if isinstance(graphs, Graphs) and graphs.auto and graphs.captured:
         graphs.turn_off(problem)
-    elif (choice := next_choice(run)) is not None:
+    # Passes that failed have left FSDP2, or a graph that was asked for, amid a step
+    elif (
+        run.choice is not None
+        and run.config.cuda_graphs is not True
+        and not isinstance(model, FSDPModule)
+        and (choice := lessen(run.choice, run.config, run.world.data.size)) is not None
+    ):
         run.choice, run.config = choice, choice.resolve(run.config)
         for loader in filter(None, (run.data, run.eval_data)):
             loader.micro_batch_size = choice.rows
@@ -74,12 +80,3 @@ def use_less(run: TrainingRun, problem: str) -> None:
     gc.collect()
     if run.world.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def next_choice(run: TrainingRun) -> StepChoice | None:
-    """Returns the next smaller choice; None if none is open, or where the passes that failed have
-    left FSDP2 or a graph that was asked for amid a step."""
-    asked = run.config.cuda_graphs is True
-    if run.choice is None or asked or isinstance(run.model, FSDPModule):
-        return None
-    return lessen(run.choice, run.config, run.world.data.size)

@@ -344,7 +344,7 @@ class RunLog:
         self.path.mkdir(parents=True, exist_ok=True)
         _write(self.path / "config.yaml", _versions(world) + dump(config))
         self.metrics = self.path / "metrics.jsonl"
-        self._cut(start)
+        self.rewind(start)
         self.console = Console(config, steps, world.log_rank0)
         self.sinks = Sinks(config, read_metrics(self.metrics), world.log_rank0)
         world.closing.callback(self.sinks.close)  # however the run ends
@@ -367,9 +367,15 @@ class RunLog:
             self.console.step(row)
 
     def rewind(self, step: int) -> None:
-        """Drops the rows of steps after `step`, which come again."""
-        if self.main:
-            self._cut(step)
+        """Removes the rows after a step, all for 0, and the note of a later export."""
+        if not self.main:
+            return
+        for path in (self.metrics, self.path / SAMPLES):
+            kept = [row for row in read_metrics(path) if step and row["step"] <= step]
+            if kept or path == self.metrics or path.exists():
+                _write(path, "".join(map(_line, kept)))
+        if (_noted_export(self.path) or 0) > step:  # of weights that are trained anew
+            (self.path / EXPORTED).unlink()
 
     def sync(self) -> None:
         """Flushes the rows of metrics.jsonl to the disk."""
@@ -394,15 +400,6 @@ class RunLog:
                 file.write(_line(row))
         except OSError as error:  # a full disk does not say of what
             raise OSError(error.errno, error.strerror, str(self.metrics)) from None
-
-    def _cut(self, step: int) -> None:
-        """Removes the rows after a step, all for 0, and the note of a later export."""
-        for path in (self.metrics, self.path / SAMPLES):
-            kept = [row for row in read_metrics(path) if step and row["step"] <= step]
-            if kept or path == self.metrics or path.exists():
-                _write(path, "".join(map(_line, kept)))
-        if (_noted_export(self.path) or 0) > step:  # of weights that are trained anew
-            (self.path / EXPORTED).unlink()
 
 
 def is_unfinished(config: Config, step: int) -> bool:

@@ -150,8 +150,7 @@ def weights_dtype(config: Config, device: torch.device) -> torch.dtype:
 
 
 def parallelize(model: CausalLM, config: Config, world: World) -> None:
-    """Shards the model in place as `parallel` and `sharding` say; on one rank only if
-    `is_sharded`."""
+    """Shards the model in place by `parallel` and `sharding`; on one rank only if `is_sharded`."""
     compute = compute_dtype(config, world.device)
     if world.size == 1 and not is_sharded(config, 1, compute):
         return

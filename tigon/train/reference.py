@@ -9,7 +9,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -120,8 +120,9 @@ def compute_logprobs(
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
     values, tokens = torch.zeros(_tokens(corpus), device="cpu"), 0
-    for window in _windows(corpus):
-        rows = pack(window)
+    groups = int(corpus.first_group[-1])
+    for group in range(0, groups, GROUPS):
+        rows = pack(Window.from_groups(corpus, np.arange(group, min(group + GROUPS, groups))))
         tokens += int(np.diff(rows.spans).sum())
         count = -(-len(rows) // (micro_batch_size * world.data.size))
         for i in range(count):
@@ -135,13 +136,6 @@ def compute_logprobs(
     for chunk in values.split(REDUCE_SIZE):
         world.all_reduce_sum(chunk)
     return values.numpy(), tokens
-
-
-def _windows(corpus: Corpus) -> Iterator[Window]:
-    """Yields windows of GROUPS groups each, which together are the corpus in its order."""
-    groups = int(corpus.first_group[-1])
-    for start in range(0, groups, GROUPS):
-        yield Window.from_groups(corpus, np.arange(start, min(start + GROUPS, groups)))
 
 
 def _tokens(corpus: Corpus) -> int:
@@ -179,44 +173,30 @@ def shared_digest(
     log-probabilities. `base` computes the digest of an adapter's base, to which WITHOUT_ADAPTERS is
     compared.
     """
-    own = ""
-    with world.raise_on_all_ranks():
-        if world.main:
-            own = _digest(config, find, trained, what, base)
-    first = world.gather(own)[0]
-    assert first is not None
-    return first
-
-
-def _digest(
-    config: Config,
-    find: Callable[[], str],
-    trained: bool,
-    what: str,
-    base: Callable[[], str] | None,
-) -> str:
-    """Returns the digest of a frozen model's weights and records it in RUN_DIR/`what`.json; raises
-    ValueError if a resumed run has another one on record."""
     path = Path(config.run_dir, f"{what}.json")
-    known, where = _read_cached_digest(config, path) if trained else (None, path)
-    try:
-        found = find()
-    except OSError:
-        if known is None:
-            raise
-        return known
-    models = {known or found, found}
-    if len(models) > 1 and WITHOUT_ADAPTERS in models and base is not None:
-        models = models - {WITHOUT_ADAPTERS} | {base()}
-    if len(models) > 1:
-        raise ValueError(
-            f"{getattr(config, what) or config.model or config.init} is not the {what} that the "
-            f"run began with, as {where} has it: give {what} and its files as they were, or begin "
-            "another run_dir"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps({"weights": found}))
-    return found
+
+    def find_checked() -> str:
+        known, where = _read_cached_digest(config, path) if trained else (None, path)
+        try:
+            found = find()
+        except OSError:
+            if known is None:
+                raise
+            return known
+        models = {known or found, found}
+        if len(models) > 1 and WITHOUT_ADAPTERS in models and base is not None:
+            models = models - {WITHOUT_ADAPTERS} | {base()}
+        if len(models) > 1:
+            raise ValueError(
+                f"{getattr(config, what) or config.model or config.init} is not the {what} that "
+                f"the run began with, as {where} has it: give {what} and its files as they were, "
+                "or begin another run_dir"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps({"weights": found}))
+        return found
+
+    return world.share(find_checked)
 
 
 def _read_cached_digest(config: Config, path: Path) -> tuple[str | None, Path]:

@@ -94,10 +94,7 @@ def _check_files(path: Path, begun: bool, resume: bool) -> None:
     metrics = path / "metrics.jsonl"
     trained = metrics.exists() and metrics.stat().st_size > 0
     if not resume and (trained or checkpoint.latest(path / "checkpoints") is not None):
-        raise FileExistsError(
-            f"{path} is not empty: continue the run in it with resume=auto, "
-            "or choose another run_dir"
-        )
+        raise FileExistsError(f"{path} is not empty: give resume=auto, or another run_dir")
     for file in sorted(path.iterdir()):
         if file.is_symlink() and WRITTEN.fullmatch(file.name):
             raise FileExistsError(
@@ -164,7 +161,7 @@ def find_source(config: Config, world: World) -> Path | None:
 
 def run_metadata(config: Config, data: Loader) -> dict[str, Any]:
     """Returns what a checkpoint remembers to be resumed: settings, and the digest of the data."""
-    return json.loads(json.dumps({"data": data.identity(), "config": asdict(config)}))
+    return json.loads(json.dumps({"data": data.windows.identity(), "config": asdict(config)}))
 
 
 def start_time(source: Path | None, world: World) -> datetime:
@@ -208,9 +205,7 @@ def check_settings(source: Path, config: Config, data: Loader) -> list[str]:
     changed = _find_changes(source, config)[2]
     ordering = [field.name for field in fields(Config) if field.metadata.get("stream")]
     if wrong := [changed[name] for name in ordering if name in changed]:
-        raise ValueError(
-            f"{source} was made with another order of the data: {', '.join(wrong)}; {REMEDY}"
-        )
+        raise ValueError(f"{source} has another order of the data: {', '.join(wrong)}; {REMEDY}")
     if saved["data"] != run_metadata(config, data)["data"]:
         paths = ", ".join(e if isinstance(e, str) else e.path for e in config.data)
         raise ValueError(

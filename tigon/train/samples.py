@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,8 @@ def generate(
     reshard(model)
     end_ids = set(eos_ids(model.config, model.generation_config))
     rows = sequences[:, ids.shape[1] :].tolist()
-    texts = [tokenizer.decode(truncate_at(row, end_ids)) for row in rows]
+    texts = [tokenizer.decode([*takewhile(lambda i: i not in end_ids, row)]) for row in rows]
     return [{"prompt": p.text, "text": text} for p, text in zip(prompts, texts, strict=True)]
-
-
-def truncate_at(ids: Sequence[int], ends: set[int]) -> list[int]:
-    """Returns the tokens before the first that ends a text."""
-    stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-    return list(ids[:stop])
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:

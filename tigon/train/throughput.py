@@ -101,11 +101,6 @@ class Cost:
         return total
 
 
-def model_flops(model: nn.Module, sequences: Iterable[int]) -> float:
-    """Returns the operations of forward and backward for sequences of these lengths."""
-    return Cost.of(model)(sequences)
-
-
 def positions_seen(lengths: np.ndarray | int, window: int | None) -> Any:
     """Returns how many positions the tokens of each causal sequence see, added up over its tokens:
     token i sees i + 1, at most `window` (None: all)."""
@@ -125,8 +120,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def named_peak(name: str) -> float | None:
-    """Returns the peak FLOP/s in 16 bits of the GPU that its driver calls `name`; None for one that
-    is not in PEAKS or a part of one (MIG)."""
+    """Returns the peak FLOP/s in 16 bits of a GPU by its name; None if unknown or a part (MIG)."""
     words = name.replace("-", " ").split()
     if "MIG" in words:
         return None

@@ -23,7 +23,7 @@ from tigon.train.benchmarks import Interrupted
 from tigon.train.build import TrainingRun
 from tigon.train.callbacks import Callback, CallbackHandler, NamedSets, PredictionsWriter
 from tigon.train.distributed import InputError, World, reshard, sync_gradients
-from tigon.train.export import export, export_best, export_name, export_step, step_export_path
+from tigon.train.export import export, export_name, step_export_path
 from tigon.train.less_memory import within_memory
 from tigon.train.logging import (
     RunLog,
@@ -65,7 +65,7 @@ def train(run: TrainingRun) -> int:
         world.log_rank0(run.meter.convention)
     with world.signals, run.saver, run.exporter, run.prefetcher:
         if pending:
-            export_step(run, run.start)
+            export(run, step_export_path(config, run.start), copy=True)
         due = config.eval_every > 0 and run.start % config.eval_every == 0
         if not over and (due or read_known_eval_loss(run, run.start) is not None):
             evaluate_once(run, run.start, log)
@@ -132,7 +132,7 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
         if (saves or stop or ends) and (not stop or deadline.allows_save(step)):
             save(run, step, log, metadata, last=stop or ends)
         if exports and not stop:
-            export_step(run, step)
+            export(run, step_export_path(config, step), copy=True)
         if stop or ends:
             break
     return step
@@ -349,7 +349,8 @@ def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
         loss = torch.tensor(row.get("eval_loss", math.inf), dtype=torch.double, device="cpu")
         loss = run.world.same_loss(loss)
         run.state.note_evaluation(step, float(loss))
-        export_best(run, step)
+        if run.config.hf_best and run.state.best_step == step > 0:
+            export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
         log.log(row, texts)  # last: a run that is killed in the export evaluates again
 
 

@@ -198,8 +198,7 @@ def describe_type(hint: Any, plural: bool = False) -> str:
 
 
 def _build_group(cls: type, values: Mapping[str, Any], parse: Parse | None, name: str) -> Any:
-    """Builds a dataclass that is an item of a list from its settings; raises ConfigError if one
-    without a default is missing."""
+    """Builds a dataclass in a list; ConfigError if a setting without a default is missing."""
     checked = read_settings(cls, values, parse=parse, group=f"{name}.")
     settings = {key.removeprefix(f"{name}."): value for key, value in checked.items()}
     for f in fields(cls):

@@ -1,13 +1,17 @@
-"""How much memory a machine has."""
+"""How much memory a machine has, and lists of things that take a limited part of it."""
 
 import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2; containers and batch systems limit it here
 UNKNOWN = 1 << 60  # more than any machine has
+
+T = TypeVar("T")
 
 
 def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
@@ -23,6 +27,29 @@ def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
     return min(limits)
 
 
+def check_memory(
+    needed: int, device: torch.device, what: str, error: type[ValueError] = ValueError
+) -> None:
+    """Raises `error` if the device has less than `needed` bytes, which `what` takes."""
+    if needed > (available := total_memory(device)):
+        needs, has = format_gib(needed), format_gib(available)
+        raise error(f"{what} {needs}, and {device} has {has}")
+
+
 def format_gib(size: int) -> str:
     """Formats a number of bytes in GiB, with one decimal."""
     return f"{size / 2**30:,.1f} GiB"
+
+
+def split_by_size(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yields consecutive items of together at most `limit`, or one item that is larger."""
+    part: list[T] = []
+    size = 0
+    for item in items:
+        if part and size + size_of(item) > limit:
+            yield part
+            part, size = [], 0
+        part.append(item)
+        size += size_of(item)
+    if part:
+        yield part

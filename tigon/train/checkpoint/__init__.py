@@ -23,19 +23,7 @@ from tigon.train.checkpoint.saver import (
 )
 
 __all__ = [
-    "BEGIN_AGAIN",
-    "BackgroundWriter",
-    "KeepPolicy",
-    "SaveError",
-    "Saver",
-    "check_finite",
-    "fits_in_memory",
-    "latest",
-    "load",
-    "newest_complete",
-    "read_metadata",
-    "shorten",
-    "step_of",
-    "stored_weights",
-    "verify",
-]
+    "BEGIN_AGAIN", "BackgroundWriter", "KeepPolicy", "SaveError", "Saver", "check_finite",
+    "fits_in_memory", "latest", "load", "newest_complete", "read_metadata", "shorten", "step_of",
+    "stored_weights", "verify",
+]  # fmt: skip

@@ -210,19 +210,12 @@ def is_listed(checkpoint: Path) -> Callable[[str], bool]:
     return names.__contains__
 
 
-@dataclass(frozen=True)
-class SavedStep:
-    """Holds a complete checkpoint's step, time and eval loss, by which it is kept or removed."""
-
-    step: int
-    time: float  # seconds since the epoch
-    eval_loss: float | None = None
+SavedStep = tuple[int, float, float | None]  # step, seconds since the epoch, eval loss
 
 
 @dataclass(frozen=True)
 class KeepPolicy:
-    """Keeps the `last` newest (0: all), the `best` by eval loss, and one every `hours` (0: none)
-    for ever."""
+    """Keeps the `last` newest (0: all), the `best` by eval loss, one every `hours` (0: none)."""
 
     last: int = 2
     best: int = 0
@@ -230,17 +223,16 @@ class KeepPolicy:
 
     def choose(self, saved: Sequence[SavedStep]) -> set[int]:
         """Returns the steps that stay; the newest always does."""
-        ordered = sorted(saved, key=lambda s: s.step)
-        chosen = {s.step for s in ordered[-self.last :]}
-        scored = [s for s in ordered if s.eval_loss is not None and math.isfinite(s.eval_loss)]
-        scored.sort(key=lambda s: (s.eval_loss, s.step))
-        chosen |= {s.step for s in scored[: self.best]}
+        ordered = sorted(saved)
+        chosen = {step for step, *_ in ordered[-self.last :]}
+        scored = [(x, step) for step, _, x in ordered if x is not None and math.isfinite(x)]
+        chosen |= {step for _, step in sorted(scored)[: self.best]}
         if self.hours:
             last = -math.inf
-            for s in ordered:
-                if abs(s.time - last) >= 3600 * self.hours:  # a clock may have been put back
-                    last = s.time
-                    chosen.add(s.step)
+            for step, time, _ in ordered:
+                if abs(time - last) >= 3600 * self.hours:  # a clock may have been put back
+                    last = time
+                    chosen.add(step)
         return chosen
 
 
@@ -251,7 +243,7 @@ def prune(directory: Path, newest: int, keep: KeepPolicy, losses: dict[int, floa
     being read stays until the next time, and one with files of the user's stays for ever.
     """
     checkpoints = list_checkpoints(directory, newest)
-    saved = [SavedStep(step, _time(path), losses.get(step)) for step, path in checkpoints.items()]
+    saved = [(step, _time(path), losses.get(step)) for step, path in checkpoints.items()]
     for step in checkpoints.keys() - keep.choose(saved):
         path, listed = checkpoints[step], is_listed(checkpoints[step])
         files = (p.relative_to(path).as_posix() for p in path.rglob("*") if not p.is_dir())

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +42,7 @@ from tigon.models.adapters.adapters import adapter_parameters
 from tigon.models.pretrained.names import stored_tensors
 from tigon.train.distributed import local
 from tigon.train.optim import Ema
+from tigon.utils.memory import split_by_size
 from tigon.weights import Layout, RowSpan, TensorSlice, local_blocks, local_rows
 from tigon.weights.entries import TensorEntry, row_chunks
 from tigon.weights.files import explain_full_disk
@@ -123,8 +124,7 @@ def full_state(model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) ->
 
 
 def weight_state(model: CausalLM) -> State:
-    """Returns this rank's rows of the weights, a tied one once; only of the adapter's if the model
-    has one."""
+    """Returns this rank's rows of the weights, a tied one once, or of the adapter's alone."""
     tensors = stored_tensors(model)
     if model.active_adapter is not None:
         tensors = {**adapter_parameters(model, model.active_adapter)}
@@ -150,7 +150,11 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
         weight, first = local_rows(name, parameters[name])
         for kind, value in values.items():
             part = local(value)
-            if isinstance(part, Tensor) and _has_same_rows(part, weight):
+            # A state with all dimensions of the weight but the last has scales of blocks
+            if isinstance(part, Tensor) and (
+                part.shape == weight.shape
+                or (weight.dim() > 1 and part.shape[:-1] == weight.shape[:-1])
+            ):
                 rows.setdefault(kind, {})[name] = (part.detach(), first)
             elif isinstance(part, Tensor) and part.numel() == 1:
                 one = Chunk((0,), part.detach().view(1))
@@ -165,13 +169,6 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
     for kind, rows_of_kind in rows.items():
         state |= _checkpoint_tensors(rows_of_kind, model, f"{OPTIMIZER}{kind}.")
     return state
-
-
-def _has_same_rows(state: Tensor, weight: Tensor) -> bool:
-    """Returns whether a state has the rows of its weight, so that it can be divided as that is."""
-    return state.shape == weight.shape or (
-        weight.dim() > 1 and state.shape[:-1] == weight.shape[:-1]
-    )
 
 
 def run_layout(model: CausalLM) -> Layout:
@@ -226,8 +223,7 @@ class Writer(FileSystemWriter):
         return plan  # the directory is made when all ranks have a plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Makes the directory and returns the plans with it and each rank's number; rank 0 calls
-        this."""
+        """Makes the directory; returns the plans with it and their ranks. Rank 0 calls this."""
         self.directory = self.begin(sum(_nbytes(item) for plan in plans for item in plan.items))
         return [replace(p, storage_data=(self.directory, rank)) for rank, p in enumerate(plans)]
 
@@ -271,24 +267,11 @@ def _assign_files(items: Sequence[WriteItem], rank: int) -> dict[str, list[Write
     files: dict[str, list[WriteItem]] = {}
     for (kind, _), group in groups.items():
         group.sort(key=lambda item: (-_data(item).properties.dtype.itemsize, item.index.fqn))
-        for part in _split_group(group):
+        for part in split_by_size(group, _nbytes, FILE):
             suffix = f"-{counts[kind]}" if counts[kind] else ""
             files[f"{kind}-{rank:05d}{suffix}.safetensors"] = part
             counts[kind] += 1
     return files
-
-
-def _split_group(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Yields consecutive items of together at most FILE bytes, or one item that is larger."""
-    part: list[WriteItem] = []
-    size = 0
-    for item in items:
-        if part and size + _nbytes(item) > FILE:
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += _nbytes(item)
-    yield part
 
 
 def _write(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> str:

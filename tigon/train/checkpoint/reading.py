@@ -107,8 +107,7 @@ def _row_spans(
 
 
 def _read_tensor_metadata(checkpoint: Path) -> Metadata:
-    """Returns the names, shapes and dtypes of a checkpoint's tensors; ValueError if its files
-    cannot be read."""
+    """Returns names, shapes and dtypes of a checkpoint's tensors; ValueError if unreadable."""
     try:
         return HuggingFaceStorageReader(str(checkpoint)).read_metadata()
     except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
@@ -155,31 +154,22 @@ def _state_kind(name: str) -> str:
 
 def _check_tensors(checkpoint: Path, state: State, stored: Mapping[str, Any]) -> None:
     """Raises ValueError for other names, shapes or kinds of numbers, and for missing rows."""
-    both = sorted(state.keys() & stored.keys())
-    for fault, names in (
-        ("lacks", sorted(state.keys() - stored)),
-        ("also has", sorted(stored.keys() - state)),
-        ("resizes", [n for n in both if stored[n].size != state[n].size()]),
-        (
-            "lacks rows of",
-            [n for n in both if not _has_all_rows(stored[n].chunks, state[n].size())],
-        ),
-        (
-            "has whole numbers for others, or others for whole ones, in",
-            [
-                n
-                for n in both
-                if stored[n].properties.dtype.is_floating_point != state[n].dtype.is_floating_point
-            ],
-        ),
-    ):
+    for fault, names in (("lacks", state.keys() - stored), ("also has", stored.keys() - state)):
         if names:
             hint = ""
-            if fault in ("lacks", "also has") and all(
-                name.startswith((OPTIMIZER, EMA)) for name in names
-            ):
+            if all(name.startswith((OPTIMIZER, EMA)) for name in names):
                 hint = f"; if parameter_groups freeze other parameters than before, {BEGIN_AGAIN}"
-            raise _misfit(checkpoint, f"{fault} {shorten(names)}{hint}")
+            raise _misfit(checkpoint, f"{fault} {shorten(sorted(names))}{hint}")
+    for name, tensor in sorted(state.items()):
+        found, fault = stored[name], ""
+        if found.size != tensor.size():
+            fault = "resizes"
+        elif not _has_all_rows(found.chunks, tensor.size()):
+            fault = "lacks rows of"
+        elif found.properties.dtype.is_floating_point != tensor.dtype.is_floating_point:
+            fault = "has whole numbers for others, or others for whole ones, in"
+        if fault:
+            raise _misfit(checkpoint, f"{fault} {name}")
 
 
 def _has_all_rows(chunks: Sequence[ChunkStorageMetadata], shape: Sequence[int]) -> bool:

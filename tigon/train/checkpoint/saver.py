@@ -59,11 +59,8 @@ class BackgroundWriter(ABC):
     @property
     def failed(self) -> bool:
         """Returns whether this rank knows already that `wait` will raise."""
-        return (
-            self.pending is not None
-            and self.pending.done()
-            and self.pending.exception() is not None
-        )
+        pending = self.pending
+        return pending is not None and pending.done() and pending.exception() is not None
 
     def __enter__(self) -> Self:
         return self
@@ -273,8 +270,7 @@ class Saver(BackgroundWriter):
             self.seconds = time.monotonic() - self._start_time
 
     def _prune(self, newest: int) -> None:
-        """Removes the checkpoints that `keep` does not choose, now that a newer one is complete;
-        only logs an OSError."""
+        """Removes older checkpoints that `keep` does not choose; only logs an OSError."""
         try:
             losses = {
                 row["step"]: row["eval_loss"]

@@ -12,21 +12,7 @@ from tigon.train.optim.in_backward import (
 )
 
 __all__ = [
-    "OPTIMIZERS",
-    "Ema",
-    "InBackward",
-    "build_ema",
-    "build_in_backward",
-    "build_optimizer",
-    "check_local_model",
-    "check_ranks",
-    "clip",
-    "clip_gradients",
-    "ema_bytes",
-    "freeze",
-    "hidden_matrices",
-    "learning_rate",
-    "parameter_buckets",
-    "parameter_groups",
-    "state_bytes",
-]
+    "OPTIMIZERS", "Ema", "InBackward", "build_ema", "build_in_backward", "build_optimizer",
+    "check_local_model", "check_ranks", "clip", "clip_gradients", "ema_bytes", "freeze",
+    "hidden_matrices", "learning_rate", "parameter_buckets", "parameter_groups", "state_bytes",
+]  # fmt: skip

@@ -34,6 +34,7 @@ from tigon.train.optim.low_precision import (
 )
 from tigon.train.optim.offload import HostMemory
 from tigon.train.optim.positions import PositionRun, positions, runs_of
+from tigon.utils.memory import split_by_size
 from tigon.utils.random import random_bits, take_16_bits
 from tigon.weights import local_rows
 
@@ -183,7 +184,9 @@ class LowPrecisionOptimizer(Optimizer):
             rest = [p for p in parameters if not (self.has_kernel and _fits_kernel(p))]
             if scale is not None:
                 torch._foreach_mul_([local(p.grad) for p in rest if p.grad is not None], scale)
-            buckets += [(group, bucket) for bucket in self._buckets(rest)]
+            slices = (part for p in rest for part in self._slices(p))
+            in_turn = split_by_size(slices, lambda part: part.copied, SIZE)
+            buckets += [(group, bucket) for bucket in in_turn]
         self.memory.visit(
             [[t for part in bucket for t in part.states.values()] for _, bucket in buckets],
             lambda i, states: self._update(*buckets[i], iter(states)),
@@ -277,19 +280,6 @@ class LowPrecisionOptimizer(Optimizer):
                     block = tensors[0].numel() // tensor.numel()  # elements that share a scale
                     parts.append(tensor.view(-1).narrow(0, run.first // block, run.length // block))
                 yield AdamWSlot(*parts)._replace(position=run.position, lines=run.lines)
-
-    def _buckets(self, parameters: Sequence[Tensor]) -> Iterator[list[UpdateSlice]]:
-        """Yields slices in lists with copies of at most SIZE elements, unless one has more."""
-        bucket: list[UpdateSlice] = []
-        size = 0
-        for part in (part for p in parameters for part in self._slices(p)):
-            if bucket and size + part.copied > SIZE:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(part)
-            size += part.copied
-        if bucket:
-            yield bucket
 
     def _slices(self, parameter: Tensor) -> Iterator[UpdateSlice]:
         """Yields a parameter whole if it is updated in place, else SIZE elements at a time."""

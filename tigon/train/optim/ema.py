@@ -1,6 +1,6 @@
 """The exponential moving average of the weights."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from tigon.train.config import Config
 from tigon.train.distributed import local
 from tigon.train.optim.adamw import SIZE
 from tigon.train.optim.offload import HostMemory
+from tigon.utils.memory import split_by_size
 
 
 class Ema:
@@ -34,7 +35,8 @@ class Ema:
     def update(self, model: nn.Module) -> None:
         """Updates the average; every rank calls this after each update of the weights."""
         weights = _trained(model)
-        buckets = list(_buckets(weights))
+        rows = [(name, rows) for name, weight in weights.items() for rows in _slices(weight)]
+        buckets = list(split_by_size(rows, lambda part: weights[part[0]][part[1]].numel(), SIZE))
         self.memory.visit(
             [[self.values[name][rows] for name, rows in bucket] for bucket in buckets],
             lambda i, values: self.average(
@@ -60,20 +62,8 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {n: local(p.detach()) for n, p in model.named_parameters() if p.requires_grad}
 
 
-def _buckets(weights: Mapping[str, Tensor]) -> Iterator[list[tuple[str, slice]]]:
-    """Yields the weights as lists of (name, slice of rows); each but the last has at least SIZE
-    elements, and fewer than twice as many unless a row is longer than that."""
-    bucket: list[tuple[str, slice]] = []
-    size = 0
-    for name, weight in weights.items():
-        if not weight.numel():
-            continue
+def _slices(weight: Tensor) -> Iterator[slice]:
+    """Yields slices of rows of at most SIZE elements, unless a row has more."""
+    if weight.numel():
         count = max(1, SIZE // (weight.numel() // len(weight)))
-        for row in range(0, len(weight), count):
-            bucket.append((name, slice(row, row + count)))
-            size += weight[row : row + count].numel()
-            if size >= SIZE:
-                yield bucket
-                bucket, size = [], 0
-    if bucket:
-        yield bucket
+        yield from (slice(row, row + count) for row in range(0, len(weight), count))

@@ -267,8 +267,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Updates hidden matrices by Muon and the other parameters by AdamW, if they have
-        gradients; raises TypeError for a closure."""
+        """Updates hidden matrices by Muon and the rest by AdamW; TypeError for a closure."""
         if closure is not None:
             raise TypeError("Muon.step takes no closure")
         hidden = [group for group in self.param_groups if group["hidden"]]

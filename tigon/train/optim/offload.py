@@ -24,8 +24,7 @@ class HostMemory:
     def visit(
         self, groups: Sequence[Sequence[Tensor]], use: Callable[[int, list[Tensor]], None]
     ) -> None:
-        """Calls use(i, tensors) with each group's tensors on the device, copying the next
-        meanwhile."""
+        """Calls use(i, tensors) with each group's tensors on the device, copying the next one."""
         if not self.on_host:
             for i, group in enumerate(groups):
                 use(i, list(group))

@@ -26,14 +26,9 @@ FOREIGN_TASKS = {
 }
 
 __all__ = [
-    "TASKS",
-    "CrossEntropyTask",
-    "MicroBatchLoss",
-    "StepInputs",
-    "Task",
-    "describe_tasks",
+    "TASKS", "CrossEntropyTask", "MicroBatchLoss", "StepInputs", "Task", "describe_tasks",
     "find_task",
-]
+]  # fmt: skip
 
 
 def describe_tasks() -> str:

@@ -54,12 +54,6 @@ class Distill(CrossEntropyTask):
         self.weight = config.cross_entropy_weight
         if not self.beta <= 1:
             raise ValueError(f"beta={config.beta} of task=distill is not in [0, 1]")
-        if not self.weight < 1:
-            raise ValueError(
-                f"cross_entropy_weight={self.weight} must be below 1; task=sft has no teacher"
-            )
-        if not 0 < config.temperature < float("inf"):
-            raise ValueError(f"temperature={config.temperature} must be above 0")
         for name in ("label_smoothing", "z_loss"):
             if getattr(config, name) and not self.weight:
                 raise ValueError(
@@ -147,8 +141,7 @@ class Distill(CrossEntropyTask):
     def _part(
         self, loss: Tensor, output: Output, inputs: StepInputs, sums: dict[str, Tensor]
     ) -> MicroBatchLoss:
-        """Returns a micro-batch's part of the loss and of the metrics, with "kl", the divergence
-        without its factor, added to these."""
+        """Adds "kl", the divergence without its factor, to the metrics of a micro-batch."""
         part = super()._part(loss, output, inputs, sums)
         divergence = output.criteria[0].detach().double() / self.scale
         if not inputs.training:  # a sum, there

@@ -3,7 +3,6 @@
 # B lines, n kept positions of a line
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -184,35 +183,23 @@ class CrossEntropyTask(Task):
 def check_settings(config: Config) -> None:
     """Raises ValueError for settings of the loss that are invalid or conflict."""
     for prefix in ("", "eval_"):
-        smoothing, z_loss, keep, metrics, logits = (
-            getattr(config, prefix + name)
-            for name in ("label_smoothing", "z_loss", "logits_to_keep", "metrics", "return_logits")
-        )
-        if smoothing is not None and not 0 <= smoothing < 1:
-            raise ValueError(f"{prefix}label_smoothing={smoothing} is not in [0, 1)")
-        if z_loss == math.inf:
-            raise ValueError(f"{prefix}z_loss={z_loss} is not finite")
-        check_keep(f"{prefix}logits_to_keep", keep or 0, config)
-        check_metrics(f"{prefix}metrics", metrics or ())
-        if logits and not config.hooks:
-            raise ValueError(f"{prefix}return_logits=true without hooks: nothing would see them")
-    if config.predictions and not config.held_out:
-        raise ValueError("predictions=true needs eval_data or eval_fraction")
+        for name in getattr(config, f"{prefix}metrics") or ():
+            check_metric(f"{prefix}metrics", name)
+        check_keep(f"{prefix}logits_to_keep", getattr(config, f"{prefix}logits_to_keep"), config)
 
 
-def check_metrics(setting: str, names: tuple[str, ...]) -> None:
+def check_metric(setting: str, name: str) -> None:
     """Raises ValueError for a metric that is unknown, or of which no mean can be logged."""
-    for name in names:
-        if name == "predicted_tokens":
-            raise ValueError(
-                f"{setting}={name}: what is logged are means, and predicted_tokens has no mean; "
-                "callbacks see predictions, and predictions=true writes them to a file"
-            )
-        if name not in MEAN_METRICS:
-            raise ValueError(f"{setting}={name} is not one of {', '.join(MEAN_METRICS)}")
+    if name == "predicted_tokens":
+        raise ValueError(
+            f"{setting}={name}: what is logged are means, and predicted_tokens has no mean; "
+            "callbacks see predictions, and predictions=true writes them to a file"
+        )
+    if name not in MEAN_METRICS:
+        raise ValueError(f"{setting}={name} is not one of {', '.join(MEAN_METRICS)}")
 
 
-def check_keep(setting: str, keep: int, config: Config) -> None:
+def check_keep(setting: str, keep: int | None, config: Config) -> None:
     """Raises ValueError for a logits_to_keep of 1, and for any but 0 with packing."""
     if keep and config.packing:
         raise ValueError(
@@ -253,16 +240,7 @@ class Pretrain(CrossEntropyTask):
     """Pretraining on text: learns every token; documents are joined and cut to rows."""
 
     learns = "text"
-
-    def __init__(self, config: Config, world: World):
-        super().__init__(config, world)
-        for name in ("chat_template", "chat_template_kwargs"):
-            if value := getattr(config, name):
-                raise ValueError(f"{name}={value}: task=pretrain has no chats")
-        if config.train_on != "assistant":
-            raise ValueError(f"train_on={config.train_on}: task=pretrain learns every token")
-        if config.train_on_empty_thinking:
-            raise ValueError("train_on_empty_thinking=true: task=pretrain has no chats")
+    without_use = ("chat_template", "chat_template_kwargs", "train_on", "train_on_empty_thinking")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")

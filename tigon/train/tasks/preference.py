@@ -27,7 +27,7 @@ from tigon.train.tasks.logprobs import (
 )
 from tigon.train.tasks.losses import CPO as CPO_LOSSES
 from tigon.train.tasks.losses import DPO as DPO_LOSSES
-from tigon.train.tasks.losses import SMOOTHED_LOSSES, Scores, orpo, simpo
+from tigon.train.tasks.losses import SMOOTHED_LOSSES, Loss, Scores, orpo, simpo
 
 Metrics = dict[str, Tensor]
 
@@ -35,10 +35,10 @@ Metrics = dict[str, Tensor]
 class PairTask(AnswerTask):
     """Learns from the model's log-probabilities of both answers of a pair.
 
-    A subclass defines the loss of a pair's scores (`compare`): log-probabilities, or log-ratios to
-    the reference if the task `refers` to one. `alpha` times the cross-entropy of the chosen answers
-    is added. Logged are TRL's means over pairs: rewards (beta times the scores), how often that of
-    the chosen answer is higher, and log-probabilities.
+    A subclass names `pair_losses` or overrides `compare`, the loss of a pair's scores: these are
+    log-probabilities, or log-ratios to the reference if the task `refers` to one. `alpha` times the
+    cross-entropy of the chosen answers is added. Logged are TRL's means over pairs: rewards (beta
+    times the scores), how often that of the chosen answer is higher, and log-probabilities.
     """
 
     learns = "pairs of answers"
@@ -47,6 +47,7 @@ class PairTask(AnswerTask):
     one_prompt = True
     distinct = True
     alpha = 0.0  # weight of the chosen answers' cross-entropy
+    pair_losses: ClassVar[Mapping[str, Loss]] = {}  # by loss_type
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
@@ -59,8 +60,6 @@ class PairTask(AnswerTask):
         most = 0.5 if self.loss_type == "robust" else 1.0
         if not smoothing < most:
             raise ValueError(f"label_smoothing={smoothing} must be below {most}")
-        if not self.beta > 0:
-            raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return PairEncoder(tokenizer, **self.encoder_options())
@@ -73,7 +72,8 @@ class PairTask(AnswerTask):
 
     def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
         """Returns each pair's loss [P], and more values [P] whose means are logged."""
-        raise NotImplementedError
+        loss = self.pair_losses[self.loss_type]
+        return loss(scores, self.beta, self.config.label_smoothing), {}
 
     def logged_scores(self, scores: Scores) -> Scores:
         """Returns the scores that rewards and logged log-probabilities are computed from."""
@@ -132,10 +132,8 @@ class DPO(PairTask):
     serves = COMMON_SETTINGS | {"beta", "loss_type", "label_smoothing", "reference"}
     refers = True
     per_token: ClassVar[Mapping[str, torch.dtype]] = {reference.COLUMN: torch.float32}
+    pair_losses = DPO_LOSSES
     losses: ClassVar[Sequence[str]] = tuple(DPO_LOSSES)
-
-    def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
-        return DPO_LOSSES[self.loss_type](scores, self.beta, self.config.label_smoothing), {}
 
 
 class IPO(DPO):
@@ -156,15 +154,13 @@ class CPO(PairTask):
     """Contrastive preference optimization: no reference, `cpo_alpha` times cross-entropy."""
 
     serves = COMMON_SETTINGS | {"beta", "loss_type", "label_smoothing", "cpo_alpha"}
+    pair_losses = CPO_LOSSES
     losses: ClassVar[Sequence[str]] = tuple(CPO_LOSSES)
     default_alpha: ClassVar[float] = 1.0
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
         self.alpha = self.default_alpha if config.cpo_alpha is None else config.cpo_alpha
-
-    def compare(self, scores: Scores) -> tuple[Tensor, Metrics]:
-        return CPO_LOSSES[self.loss_type](scores, self.beta, self.config.label_smoothing), {}
 
     def logged_scores(self, scores: Scores) -> Scores:
         """Returns means over tokens with ipo and simpo, whose losses compare means, else sums."""

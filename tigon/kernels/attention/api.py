@@ -91,24 +91,21 @@ def _fa4(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
 ) -> Tensor:
     """Returns flash-attn-4's attention [B, T, H, D] in the sequences of the plan, or in rows."""
-    if sinks is not None:
-        return _run_passes(_fa4_passes, q, k, v, mask, plan, sinks)
     is_op = torch.compiler.is_compiling() or runtime.launches_on_fakes()
-    package = fa4 if is_op else flash_attn_4()
-    sequences = plan.sequences
+    if is_op or sinks is not None:
+        return _run_passes(_fa4_passes, q, k, v, mask, plan, sinks)
     options: dict[str, Any] = {
         "softmax_scale": plan.scale,
         "causal": mask.causal,
         "window_size": plan.reach(mask.causal),
         "softcap": plan.softcap or 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "return_lse": True,  # without it evaluation would compile a kernel of its own
     }
-    if not is_op:  # without it evaluation would compile a kernel of its own
-        options["return_lse"] = True
-    if sequences is None:
-        return package.flash_attn_func(q, k, v, **options)[0]
-    flat, (cu, cu_k), (longest, longest_k) = _flatten_sequences(q, k, v, sequences)
-    out = package.flash_attn_varlen_func(
+    if plan.sequences is None:
+        return flash_attn_4().flash_attn_func(q, k, v, **options)[0]
+    flat, (cu, cu_k), (longest, longest_k) = _flatten_sequences(q, k, v, plan.sequences)
+    out = flash_attn_4().flash_attn_varlen_func(
         *flat,
         cu_seqlens_q=cu,
         cu_seqlens_k=cu_k,

@@ -62,6 +62,16 @@ def test_two_norms_of_different_kinds_are_not_one_pass() -> None:
         norm(x, None, post)
 
 
+def test_hooks_see_the_norm_behind_a_branch() -> None:
+    gemma = {"offset": 1.0, "cast": "after_weight"}
+    norm, post = filled(AddRMSNorm(C, 1e-3, **gemma)), filled(RMSNorm(C, 0.5, **gemma))
+    x, residual = torch.randn(2, 3, C)
+    expected, seen = norm(x, residual, post), []
+    post.register_forward_hook(lambda module, given, output: seen.append(output))
+    torch.testing.assert_close(norm(x, residual, post), expected)
+    assert len(seen) == 1
+
+
 def test_hooks_see_the_norm_of_a_sum() -> None:
     norm, (x, residual) = RMSNorm(8, 1e-6), torch.randn(2, 3, 8)
     norm.init_weights()

@@ -33,15 +33,9 @@ logger = logging.getLogger("tigon")
 
 @dataclass
 class Compilation:
-    """What is known of a compilation after the `with` block."""
+    """Whether a pass's kernels were all found and compiled; known after the `with` block."""
 
-    found_all: bool = False
-    ended: bool = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether all kernels were found and compiled."""
-        return self.found_all and self.ended
+    complete: bool = False
 
 
 @contextmanager
@@ -54,14 +48,14 @@ def compile_kernels(run: Callable[[], object]) -> Iterator[Compilation]:
     from torch._subclasses import fake_tensor  # takes a second
 
     mode, jobs = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True), dict[Any, Job]()
-    compilation, processes = Compilation(), list[Any]()
+    compilation, found_all, processes = Compilation(), False, list[Any]()
     # Triton asks a fake tensor for its address, of which torch warns
     quiet = warnings.catch_warnings(action="ignore")
     try:
         try:
             with quiet, note_launches(jobs, fake_tensor.FakeTensor), mode:
                 run()
-            compilation.found_all = True
+            found_all = True
         except Exception:
             logger.debug("not all kernels of the first step were found", exc_info=True)
         try:
@@ -70,13 +64,13 @@ def compile_kernels(run: Callable[[], object]) -> Iterator[Compilation]:
                     process.start()
                     processes.append(process)
         except Exception:  # no memory or no right to fork
-            compilation.found_all = False
+            found_all = False
             logger.debug("kernels are not compiled side by side", exc_info=True)
         yield compilation
         deadline = time.monotonic() + PATIENCE
         for process in processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        compilation.ended = all(process.exitcode == 0 for process in processes)
+        compilation.complete = found_all and all(process.exitcode == 0 for process in processes)
     finally:
         for process in processes:
             process.kill()

@@ -1,5 +1,7 @@
 """RMSNorm as modules."""
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor, nn
 
@@ -28,9 +30,8 @@ class RMSNorm(nn.Module):
 
 
 def add_normed(x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
-    """Returns residual + norm(x), in one pass unless others have put a norm of theirs there, or
-    hooks."""
-    if type(norm) is not RMSNorm or is_observed(norm):
+    """Returns residual + norm(x), in one pass if `is_own_norm`."""
+    if not is_own_norm(norm):
         total: Tensor = residual + norm(x)
         return total
     return add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset, cast=norm.cast)
@@ -56,6 +57,14 @@ class UnitRMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
+def is_own_norm(norm: object) -> TypeGuard[RMSNorm | UnitRMSNorm]:
+    """Whether an operator may norm in place of a module: one of these classes, without hooks."""
+    if not isinstance(norm, RMSNorm | UnitRMSNorm) or is_observed(norm):
+        return False
+    forward = type(norm).forward  # of a class of others perhaps their own
+    return forward is RMSNorm.forward or forward is UnitRMSNorm.forward
+
+
 class AddRMSNorm(RMSNorm):
     """Residual addition and the norm after it in one pass: `(norm(x + residual), x + residual)`.
 
@@ -67,16 +76,16 @@ class AddRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor | None, post: RMSNorm | None = None
     ) -> tuple[Tensor, Tensor]:
+        if residual is None and post is not None:
+            raise ValueError("post norms what is added to a residual, but residual is None")
+        if post is not None and not is_own_norm(post):
+            x, post = post(x), None
         if residual is None:
-            if post is not None:
-                raise ValueError("post norms what is added to a residual, but residual is None")
             return rms_norm_with_input(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
         if post is None:
             return rms_norm(
                 x, self.weight, self.eps, offset=self.offset, cast=self.cast, residual=residual
             )
-        if not isinstance(post, RMSNorm):  # what others have put into its place
-            return self(post(x), residual)
         options = self.offset, self.cast
         if options != (post.offset, post.cast):
             raise ValueError(

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +108,47 @@ def test_hooks_see_gradients_of_the_stream(family: str) -> None:
         both.append(seen)
     assert len(both[0]) == 9
     torch.testing.assert_close(both[1], both[0], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_moe", "llama4_text"])
+def test_a_hook_alone_is_called_as_often_as_in_transformers(family: str) -> None:
+    """Also where one operator computes what several modules are."""
+    theirs, ours = (dict(m.named_modules()) for m in pair(family, FAMILIES.get(family, "plain")))
+    names = [name for name in theirs if name in ours and ".layers.2" not in name]
+    assert len(names) > 30
+    calls = []
+    for modules in (theirs, ours):
+        for name in names:
+            seen: list[str] = []
+            hook = lambda *unused, seen=seen, name=name: seen.append(name)  # noqa: E731
+            handle = modules[""].get_submodule(name).register_forward_hook(hook)
+            modules[""](IDS, use_cache=False)
+            handle.remove()
+            calls.append((name, len(seen)))
+    assert calls[len(names) :] == calls[: len(names)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_hidden_states_are_those_that_hooks_leave(family: str) -> None:
+    outputs = []
+    for model in pair(family):
+        model.model.layers[0].register_forward_hook(lambda module, args, stream: stream * 1.1)
+        model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] + 0.5,))
+        outputs.append(model(IDS, output_hidden_states=True, use_cache=False).hidden_states)
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-4)
+
+
+def test_threads_share_a_model_with_hooks() -> None:
+    _, model = pair("llama")
+    started = threading.Barrier(2)  # both are within the block
+
+    def wait(module: Any, args: Any, stream: Tensor) -> None:
+        started.wait(10)
+
+    model.model.layers[0].register_forward_hook(wait)
+    with torch.no_grad(), ThreadPoolExecutor(2) as pool:
+        runs = [pool.submit(lambda: model(IDS).logits) for _ in range(2)]
+    torch.testing.assert_close(runs[0].result(), runs[1].result())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

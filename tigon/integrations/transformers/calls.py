@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from tigon.integrations.transformers.stream import add_branch
 from tigon.layers.router import Router, Routing
 from tigon.models.arguments import BATCH, PASS, check_keywords, select_keys
 from tigon.models.base import LanguageModel
@@ -110,8 +111,7 @@ def capture(
     captured, handles = Captured(), list[RemovableHandle]()
 
     def keep_stream(block: nn.Module, args: tuple[Any, ...]) -> None:
-        x, residual = args[:2]
-        captured.streams.append(x if residual is None else residual + x)
+        captured.streams.append(add_branch(*args[:2]))  # with hooks of others the stream alone
 
     def keep_logits(router: nn.Module, args: Any, routing: Routing) -> None:
         captured.router_logits.append(routing.logits)
@@ -119,7 +119,9 @@ def capture(
     if hidden_states or router_logits:
         batch.drops_padding = False
     if hidden_states:
-        handles += [b.register_forward_pre_hook(keep_stream) for b in native.model.layers]
+        handles += [
+            b.register_forward_pre_hook(keep_stream, prepend=True) for b in native.model.layers
+        ]
     if router_logits:
         routers = (m for m in native.model.modules() if isinstance(m, Router))
         handles += [r.register_forward_hook(keep_logits) for r in routers]

@@ -253,6 +253,8 @@ def _rename(owner: nn.Module, kind: str, name: str, target: nn.Module, other: st
     child = children.pop(name)
     places = target.__dict__[kind]  # the owner's new one, if it is the owner
     places[other] = child
+    if vars(target).get(other, child) is None:  # a module that the family lacks would hide it
+        del vars(target)[other]
     children.places[name] = places, other
 
 

@@ -5,8 +5,9 @@ adds in one pass. Whoever calls a norm, or sets a hook on a norm or a block, for
 gets the sum; torch's global hooks of all modules see the native calls.
 """
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from tigon.layers import AddRMSNorm
 from tigon.models.base import LanguageModel
 from tigon.models.decoder import TransformerBlock
 
+Keep: TypeAlias = Callable[[list[Any]], None]  # takes what else a block returns
 INTERNAL_MODULES = "torch.", "tigon."  # modules whose hooks take what blocks return natively
 
 
@@ -50,25 +52,22 @@ class WholeBlock(MixedIn):
     def __call__(self, x: Tensor, residual: Tensor | None, *inputs: Any) -> Any:
         if not is_hooked(self):
             return super().__call__(x, residual, *inputs)  # type: ignore[misc]
-        extra: list[Any] = []
-        vars(self)["_extra_outputs"] = extra
-        try:
-            stream = super().__call__(_add(x, residual), inputs=inputs)  # type: ignore[misc]
-        finally:
-            del vars(self)["_extra_outputs"]
+        extra: list[Any] = []  # what else the native block returns
+        # A bound method, since FSDP2 copies lists that it looks for tensors in
+        options: dict[str, Any] = {"inputs": inputs, "keep": extra.extend}
+        stream = super().__call__(add_branch(x, residual), **options)  # type: ignore[misc]
         return stream, None, *extra
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, *args: Any, inputs: tuple[Any, ...] = ()
+        self, x: Tensor, *args: Any, inputs: tuple[Any, ...] = (), keep: Keep | None = None
     ) -> Any:
-        """Returns what the native block does, or in a call with hooks, which gives the stream alone
-        by position, the stream alone."""
-        out = super().forward(x, residual, *args, *inputs)  # type: ignore[misc]
-        extra: list[Any] | None = vars(self).get("_extra_outputs")
-        if extra is None:
-            return out
-        extra += out[2:]
-        return _add(*out[:2])
+        """Returns what the native block does; in a call with hooks, which gives the stream alone by
+        position, the stream alone."""
+        if keep is None:
+            return super().forward(x, *args)  # type: ignore[misc]
+        branch, stream, *rest = super().forward(x, None, *inputs)  # type: ignore[misc]
+        keep(rest)
+        return add_branch(branch, stream)
 
 
 class WholeNorm(MixedIn):
@@ -79,7 +78,7 @@ class WholeNorm(MixedIn):
         if not others or not is_hooked(self):
             return super().__call__(x, *others)  # type: ignore[misc]
         residual, post = (*others, None)[:2]
-        stream = _add(x if post is None else post(x), residual)
+        stream = add_branch(x if post is None else post(x), residual)
         return super().__call__(stream), stream  # type: ignore[misc]
 
     def forward(self, x: Tensor, *others: Any) -> Any:
@@ -99,7 +98,8 @@ def show_stream(native: LanguageModel, reference: nn.Module) -> None:
             mix_in(module, WholeNorm, type(reference.get_submodule(path)).__name__)
 
 
-def _add(branch: Tensor, residual: Tensor | None) -> Tensor:
+def add_branch(branch: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Returns the stream: the sum of a branch and what it is not yet added to."""
     return branch if residual is None else residual + branch
 
 

@@ -10,7 +10,7 @@ needed, "reference".
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,8 @@ from tigon.kernels.saved_sources import save_sources
 
 FA4_MIN_SEQLEN = 512  # below it as the longest sequence, flash-attn-4 would compile once more
 FLEX_MULTIPLE = 256  # FlexAttention compiles for every length: rows are padded to a multiple
+
+Bounds: TypeAlias = tuple[Tensor | None, Tensor | None]  # cu_seqlens of queries and of keys
 
 
 def attention_ref(
@@ -89,24 +91,21 @@ def _fa4(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
 ) -> Tensor:
     """Returns flash-attn-4's attention [B, T, H, D] in the sequences of the plan, or in rows."""
-    if sinks is not None:
-        return _with_sinks(_fa4_passes, q, k, v, mask, plan, sinks)
     is_op = torch.compiler.is_compiling() or runtime.launches_on_fakes()
-    package = fa4 if is_op else flash_attn_4()
-    sequences = plan.sequences
+    if is_op or sinks is not None:
+        return _run_passes(_fa4_passes, q, k, v, mask, plan, sinks)
     options: dict[str, Any] = {
         "softmax_scale": plan.scale,
         "causal": mask.causal,
         "window_size": plan.reach(mask.causal),
         "softcap": plan.softcap or 0.0,
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "return_lse": True,  # without it evaluation would compile a kernel of its own
     }
-    if not is_op:  # without it evaluation would compile a kernel of its own
-        options["return_lse"] = True
-    if sequences is None:
-        return package.flash_attn_func(q, k, v, **options)[0]
-    flat, (cu, cu_k), (longest, longest_k) = _flatten_sequences(q, k, v, sequences)
-    out = package.flash_attn_varlen_func(
+    if plan.sequences is None:
+        return flash_attn_4().flash_attn_func(q, k, v, **options)[0]
+    flat, (cu, cu_k), (longest, longest_k) = _flatten_sequences(q, k, v, plan.sequences)
+    out = flash_attn_4().flash_attn_varlen_func(
         *flat,
         cu_seqlens_q=cu,
         cu_seqlens_k=cu_k,
@@ -117,30 +116,27 @@ def _fa4(
     return out.view(q.shape)
 
 
-def _with_sinks(
+def _run_passes(
     make_passes: Callable[..., FusedPasses],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: AttentionMask,
     plan: AttentionPlan,
-    sinks: Tensor,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Returns attention with sinks [B, T, H, D] by the passes that `make_passes` makes of bounds
-    and longest lengths, mask and plan."""
-    if plan.sequences is None:
-        passes = make_passes((None, None), (q.shape[1], k.shape[1]), mask, plan)
-        return attention_with_sinks(q, k, v, sinks, passes)
-    (x, y, z), bounds, longest = _flatten_sequences(q, k, v, plan.sequences)
+    """Returns attention [B, T, H, D] by the passes that `make_passes` makes of bounds and longest
+    lengths, mask and plan; without sinks by the forward pass, which autograd knows."""
+    flat, bounds, longest = _flatten_sequences(q, k, v, plan.sequences)
     passes = make_passes(bounds, longest, mask, plan)
-    return attention_with_sinks(x, y, z, sinks, passes).view(q.shape)
+    if sinks is not None:
+        return attention_with_sinks(*flat, sinks, passes).view(q.shape)
+    out = passes.forward(*flat)[0]
+    return out if plan.sequences is None else out.view(q.shape)
 
 
 def _fa4_passes(
-    bounds: tuple[Tensor | None, Tensor | None],
-    longest: tuple[int, int],
-    mask: AttentionMask,
-    plan: AttentionPlan,
+    bounds: Bounds, longest: tuple[int, int], mask: AttentionMask, plan: AttentionPlan
 ) -> FusedPasses:
     """Returns flash-attn-4's passes over sequences with these bounds, or over rows without."""
     lengths = (None, None) if bounds[0] is None else [max(n, FA4_MIN_SEQLEN) for n in longest]
@@ -157,12 +153,10 @@ def _fa4_passes(
 
 
 def _flash_passes(
-    bounds: tuple[Tensor | None, Tensor | None],
-    longest: tuple[int, int],
-    mask: AttentionMask,
-    plan: AttentionPlan,
+    bounds: Bounds, longest: tuple[int, int], mask: AttentionMask, plan: AttentionPlan
 ) -> FusedPasses:
-    """As `_fa4_passes`, of torch's FlashAttention-2."""
+    """Returns the passes of torch's FlashAttention-2."""
+    # The operators that varlen_attn and SDPA call: cheaper on the host, and with windows for rows
     causal, (left, right) = mask.causal and plan.window is None, plan.reach(mask.causal)
     options = {"scale": plan.scale, "window_size_left": left, "window_size_right": right}
 
@@ -180,12 +174,15 @@ def _flash_passes(
 
 
 def _flatten_sequences(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], tuple[int, int]]:
-    """Returns flat q, k and v, and cu_seqlens and the longest length of queries and of keys.
+    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences | None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Bounds, tuple[int, int]]:
+    """Returns flat q, k and v, and cu_seqlens and the longest length of queries and of keys;
+    without sequences q, k and v as they are, and no cu_seqlens.
 
     If these differ, the last query of a sequence sees all its keys.
     """
+    if sequences is None:
+        return (q, k, v), (None, None), (q.shape[1], k.shape[1])
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     cu, longest, keys = sequences
     if keys is None:
@@ -203,36 +200,16 @@ def _cudnn(
     return out.transpose(1, 2)
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
-) -> Tensor:
-    """Returns the attention [B, T, H, D] of torch's FlashAttention-2, as `_fa4` does."""
-    if sinks is not None:
-        return _with_sinks(_flash_passes, q, k, v, mask, plan, sinks)
-    # The operator that varlen_attn and SDPA call: cheaper on the host, and with windows for rows
-    run = torch.ops.aten._flash_attention_forward
-    causal, (left, right) = mask.causal and plan.window is None, plan.reach(mask.causal)
-    options = {"scale": plan.scale, "window_size_left": left, "window_size_right": right}
-    if plan.sequences is None:
-        sizes = q.shape[1], k.shape[1]
-        return run(q, k, v, None, None, *sizes, 0.0, causal, False, **options)[0]
-    flat, bounds, longest = _flatten_sequences(q, k, v, plan.sequences)
-    return run(*flat, *bounds, *longest, 0.0, causal, False, **options)[0].view(q.shape)
-
-
 def _triton(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, plan: AttentionPlan, sinks: Tensor | None
 ) -> Tensor:
     """Returns the attention [B, T, H, D] of Tigon's kernels."""
-    bounds: tuple[Tensor | None, Tensor | None] = (None, None)
-    longest = q.shape[1], k.shape[1]
+    flat, bounds, longest = _flatten_sequences(q, k, v, plan.sequences)
     if plan.sequences is None:
-        x, y, z = (t.flatten(0, 1) for t in (q, k, v))
-    else:
-        (x, y, z), bounds, longest = _flatten_sequences(q, k, v, plan.sequences)
+        flat = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
     left, right = plan.reach(mask.causal)
     reach = left, 0 if mask.causal else right
-    return wide_attention(x, y, z, bounds, longest, scale=plan.scale, reach=reach).view(q.shape)
+    return wide_attention(*flat, bounds, longest, scale=plan.scale, reach=reach).view(q.shape)
 
 
 def _flex(
@@ -336,7 +313,7 @@ def _reference(
 BACKENDS: dict[str, Callable[..., Tensor]] = {
     "fa4": _fa4,
     "cudnn": _cudnn,
-    "flash": _flash,
+    "flash": functools.partial(_run_passes, _flash_passes),
     "triton": _triton,
     "flex": _flex,
     "sdpa": _sdpa,

@@ -1,4 +1,4 @@
-"""The functions of flash-attn-4 as custom operators, since torch.compile cannot trace them.
+"""Both passes of flash-attn-4 as custom operators, since torch.compile cannot trace its functions.
 
 Names and shapes are those of flash_attn.cute 4.0.0b36.
 """
@@ -12,31 +12,6 @@ from torch import Tensor
 from tigon.kernels.attention import backends
 from tigon.kernels.runtime import operator
 
-
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: tuple[int | None, int | None],
-    softcap: float,
-    deterministic: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attention by flash-attn-4, with the arguments of its function of this name.
-
-    Returns the output, and the log-sum-exp of the scores, which has no gradient.
-    """
-    bounds = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    return _forward(q, k, v, *bounds, softmax_scale, causal, *window_size, softcap, deterministic)
-
-
-flash_attn_func = flash_attn_varlen_func  # without bounds a row is a sequence
 SHARED_ARGUMENTS = (  # of the forward and the backward pass
     *("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale", "causal"),
     *("window_size_left", "window_size_right", "softcap"),
@@ -65,7 +40,10 @@ def _forward(
     softcap: float,
     deterministic: bool,  # in the backward pass
 ) -> tuple[Tensor, Tensor]:
-    """Calls flash-attn-4's forward kernel; see `flash_attn_varlen_func`."""
+    """Calls flash-attn-4's forward kernel, on rows or, with bounds, on sequences.
+
+    Returns the output, and the log-sum-exp of the scores, which has no gradient.
+    """
     run = backends.flash_attn_4().interface._flash_attn_fwd
     arguments = cu_q, cu_k, longest_q, longest_k, scale, causal, left, right, softcap
     options: dict[str, Any] = dict(zip(SHARED_ARGUMENTS, arguments, strict=True))

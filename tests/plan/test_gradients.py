@@ -175,3 +175,19 @@ def test_lower_bound_of_memory(job, sharding: Any, settings: list[str]) -> None:
                     bound = lower_bound(memory, few / more)
                     assert 0.5 * exact.total < bound <= exact.total, (few, more, count)
             assert lower_bound(memory, 2.0) == memory.total
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("sharding", "settings"), [("full", FP32), ("gradients", BF16)])
+def test_lower_bound_for_fewer_tokens(job, sharding: Any, settings: list[str], checkpointing: bool):
+    one, layout = job(4, settings, 64, **MOE), Layout(1, 4, checkpointing=checkpointing)
+    layout = replace(layout, sharding=sharding)
+    found = {
+        rows: estimate_memory(one, replace(layout, rows=rows, micro_batches=16 // rows))
+        for rows in (8, 4, 1)
+    }
+    for most, memory in found.items():
+        for rows in (rows for rows in found if rows < most):
+            bound = lower_bound(memory, 1.0, rows / most)
+            shares = bound / found[rows].total, rows / most * memory.total / bound
+            assert max(shares) <= 1, (most, rows)

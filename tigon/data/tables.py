@@ -11,6 +11,8 @@ from tigon.data.formats import Row
 from tigon.data.sources import HUB, Record, Source, check_columns
 from tigon.utils.json import read_json
 
+BATCH_ROWS = 256
+
 
 @dataclass(frozen=True)
 class Table(Source):
@@ -30,7 +32,7 @@ class Table(Source):
             if start >= getattr(data, "num_rows", start + 1):
                 return
             data = data.skip(start) if start else data
-            for batch in data.with_format("arrow").iter(batch_size=256):
+            for batch in data.with_format("arrow").iter(batch_size=BATCH_ROWS):
                 check_columns(self.name, batch.schema.names)
                 for row in _table_rows(batch):
                     yield line, without_nulls(row)
@@ -50,9 +52,11 @@ class Table(Source):
             repository = self.name.partition("[")[0].removeprefix(HUB)
             options = {"split": self.split, "revision": self.revision}
             return load_dataset(repository, self.config, streaming=self.streaming, **options)
+        # By default it reads as many rows at once as the first row group has, which may be none
+        rows = {"batch_size": BATCH_ROWS} if self.kind == "parquet" else {}
         # As it comes: a copy in the library's cache would be kept for its name and time alone
         return load_dataset(
-            self.kind, data_files=glob.escape(self.name), split="train", streaming=True
+            self.kind, data_files=glob.escape(self.name), split="train", streaming=True, **rows
         )
 
     def total(self) -> int | None:

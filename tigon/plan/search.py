@@ -27,6 +27,7 @@ LACKS = "memory"
 TIE = 0.01  # of the time; the model of time is less exact
 # Kinds of memory that ranks shard
 SHARDED = ("parameters", "gradients", "optimizer", "average of weights", "reference")
+OF_TOKENS = ("activations", "logits and loss", "other")  # grow with a micro-batch at most
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -149,10 +150,11 @@ class MemorySearch:
         # Replicas do not matter
         kind = layout.tensor, layout.expert, layout.sharding, layout.micro_batches > 1
         # The larger each number, the less memory
-        lean = (layout.recomputed, -layout.context, -layout.tokens(self.job.seq_len))
+        tokens = layout.tokens(self.job.seq_len)
+        lean = (layout.recomputed, -layout.context, -tokens)
         for other, leaner, shards, memory in self.too_large:
-            if kind == other and all(a <= b for a, b in zip(lean, leaner, strict=True)):
-                size = lower_bound(memory, shards / layout.shards)
+            if kind == other and all(a <= b for a, b in zip(lean[:2], leaner[:2], strict=True)):
+                size = lower_bound(memory, shards / layout.shards, tokens / -leaner[2])
                 if size > self.budget:
                     return None, size
         key = (*kind, *lean, layout.shards)
@@ -165,14 +167,17 @@ class MemorySearch:
         return None, memory.total
 
 
-def lower_bound(memory: Estimate, share: float) -> int:
-    """Returns the least bytes where a rank holds `share` of the shards that it has in `memory`:
-    what ranks shard shrinks, and communication may vanish."""
-    if share >= 1:
+def lower_bound(memory: Estimate, share: float, tokens: float = 1.0) -> int:
+    """Returns the least bytes where a rank holds `share` of the shards that it has in `memory`, and
+    a micro-batch has `tokens` times as many: what ranks shard shrinks, what is computed shrinks in
+    proportion at most, and communication may vanish."""
+    share, tokens = min(share, 1.0), min(tokens, 1.0)
+    if share == tokens == 1:
         return memory.total
     sharded = sum(memory.kinds.get(kind, 0) for kind in SHARDED)
+    computed = sum(memory.kinds.get(kind, 0) for kind in OF_TOKENS)
     sent = memory.kinds.get("communication", 0)
-    return int(memory.total - sent - (1 - share) * sharded)
+    return int(memory.total - sent - (1 - share) * sharded - (1 - tokens) * computed)
 
 
 def make_plan(

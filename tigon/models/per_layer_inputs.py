@@ -74,7 +74,8 @@ class PerLayerDecoder(Decoder):
         if not self.needs_ids:
             return x
         table = self.embed_tokens_per_layer
-        inside = input_ids < table.num_embeddings
+        # PEFT's layer around a table does not know its size
+        inside = input_ids < getattr(table, "num_embeddings", len(table.weight))
         return torch.cat((x, table(torch.where(inside, input_ids, 0))), -1)
 
     def begin(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:

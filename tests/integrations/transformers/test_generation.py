@@ -27,6 +27,7 @@ from transformers import (
 
 from tests.generation.common import padded
 from tests.integrations.transformers.peers import MODELS, pair
+from tests.integrations.transformers.words import make_tokenizer
 from tigon.integrations.transformers import as_transformers, from_pretrained, generation
 from tigon.integrations.transformers.cache import TigonCache
 from tigon.layers import KVCache
@@ -82,6 +83,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "beams without a cache": {"num_beams": 2, "use_cache": False},
     "processor": {"logits_processor": LogitsProcessorList([prefer_others])},
     "no repeats": {"no_repeat_ngram_size": 2},
+    "beams with a tokenizer": {"num_beams": 2, "tokenizer": make_tokenizer()},
     "bad words": {"bad_words_ids": [[7], [8, 9]], "suppress_tokens": [10, 11, 12]},
     "prefixes": {"prefix_allowed_tokens_fn": lambda row, ids: list(range(20 + row, 120))},
     "typical": {"do_sample": True, "typical_p": 0.7},

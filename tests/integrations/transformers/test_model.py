@@ -20,10 +20,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import tigon
 from tests.integrations.transformers.peers import MODELS, checkpoint, pair, score_pair
 from tests.integrations.transformers.words import make_tokenizer
+from tests.models.test_multimodal import multimodal
 from tests.models.tiny import CASES, FIRST, WRAPPED, reference
 from tests.support.contract import tiny_llama
 from tigon.integrations import transformers as integration
 from tigon.integrations.transformers import as_transformers, from_pretrained, register, unregister
+from tigon.models.pretrained.names import MULTIMODAL, TEXT_ALONE
 
 B, T = 2, 11
 
@@ -407,6 +409,23 @@ def test_auto_classes() -> None:
         unregister()
     assert type(load(directory)) is transformers.LlamaForCausalLM
     unregister()
+
+
+@pytest.mark.parametrize("kind", TEXT_ALONE)
+def test_auto_classes_of_multimodal_checkpoints(kind: str, tmp_path: Path) -> None:
+    multimodal(kind, MULTIMODAL[kind], False, tmp_path)
+    ids = inputs()["input_ids"]
+    theirs = load(tmp_path)
+    register()
+    try:
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        unregister()
+    assert isinstance(ours.native, tigon.models.MODELS[MULTIMODAL[kind]])
+    assert type(ours).__name__ == type(theirs).__name__
+    assert ours.config.name_or_path == theirs.config.name_or_path == str(tmp_path)
+    assert_near(ours(ids).logits, theirs(ids).logits)
+    assert type(load(tmp_path)) is type(theirs)
 
 
 def test_generation_config_of_the_checkpoint(tmp_path: Path) -> None:

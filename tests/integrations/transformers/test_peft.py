@@ -37,6 +37,10 @@ METHODS: dict[str, tuple[str, str, partial[peft.PeftConfig]]] = {
         *("gemma3_text", "two ropes"),
         partial(LORA, target_modules=["gate_proj", "embed_tokens"]),
     ),
+    "inputs of layers": (
+        *("gemma4_text", "shared"),
+        partial(LORA, target_modules=["embed_tokens_per_layer", "per_layer_projection"]),
+    ),
     "modules_to_save": (
         *("llama", "grouped"),
         partial(LORA, target_modules=["v_proj"], modules_to_save=["lm_head", "embed_tokens"]),
@@ -100,8 +104,19 @@ METHODS: dict[str, tuple[str, str, partial[peft.PeftConfig]]] = {
         partial(peft.PromptTuningConfig, task_type="CAUSAL_LM", num_virtual_tokens=4),
     ),
 }
-# What the native `load_adapter` does not read: other methods, and routers as parts of "all-linear"
-NOT_NATIVE = {"ia3", "loha", "norms", "tokens", "prompt", "prefix", "latent attention", "delta"}
+# What the native `load_adapter` does not read: other methods, routers as parts of "all-linear", and
+# tables that layers read
+NOT_NATIVE = {
+    "inputs of layers",
+    "ia3",
+    "loha",
+    "norms",
+    "tokens",
+    "prompt",
+    "prefix",
+    "latent attention",
+    "delta",
+}
 
 
 def adapt(model: Any, config: peft.PeftConfig) -> Any:

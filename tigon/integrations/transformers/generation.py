@@ -39,6 +39,7 @@ CALL = ("stopping_criteria", "streamer", "tokenizer", "assistant_model", "seed")
 TENSORS = ("input_ids", "attention_mask", "cache")
 IGNORED = ("token_type_ids", "mm_token_type_ids")
 GROWING = (None, "dynamic", "static")  # give the same tokens
+TOKENIZERS = ("tokenizer", "assistant_tokenizer")  # transformers' loop hands them on to forward
 
 
 class TigonGeneration(GenerationMixin):
@@ -92,6 +93,7 @@ class TigonGeneration(GenerationMixin):
         turns = restart is not None and input_ids.shape[1] >= restart
         if cache is not None and turns and cache.get_seq_length() < restart:
             cache, next_sequence_length = TigonCache(), None
+        kwargs = {name: value for name, value in kwargs.items() if name not in TOKENIZERS}
         inputs = super().prepare_inputs_for_generation(
             input_ids, next_sequence_length, cache, inputs_embeds=inputs_embeds, **kwargs
         )

@@ -1,16 +1,18 @@
 """Makes transformers' models of checkpoints and of native models, and lets Auto classes do so."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tigon.integrations.transformers import model as classes
 from tigon.integrations.transformers.model import CLASS_NAMES, TigonPreTrainedModel
 from tigon.integrations.transformers.native import load_native, warn_of_attention
 from tigon.models.causal_lm import CausalLM
+from tigon.models.pretrained.names import MULTIMODAL, TEXT_ALONE
 
 # Of transformers' configs, what changes no layer
 FIELDS = frozenset(
@@ -97,8 +99,18 @@ def register() -> None:
     for name, (_, base) in CLASS_NAMES.items():
         cls = getattr(classes, name)
         mapping = AUTO_CLASSES[base]._model_mapping._extra_content
-        _originals.append((mapping, cls.config_class, mapping.get(cls.config_class)))
-        mapping[cls.config_class] = cls
+        for config_class in _config_classes(cls):
+            _originals.append((mapping, config_class, mapping.get(config_class)))
+            mapping[config_class] = cls
+
+
+def _config_classes(cls: type[TigonPreTrainedModel]) -> Iterator[type[PreTrainedConfig]]:
+    """Yields the configs that Auto classes make such a model of: its own, and of a language model
+    that of a multimodal checkpoint of which transformers makes the text model, too."""
+    yield cls.config_class
+    for kind in TEXT_ALONE if issubclass(cls, classes.TigonForCausalLM) else ():
+        if MULTIMODAL[kind] == cls.config_class.model_type:
+            yield CONFIG_MAPPING[kind]
 
 
 def unregister() -> None:

@@ -181,10 +181,10 @@ class TigonPreTrainedModel(PreTrainedModel):
         config of another model."""
         if config is None:
             config = cls.config_class.from_dict(native.config.to_dict())
-            config.name_or_path, config.dtype = native.config.source.name, native.dtype
         else:
             check_config(native, config)
             config._attn_implementation = None  # Auto classes put it there
+        config.name_or_path, config.dtype = native.config.source.name, native.dtype
         return cls(config, native, **options)
 
     @classmethod

@@ -241,13 +241,9 @@ def check_adapter_dropout(
     `specs_of_ranks`: each rank's shards of the weights."""
     for specs in specs_of_ranks:
         for at, low, (weight, *_) in _adapters(model, specs):
-            first = weight.pieces[0][0].source
-            if (
-                isinstance(low, LowRank)
-                and low.dropout
-                and _is_row_wise(weight)
-                and first % COLUMNS_PER_DRAW
-            ):
+            if not isinstance(low, LowRank) or not (low.dropout and _is_row_wise(weight)):
+                continue
+            if (first := weight.pieces[0][0].source) % COLUMNS_PER_DRAW:
                 raise ValueError(
                     f"dropout={low.dropout} does not work where a rank's columns begin at {first} "
                     f"({at}), which is not a multiple of {COLUMNS_PER_DRAW}: give 0, or another "

@@ -152,7 +152,7 @@ def test_answers_of_criteria(model: tigon.Llama) -> None:
             r"returned None \(NoneType\), and not a bool or a bool tensor",
         ),
         ([lambda ids, scores: 0], r"returned 0 \(int\), and not a bool"),
-        ([lambda ids, scores: torch.ones(2, dtype=torch.bool)], r"returned bool \(2,\)"),
+        ([lambda ids, scores: torch.ones(2) > 0], r"returned tensor\(\[True, True\]\)"),
         ([lambda ids, scores: torch.ones(3)], r"returned tensor"),
     ):
         with pytest.raises(TypeError, match=fault):

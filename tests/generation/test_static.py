@@ -172,9 +172,9 @@ def test_rows_leave_and_nobody_notices(
 
 def test_quantized_means_int8(model: tigon.Llama, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    cache = steps.make_cache
+    make = steps.Call.make_cache
     monkeypatch.setattr(
-        steps, "make_cache", lambda *a, **k: made.append(cache(*a, **k)) or made[-1]
+        steps.Call, "make_cache", lambda *a, **k: made.append(make(*a, **k)) or made[-1]
     )
     ids = torch.randint(0, V, (2, 9))
     for asked, dtype in (("quantized", torch.int8), ("static", torch.float32)):

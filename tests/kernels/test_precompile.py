@@ -4,7 +4,9 @@ process without the interpreter: tests/test_compiled.py.
 # B rows, T tokens, H query heads, K kv heads, D head dim
 """
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +48,19 @@ def test_flash_attn_4_is_left_to_other_processes(monkeypatch: pytest.MonkeyPatch
 def test_nothing_that_torch_compiles_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementation, "_compiled_flex", None)
     assert attend("flex", monkeypatch) == []
+
+
+def test_flash_attn_4_learns_the_gpu_before_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compiler finds it out once, and a forked process cannot."""
+    asked: list[str] = []
+    dsl = SimpleNamespace(get_arch_enum=lambda: asked.append("arch"))
+    base = SimpleNamespace(BaseDSL=SimpleNamespace(_get_dsl=lambda: dsl))
+    monkeypatch.setitem(sys.modules, "cutlass", SimpleNamespace(base_dsl=base))
+    assert fa4.environment() == {} and not asked
+    gpu = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
+    assert set(fa4.environment().values()) == {"sm_90", "132"} and asked == ["arch"]
 
 
 def no_home() -> Any:

@@ -3,7 +3,6 @@ torch's conversion, and products with either."""
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -172,12 +171,11 @@ def test_every_code_times_its_scale(stored: torch.dtype, width: int) -> None:
     scales = torch.rand(3, -(-256 // width))
     each = scales[owners][:, torch.arange(256) // width]
     expected = codes.view(stored).float() * each
-    weight = BlockFP8Tensor(codes, scales, owners)
-    how: dict[str, Any] = {"width": width, "stored": stored, "dtype": torch.float32}
+    weight = BlockFP8Tensor(codes, scales, owners, width, stored)
     for found, wanted in (
-        (dequantize_block_fp8(weight, **how), expected),
-        (dequantize_block_fp8_rows(weight, 5, 9, **how), expected[5:14]),
-        (dequantize_block_fp8(weight, **how | {"dtype": torch.float16}), expected.half()),
+        (dequantize_block_fp8(weight, torch.float32), expected),
+        (dequantize_block_fp8_rows(weight, 5, 9, torch.float32), expected[5:14]),
+        (dequantize_block_fp8(weight, torch.float16), expected.half()),
     ):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 

@@ -111,7 +111,7 @@ def test_decoding_equals_one_pass(norm: dict[str, Any]) -> None:
         for i in range(T):
             now = theta[:, i : i + 1]
             mask = AttentionMask(1, past=cache.begin(B, 1))
-            (state,) = cache.open(lambda *n, **options: [layer.make_state(*n, **options)], x, mask)
+            (state,) = cache.open(lambda spec: [layer.make_state(spec)], x, mask)
             ctx = BlockInputs(torch.tensor([[i]]), mask, append=cache.append)
             steps.append(layer(x[:, i : i + 1], Rotation(now.cos(), now.sin()), state, ctx))
             cache.end(mask)

@@ -269,7 +269,7 @@ def test_without_gradients_and_with_a_cache(variant: str, copies: Callable[[], N
             with torch.set_grad_enabled(first == 0):
                 n = last - first
                 mask = AttentionMask(n, past=cache.begin(B, n))
-                (state,) = cache.open(lambda *a, **o: [layer.make_state(*a, **o)], x, mask)
+                (state,) = cache.open(lambda spec: [layer.make_state(spec)], x, mask)
                 context = BlockInputs(torch.arange(first, last)[None], mask, append=cache.append)
                 now = Rotation(*(t[:, first:last] for t in rotation()[:2]))
                 steps.append(layer(x[:, first:last], now, state, context).detach())

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tigon.kernels.attention.api import attention
 from tigon.kernels.attention.mask import AttentionMask
-from tigon.layers import Attention, BlockInputs, StaticCache
+from tigon.layers import Attention, BlockInputs, StateSpec, StaticCache
 
 B, H, K, D, W, CHUNK = 3, 4, 2, 16, 5, 4
 SHAPES = [(K, D, None), (1, 8, W)]
@@ -16,10 +16,10 @@ def make(rows: int = B, capacity: int = 40, **options: Any) -> StaticCache:
     options = {"chunk": CHUNK, "dtype": torch.float32, "device": "cpu", **options}
     layers = [Attention(8, 2 * k, k, d, window=w) for k, d, w in options.pop("shapes", SHAPES)]
 
-    def states(*sizes: Any, **kind: Any) -> list[Any]:
-        return [layer.make_state(*sizes, **kind) for layer in layers]
+    def states(spec: StateSpec) -> list[Any]:
+        return [layer.make_state(spec) for layer in layers]
 
-    return StaticCache(states, rows, capacity, **options)
+    return StaticCache(states, StateSpec(rows, capacity, **options))
 
 
 def attend(cache: StaticCache, mask: AttentionMask, *parts: Any) -> list[Tensor]:

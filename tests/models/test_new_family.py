@@ -3,7 +3,7 @@
 # B batch, T tokens, C model dim, R rows of the cache
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.generation.common import padded
 from tests.support.contract import TINY, assert_same_gradients, gradients, tiny, tiny_llama
 from tigon.eval import log_likelihoods
-from tigon.layers import BlockInputs, KVCache, LayerState, Linear
+from tigon.layers import BlockInputs, KVCache, LayerState, Linear, StateSpec
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import PreNormBlock
@@ -55,20 +55,11 @@ class GatedRecurrence(nn.Module):
         self.out_proj = Linear(dim, dim, bias=False)
         self.decay = nn.Parameter(torch.empty(dim))
 
-    def make_state(
-        self,
-        rows: int,
-        capacity: int | None,
-        *,
-        dtype: Any,
-        device: Any,
-        quantize: Any = None,
-        **_: Any,
-    ) -> Hidden:
-        if quantize is not None:
-            raise ValueError(f"quantize={quantize!r}: a recurrence keeps no keys and values")
-        h = torch.zeros(rows, len(self.decay), dtype=dtype, device=device)
-        return Hidden(h, capacity is None)
+    def make_state(self, spec: StateSpec) -> Hidden:
+        if spec.quantize is not None:
+            raise ValueError(f"quantize={spec.quantize!r}: a recurrence keeps no keys and values")
+        h = torch.zeros(spec.rows, len(self.decay), dtype=spec.dtype, device=spec.device)
+        return Hidden(h, spec.capacity is None)
 
     def forward(self, x: Tensor, rotation: Any, state: Hidden | None, ctx: BlockInputs) -> Tensor:
         a, u, gate = self.in_proj(x).chunk(3, -1)
@@ -264,21 +255,21 @@ def test_what_a_recurrence_cannot_do(model: CausalLM) -> None:
         check_context(model, 2)
 
 
+class UnevenConfig(HybridConfig):
+    def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
+        return 12 if layer % 2 else self.head_dim, self.rope_parameters
+
+
 class UnevenBlock(PreNormBlock):
     """Heads of other sizes and numbers in every other layer, some of which slide."""
 
-    def sizes(self, c: ModelConfig, layer: int) -> ModelConfig:
-        return replace(c, head_dim=12, num_key_value_heads=1) if layer % 2 else c
-
     def make_mixer(self, c: ModelConfig, layer: int) -> nn.Module:
-        return self.make_attention(self.sizes(c, layer), window=5 if layer else None)
-
-    def layer_rope(self, c: ModelConfig, layer: int) -> tuple[int, dict[str, Any]]:
-        return self.sizes(c, layer).head_dim, c.rope_parameters
+        sizes = replace(c, head_dim=12, num_key_value_heads=1) if layer % 2 else c
+        return self.make_attention(sizes, window=5 if layer else None)
 
 
 class Uneven(CausalLM):
-    config_class = HybridConfig
+    config_class = UnevenConfig
     block_class = UnevenBlock
 
 

@@ -11,15 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models import tiny
 from tigon.kernels import precompile
+from tigon.models import MODELS
 from tigon.train import compile_step as module
-from tigon.train.compile_step import compile_step, compute_gradients
+from tigon.train.compile_step import compile_step, compute_gradients, keep_distinct_blocks
 from tigon.train.config_file import load
 from tigon.train.distributed import start
 from tigon.train.model import meta_model
 from tigon.train.tasks import find_task
 
 PLAIN = {"attention": "reference", "micro_batch_size": 2, "batch_size": 2}
+TYPES = [*["sliding_attention"] * 2, "full_attention"] * 3
 LORA = {"lora.rank": 2, "lora.dropout": 0.2}
 
 
@@ -30,14 +33,60 @@ def test_a_step_on_fake_tensors_draws_nothing(workspace, monkeypatch, changes):
     clip = module.clip
     monkeypatch.setattr(module, "clip", lambda *given: norms.append(clip(*given)[0]))
     monkeypatch.setattr(precompile, "note_launches", lambda *_: nullcontext())
+    sequences: list[Any] = []
     with start("cpu") as world:
-        model = meta_model(config, torch.float32)
-        step = partial(compute_gradients, model, find_task("sft")(config, world), world.device)
+        model, task = meta_model(config, torch.float32), find_task("sft")(config, world)
+        find_loss = task.loss
+
+        def loss(model: Any, inputs: Any, sums: Any) -> Any:
+            sequences.append(inputs.batch.mask.sequences())
+            return find_loss(model, inputs, sums)
+
+        monkeypatch.setattr(task, "loss", loss)
+        step = partial(compute_gradients, model, task, world.device)
         before = torch.get_rng_state(), random.getstate()
         with precompile.compile_kernels(step):
             pass
     assert [norm.shape for norm in norms] == [()]  # it came to its end
+    assert not sequences[0].even(2 * config.seq_len)  # which would be rows to attention
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_distinct_blocks_are_left(family: str) -> None:
+    """Each kind is among them, and they are a model still."""
+    case = next(iter(tiny.CASES[family].values()))
+    config = tiny.their_config(family, **tiny.SIZES | case).get_text_config().to_dict()
+    model = MODELS[family].from_config(config, device="cpu")
+    before = {module._kind(block) for block in model.model.layers}
+    model.activation_checkpointing = 2
+    keep_distinct_blocks(model)
+    assert {module._kind(block) for block in model.model.layers} == before
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    model(ids, labels=ids).loss.backward()
+
+
+def test_blocks_that_are_left() -> None:
+    config = {"num_hidden_layers": 9, "sliding_window": 4, "layer_types": TYPES}
+    model = MODELS["gemma3_text"].from_config(tiny.SIZES | config, device="meta")
+    blocks = list(model.model.layers)
+    model.activation_checkpointing = [0, 2, 3]
+    keep_distinct_blocks(model)
+    assert list(model.model.layers) == [blocks[i] for i in (0, 1, 2, 5)]
+    assert model.activation_checkpointing == [0, 2]
+
+
+def test_sources_of_keys_and_values() -> None:
+    """A block that is left reads those of the same block as before."""
+    types = [*["sliding_attention"] * 4, "full_attention"] * 3
+    sizes = {"num_hidden_layers": 15, "num_kv_shared_layers": 5, "layer_types": types}
+    model = MODELS["gemma4_text"].from_config(tiny.SIZES | sizes, device="meta")
+    blocks = list(model.model.layers)
+    sources = {block: blocks[block.kv_source] for block in blocks if block.kv_source is not None}
+    keep_distinct_blocks(model)
+    left = list(model.model.layers)
+    found = {block: left[block.kv_source] for block in left if block.kv_source is not None}
+    assert len(found) == 3 and found.items() <= sources.items()
 
 
 @pytest.fixture

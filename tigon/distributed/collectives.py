@@ -90,18 +90,17 @@ def backward_ranks(ctx: Any) -> Ranks:
     return ctx.ranks
 
 
-class _GatherFromGroup(torch.autograd.Function):
-    """All-gather of [n, ...] to a replicated [R n, ...], whose gradient is the same on every rank:
-    backward takes this rank's [n, ...] of it."""
+class _Collective(torch.autograd.Function):
+    """Calls a method of `ranks` by its name, and in backward another one on the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.gather(x)
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, method: str, backward: str) -> Tensor:
+        ctx.ranks, ctx.backward_method = ranks, backward
+        return getattr(ranks, method)(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return backward_ranks(ctx).local_part(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return getattr(backward_ranks(ctx), ctx.backward_method)(grad), None, None, None
 
 
 class _ReduceFromGroup(torch.autograd.Function):
@@ -114,20 +113,6 @@ class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
-
-
-class _AllReduce(torch.autograd.Function):
-    """All-reduce of partial sums, where each rank uses the sum for its own part of the loss:
-    gradients are partial, and backward is an all-reduce too."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return backward_ranks(ctx).sum(grad), None
 
 
 class _ScaleReplicatedGrad(torch.autograd.Function):
@@ -161,8 +146,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 def gather_from_group(x: Tensor, ranks: Ranks) -> Tensor:
-    """Gathers [n, ...] of each rank to [R n, ...]; backward takes this rank's part."""
-    return _GatherFromGroup.apply(x, ranks)
+    """Gathers [n, ...] of each rank to [R n, ...], whose gradient is the same on every rank:
+    backward takes this rank's part."""
+    return _Collective.apply(x, ranks, "gather", "local_part")
 
 
 def all_to_all(
@@ -195,8 +181,9 @@ def reduce_from_group(x: Tensor, ranks: Ranks) -> Tensor:
 
 
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:
-    """Returns the sum over ranks; backward sums the gradient over them, too."""
-    return _AllReduce.apply(x, ranks)
+    """Returns the sum over ranks, which each uses for its own part of the loss: gradients are
+    partial, and backward sums them, too."""
+    return _Collective.apply(x, ranks, "sum", "sum")
 
 
 def check_same_on_all_ranks(

@@ -107,35 +107,21 @@ class _GatherTokens(torch.autograd.Function):
         return grad.view(ctx.shape), None, None, None
 
 
-class _ReduceScatterTokens(torch.autograd.Function):
-    """Reduce-scatter of partial sums [R n, C] to [1, n, C]; backward all-gathers the gradient."""
+class _ShardTokens(torch.autograd.Function):
+    """[R n, C], `partial` sums or replicated, to local tokens [1, n, C]; backward all-gathers the
+    gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, partial: bool) -> Tensor:
         ctx.ranks = ranks
-        return _as_row(ranks.reduce_scatter(x))
+        # A copy, as a view would keep all of x alive
+        y = ranks.reduce_scatter(x) if partial else ranks.local_part(x).clone()
+        # No view: FSDP2 warns of views among the outputs of a block
+        return torch.ops.aten._unsafe_view(y, [1, *y.shape])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return backward_ranks(ctx).gather(grad[0]), None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    """Replicated [R n, C] -> local tokens [1, n, C]; backward all-gathers the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _as_row(ranks.local_part(x).clone())  # a view would keep all of x alive
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return backward_ranks(ctx).gather(grad[0]), None
-
-
-def _as_row(x: Tensor) -> Tensor:
-    """[n, C] -> [1, n, C], not a view: FSDP2 warns of views among the outputs of a block."""
-    return torch.ops.aten._unsafe_view(x, [1, *x.shape])
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return backward_ranks(ctx).gather(grad[0]), None, None
 
 
 def _tokens(rows: Tensor, shape: Sequence[int]) -> Tensor:
@@ -168,7 +154,7 @@ class SequenceParallelRegion:
         """Turns replicated [B, T, C] into local tokens [1, n, C], or returns x if replicated."""
         if self.replicated:
             return x
-        return _ScatterTokens.apply(_pad_tokens(x, self.ranks), self.ranks)
+        return _ShardTokens.apply(_pad_tokens(x, self.ranks), self.ranks, False)
 
     def gather_from_region(self, x: Tensor, *, single_reader: bool) -> Tensor:
         """Gathers local tokens [1, n, C] to [B, T, C]; backward sums their gradients over ranks.
@@ -197,7 +183,7 @@ class SequenceParallelRegion:
         """Sums [B, T, C] over ranks to local tokens [1, n, C], or to [B, T, C] if replicated."""
         if self.replicated:
             return all_reduce_small(x, self.ranks)
-        return _ReduceScatterTokens.apply(_pad_tokens(x, self.ranks), self.ranks)
+        return _ShardTokens.apply(_pad_tokens(x, self.ranks), self.ranks, True)
 
     def local_tokens(self, x: Tensor) -> Tensor:
         """Returns this rank's m tokens [1, m, C] of the stream, without padding; m may be 0."""

@@ -50,15 +50,11 @@ def check_criteria(criteria: Any) -> Sequence[Criterion]:
 
 def _read_answer(criterion: Criterion, answer: Any, rows: Tensor) -> Tensor:
     """Returns a criterion's answer as bool [B] or []; raises TypeError for another one."""
-    if isinstance(answer, bool | np.bool_):
-        return torch.tensor(bool(answer), device=rows.device)
-    if isinstance(answer, Tensor) and answer.dtype == torch.bool:
-        if answer.numel() in (1, len(rows)):
-            return answer.to(rows.device).flatten()
-        described = f"bool {tuple(answer.shape)}"
-    else:
-        described = f"{answer!r} ({type(answer).__name__})"
+    if isinstance(answer, bool | np.bool_ | Tensor):
+        ends = torch.as_tensor(answer, device=rows.device)
+        if ends.dtype == torch.bool and ends.numel() in (1, len(rows)):
+            return ends.flatten()
     raise TypeError(
-        f"stopping_criteria: {criterion!r} returned {described}, and not a bool or a bool tensor "
-        f"[{len(rows)}]"
+        f"stopping_criteria: {criterion!r} returned {answer!r} ({type(answer).__name__}), and not "
+        f"a bool or a bool tensor [{len(rows)}]"
     )

@@ -6,15 +6,14 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from tigon.distributed.collectives import check_same_on_all_ranks
 from tigon.generation.criteria import Criterion, StoppingCriteria, check_criteria
-from tigon.generation.loop import LAG, Continuations, make_stop_strings, run_steps
+from tigon.generation.loop import LAG, Continuations, StopStrings, run_steps
 from tigon.generation.output import GenerationOutput, Recorder, Recording
 from tigon.generation.prompt import (
     CachingSteps,
@@ -25,7 +24,7 @@ from tigon.generation.prompt import (
     check_past,
     check_prompt,
 )
-from tigon.generation.sampling import Draws, RecordedSampling, Sampling
+from tigon.generation.sampling import Draws, Sampling
 from tigon.generation.settings import (
     DEFAULTS,
     UNSET,
@@ -37,10 +36,10 @@ from tigon.generation.settings import (
     warn_unused,
 )
 from tigon.generation.speculative import SpeculativeSteps
-from tigon.generation.steps import DynamicSteps, StaticSteps, choose_cache, is_sharded
+from tigon.generation.steps import Call, DynamicSteps, StaticSteps, choose_cache, is_sharded
 from tigon.layers import KVCache, StaticCache
-from tigon.utils import memory
-from tigon.utils.memory import format_gib
+from tigon.utils.json import quote
+from tigon.utils.memory import check_memory
 
 
 @overload
@@ -134,71 +133,37 @@ def generate(
     arguments = locals()
     passed = {name: arguments[name] for name in DEFAULTS if arguments[name] is not UNSET}
     settings, files = resolve_settings(model, generation_config, passed, unsupported)
-    eos = settings.eos_token_id
-    prompt = check_prompt(model, input_ids, attention_mask, settings.pad_token_id, eos)
+    pad, eos = settings.pad_token_id, settings.eos_token_id
+    prompt = check_prompt(model, input_ids, attention_mask, pad, eos)
     cached = None if past_key_values is None else check_past(past_key_values, prompt)
     _check_ranks(model, prompt, settings, cached)
-    sampling = Sampling.of(settings, model.config.vocab_size, model.device)
-    _check_rows(model, len(prompt.ids), settings)
-    rows = prompt.repeat(settings.num_return_sequences)
     max_tokens = resolve_max_new_tokens(prompt, settings, files.get("max_length", ""))
-    emit = streamer.put if isinstance(streamer, Streamer) else streamer
-    stop = make_stop_strings(settings.stop_strings, tokenizer, files.get("stop_strings", ""))
+    call = _make_call(model, assistant_model, prompt, settings, max_tokens, past_key_values)
+    warn_unused(passed, settings, assistant_model is not None, call.cache)
+    warn_length(max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings)
+    stop = None
+    if settings.stop_strings:
+        if tokenizer is None:
+            text = f"stop_strings {quote(list(settings.stop_strings))} need the model's tokenizer"
+            raise ValueError(f"{files.get('stop_strings', '')}{text}: tokenizer=")
+        stop = StopStrings(settings.stop_strings, tokenizer)
+    rows = prompt.repeat(settings.num_return_sequences).ids
     criteria = None
     if stopping_criteria:
         share = functools.partial(_first_of_ranks, model)
-        criteria = StoppingCriteria(check_criteria(stopping_criteria), rows.ids, share)
-    as_dict = settings.return_dict_in_generate
-    outputs = ("scores", "logits") if as_dict else ()
-    names = [name for name in outputs if getattr(settings, f"output_{name}")]
-    recording = Recording(names, len(rows.ids))
-    if names:
-        sampling = RecordedSampling(**vars(sampling), last=recording.last)
-    pad, scores = settings.pad_token_id, recording.scores
-    output = Continuations(rows.ids, max_tokens, eos, pad, stop, emit, criteria, scores)
-    total = prompt.ids.shape[1] + max_tokens
-    kept_rows = len(rows.ids) if as_dict or past_key_values is not None else 0
-    cache = choose_cache(model, assistant_model, settings, total, past_key_values, kept_rows)
-    warn_unused(passed, settings, assistant_model is not None, cache)
-    warn_length(max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings)
+        criteria = StoppingCriteria(check_criteria(stopping_criteria), rows, share)
+    emit = streamer.put if isinstance(streamer, Streamer) else streamer
+    scores = call.recording.scores
+    output = Continuations(rows, max_tokens, eos, pad, stop, emit, criteria, scores)
     if isinstance(streamer, Streamer):
-        streamer.put(rows.ids.cpu())
-    fields: dict[str, Any] = {"past_key_values": past_key_values}
-    if max_tokens:
-        past = past_key_values
-        call = Call(model, assistant_model, prompt, settings, sampling, cache, past, kept_rows)
-        fields = _run(call, output, recording)
+        streamer.put(rows.cpu())
+    fields = _run(call, output) if max_tokens else {"past_key_values": past_key_values}
     if isinstance(streamer, Streamer):
         streamer.end()
     # Outside of inference mode, so that the caller may train on the result
-    sequences = torch.cat((rows.ids, output.tensor().to(rows.ids.device)), 1)
+    sequences = torch.cat((rows, output.tensor().to(rows.device)), 1)
+    as_dict = settings.return_dict_in_generate
     return GenerationOutput(sequences, **fields) if as_dict else sequences
-
-
-@dataclass(frozen=True)
-class Call:
-    """What steps are made of: the checked arguments of a call."""
-
-    model: GenerationModel
-    assistant: GenerationModel | None
-    prompt: PromptBatch
-    settings: GenerationSettings
-    sampling: Sampling
-    cache: CacheImplementation
-    past: KVCache | StaticCache | None
-    kept_rows: int  # whose cache is used after the call
-
-
-def _check_rows(model: GenerationModel, prompts: int, settings: GenerationSettings) -> None:
-    """Raises ValueError if the scores of one token in all rows exceed the device's memory."""
-    rows, vocab = prompts * settings.num_return_sequences, model.config.vocab_size
-    needed, available = 4 * rows * vocab, memory.total_memory(model.device)
-    if needed > available:
-        raise ValueError(
-            f"num_return_sequences={settings.num_return_sequences} of {prompts} prompts: their "
-            f"scores over {vocab} tokens take {format_gib(needed)}, and {model.device} has "
-            f"{format_gib(available)}"
-        )
 
 
 def _check_ranks(
@@ -213,6 +178,30 @@ def _check_ranks(
     check_same_on_all_ranks(model.communication_groups, "generate", inputs, model.device)
 
 
+def _make_call(
+    model: GenerationModel,
+    assistant: GenerationModel | None,
+    prompt: PromptBatch,
+    settings: GenerationSettings,
+    max_tokens: int,
+    past: KVCache | StaticCache | None,
+) -> Call:
+    """Chooses the cache; raises ValueError for one that does not fit, and if the scores of one
+    token in all rows exceed the device's memory."""
+    (prompts, tokens), vocab = prompt.ids.shape, model.config.vocab_size
+    rows, as_dict = prompts * settings.num_return_sequences, settings.return_dict_in_generate
+    what = f"num_return_sequences={settings.num_return_sequences} of {prompts} prompts: their "
+    what += f"scores over {vocab} tokens take"
+    check_memory(4 * rows * vocab, model.device, what)
+    outputs = ("scores", "logits") if as_dict else ()
+    recording = Recording([x for x in outputs if getattr(settings, f"output_{x}")], rows)
+    sampling = Sampling.of(settings, vocab, model.device, recording.last)
+    kept_rows = rows if as_dict or past is not None else 0
+    cache = choose_cache(model, assistant, settings, tokens + max_tokens, past, kept_rows)
+    made = sampling, recording, cache, past, kept_rows
+    return Call(model, assistant, prompt, settings, max_tokens, *made)
+
+
 def _first_of_ranks(model: GenerationModel, x: Tensor) -> Tensor:
     """Returns x [n] of the first rank that shares the model, on all its ranks."""
     for ranks in model.communication_groups:
@@ -220,7 +209,7 @@ def _first_of_ranks(model: GenerationModel, x: Tensor) -> Tensor:
     return x
 
 
-def _run(call: Call, output: Continuations, recording: Recording) -> dict[str, Any]:
+def _run(call: Call, output: Continuations) -> dict[str, Any]:
     """Generates on the model's device into `output`, until all its rows have ended.
 
     Returns the other fields of a GenerationOutput; none if no cache is kept.
@@ -240,33 +229,19 @@ def _run(call: Call, output: Continuations, recording: Recording) -> dict[str, A
             # Ranks that share a sharded model must all make the same number of steps
             run_steps(steps, output, 0 if call.cache == "dynamic" else LAG, in_step=in_step)
             return {}
-        recorder = Recorder(steps, output, recording)
+        recorder = Recorder(steps, output, call.recording)
         run_steps(recorder, output, 0, in_step=in_step)
         return recorder.finish()
 
 
 def _make_steps(call: Call, output: Continuations) -> CachingSteps:
     """Makes the steps of a call, which have read the prompts if their cache is a static one."""
-    model, prompt, settings, past = call.model, call.prompt, call.settings, call.past
-    device, copies, generator = prompt.ids.device, settings.num_return_sequences, None
-    seed = settings.seed
-    if model.communication_groups and seed is None and settings.do_sample:
-        seed = int(_first_of_ranks(model, torch.randint(1 << 62, (1,), device=device)))
+    device, generator, seed = call.prompt.ids.device, None, call.settings.seed
+    if call.model.communication_groups and seed is None and call.settings.do_sample:
+        seed = int(_first_of_ranks(call.model, torch.randint(1 << 62, (1,), device=device)))
     if seed is not None:
         generator = torch.Generator(device).manual_seed(seed)
-    sampler = output.max_tokens, call.sampling, Draws(len(output.tokens), device, generator)
+    draws = Draws(len(output.tokens), device, generator)
     if call.cache == "dynamic":
-        growing = cast(KVCache, past or KVCache()) if settings.use_cache else None
-        if growing is not None and copies > 1:
-            growing.expand(copies)
-        return DynamicSteps(model, prompt.repeat(copies), *sampler, growing, output.pad)
-    options: dict[str, Any] = {
-        "copies": copies,
-        "prefill_chunk_size": settings.prefill_chunk_size,
-        "quantize": "int8" if call.cache == "quantized" else None,
-        "cache": past,
-    }
-    if call.assistant is not None:
-        options["proposals"] = settings.num_assistant_tokens
-        return SpeculativeSteps(model, call.assistant, prompt, *sampler, **options)
-    return StaticSteps(model, prompt, *sampler, **options, rows_differ=call.kept_rows > 1)
+        return DynamicSteps(call, draws, output.pad)
+    return StaticSteps(call, draws) if call.assistant is None else SpeculativeSteps(call, draws)

@@ -14,7 +14,6 @@ from torch import Tensor
 from tigon.generation.criteria import Scores, StoppingCriteria
 from tigon.generation.prompt import DecodingTokenizer, ShrinkingSteps, Steps
 from tigon.kernels.loss.argmax import NOT_FINITE
-from tigon.utils.json import quote
 
 ABSENT = -1  # in place of a token if a step has none for a row
 LAG = 8  # steps that the host may be behind the device
@@ -36,21 +35,6 @@ class StopStrings:
         # An unfinished character is U+FFFD until its last byte
         old = len(before.rstrip("\ufffd"))
         return any(text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self.strings)
-
-
-def make_stop_strings(
-    strings: Sequence[str],
-    tokenizer: DecodingTokenizer | None,
-    file: str,  # begins a message
-) -> StopStrings | None:
-    """Returns a check for stop strings, None without any; ValueError without a tokenizer."""
-    if not strings:
-        return None
-    if tokenizer is None:
-        raise ValueError(
-            f"{file}stop_strings {quote(list(strings))} need the model's tokenizer: tokenizer="
-        )
-    return StopStrings(strings, tokenizer)
 
 
 class Continuations:

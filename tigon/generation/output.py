@@ -42,13 +42,14 @@ class Recording:
     """The logits and scores of each token that rows have got."""
 
     def __init__(self, names: Sequence[str], rows: int):
-        self.last: dict[str, Tensor] = {}  # of RecordedSampling: [B * n, V] or [B, V] of a step
+        # What Sampling leaves of a step, [B * n, V] or [B, V]; None: nothing is recorded
+        self.last: dict[str, Tensor] | None = {} if names else None
         self._columns: dict[str, list[Tensor]] = {name: [] for name in names}
         self._counts = [0] * rows  # tokens of each row that are in the columns
 
     def update(self, tokens: Sequence[Sequence[int]]) -> None:
         """Takes what the last step has for the tokens of rows that it gave."""
-        if not self._columns:
+        if self.last is None:
             return
         sources = defaultdict(list)  # column -> row and token of the step
         for row, ids in enumerate(tokens):

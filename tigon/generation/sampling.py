@@ -3,7 +3,7 @@
 # B rows at first, b rows now, V vocab
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Self
 
 import torch
@@ -91,9 +91,17 @@ class Sampling:
     repetition_penalty: float
     min_new_tokens: int = 0
     ends: Tensor | None = None  # [V], True at eos tokens; None: there are none
+    # Where `scores` leaves the `logits` and `scores` of its last call, fp32 [b, V], if wanted
+    last: dict[str, Tensor] | None = None
 
     @classmethod
-    def of(cls, settings: GenerationSettings, vocab: int, device: torch.device) -> Self:
+    def of(
+        cls,
+        settings: GenerationSettings,
+        vocab: int,
+        device: torch.device,
+        last: dict[str, Tensor] | None = None,
+    ) -> Self:
         """Returns the sampling that settings ask for, on the device."""
         ends = None
         eos = [token for token in settings.eos_token_id if 0 <= token < vocab]
@@ -101,10 +109,11 @@ class Sampling:
             ends = torch.zeros(vocab, dtype=torch.bool, device="cpu")
             ends[eos] = True
             ends = ends.to(device)
-        values = {f.name: getattr(settings, f.name) for f in fields(cls) if f.name != "ends"}
+        names = [f.name for f in fields(cls) if hasattr(settings, f.name)]
+        values = {name: getattr(settings, name) for name in names}
         # torch takes no whole number of more than 64 bits
         values |= {name: float(values[name]) for name in ("temperature", "repetition_penalty")}
-        return cls(**values, ends=ends)
+        return cls(**values, ends=ends, last=last)
 
     def scores(
         self, logits: Tensor, seen: Tensor | None, generated: Tensor | None = None
@@ -113,6 +122,13 @@ class Sampling:
 
         `generated`, [b] or [1], is the number of tokens after the prompt; None: enough to end.
         """
+        scores = self._process(logits, seen, generated)
+        if self.last is not None:
+            self.last.update(logits=logits.float(), scores=scores)
+        return scores
+
+    def _process(self, logits: Tensor, seen: Tensor | None, generated: Tensor | None) -> Tensor:
+        """Applies the processors."""
         scores = logits.float()
         if seen is not None:
             scores = penalize_repetition(scores, seen, self.repetition_penalty)
@@ -133,12 +149,10 @@ class Sampling:
         self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
     ) -> Tensor:
         """Returns the next token of every row: [b]; NOT_FINITE where its scores allow none."""
-        if not self.do_sample and seen is None and self.ends is None:
+        plain = not self.do_sample and seen is None and self.ends is None
+        if plain and self.last is None:
             return argmax(logits)  # which a copy in fp32 would not change
-        return self.choose(self.scores(logits, seen, generated), draws)
-
-    def choose(self, scores: Tensor, draws: Draws) -> Tensor:
-        """Chooses a token of every row by its scores [b, V]: [b]."""
+        scores = self.scores(logits, seen, generated)
         return sample_columns(scores.softmax(-1), draws) if self.do_sample else argmax(scores)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:
@@ -149,24 +163,3 @@ class Sampling:
         # Padding, which is on the left, is replaced by the last token
         real = prompt if mask is None else torch.where(mask, prompt, prompt[:, -1:])
         return seen.scatter_(1, real, True)
-
-
-@dataclass(frozen=True)
-class RecordedSampling(Sampling):
-    """Sampling that leaves `logits` and `scores` of its last call in `last`, fp32 [b, V]."""
-
-    last: dict[str, Tensor] = field(default_factory=dict)
-
-    def scores(
-        self, logits: Tensor, seen: Tensor | None, generated: Tensor | None = None
-    ) -> Tensor:
-        """Returns the scores of `Sampling`, and keeps them and the logits in `last`."""
-        scores = super().scores(logits, seen, generated)
-        self.last.update(logits=logits.float(), scores=scores)
-        return scores
-
-    def __call__(
-        self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
-    ) -> Tensor:
-        """Returns the next token of every row, of which the scores are always made."""
-        return self.choose(self.scores(logits, seen, generated), draws)

@@ -7,19 +7,16 @@ Source: Leviathan et al. (arXiv 2211.17192), for every row of a batch on its own
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from tigon.generation.loop import ABSENT
-from tigon.generation.prompt import GenerationModel, PromptBatch
-from tigon.generation.sampling import Draws, Sampling, sample_columns
-from tigon.generation.steps import INITIAL_CAPACITY, GraphedStep, make_cache, prefill
+from tigon.generation.sampling import Draws, sample_columns
+from tigon.generation.steps import INITIAL_CAPACITY, Call, GraphedStep
 from tigon.kernels.loss.argmax import argmax
 from tigon.layers import StaticCache
-from tigon.layers.kv_state import Quantize
 
 
 def accept_proposals(p: Tensor, q: Tensor, proposed: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
@@ -54,30 +51,19 @@ class SpeculativeSteps:
     their lengths differ.
     """
 
-    def __init__(
-        self,
-        model: GenerationModel,
-        draft: GenerationModel,
-        prompt: PromptBatch,
-        max_tokens: int,
-        sampling: Sampling,
-        draws: Draws,
-        *,
-        proposals: int,
-        copies: int,  # rows of each prompt, which is read once
-        prefill_chunk_size: int,
-        quantize: Quantize = None,
-        cache: StaticCache | None = None,  # with the first tokens of each prompt, and then the rest
-    ):
-        self._model, self._draft, self._k = model, draft, proposals
-        self._sampling, self._draws = sampling, draws
+    def __init__(self, call: Call, draws: Draws):
+        model, draft, prompt = call.model, call.assistant, call.prompt
+        assert draft is not None
+        self._k = proposals = call.settings.num_assistant_tokens
+        self._model, self._draft = model, draft
+        self._sampling, self._draws = call.sampling, draws
         # A row that has all its tokens keeps proposing more until the other rows have theirs
-        self._final, chunk = max_tokens + proposals + 1, proposals + 1
+        self._final, chunk = call.max_tokens + proposals + 1, proposals + 1
         self._capacity = capacity = min(self._final, INITIAL_CAPACITY)  # tokens after the prompts
         self._max_generated = 1  # an upper bound of `_generated` before the next step
-        options: dict[str, Any] = {"chunk": chunk, "rollback": chunk}
-        self._cache = make_cache(model, prompt, capacity, cache, quantize=quantize, **options)
-        self._draft_cache = make_cache(draft, prompt, capacity, **options)
+        options = {"chunk": max(16, chunk), "rollback": chunk}
+        self._cache = call.make_cache(capacity, **options)
+        self._draft_cache = call.make_empty_cache(draft, capacity, **options)
         if self._cache.chunk < chunk:
             raise ValueError(
                 f"past_key_values takes chunk={self._cache.chunk} tokens at a time, and "
@@ -92,17 +78,15 @@ class SpeculativeSteps:
         # model's, and reads its last token in place of those beyond its own
         self._vocab, self._draft_vocab = model.config.vocab_size, draft.config.vocab_size
         draft_prompt = prompt._replace(ids=prompt.ids.clamp(max=self._draft_vocab - 1))
-        prefill(draft, self._draft_cache, draft_prompt, prefill_chunk_size, copies)
-        self._logits: Tensor | None = prefill(
-            model, self._cache, prompt, prefill_chunk_size, copies
-        )
-        prompt = prompt.repeat(copies)
+        call.prefill(draft, self._draft_cache, draft_prompt)
+        self._logits: Tensor | None = call.prefill(model, self._cache, prompt)
+        prompt = call.rows
         b, self._t = prompt.ids.shape
-        self._seen = sampling.seen(*prompt, self._vocab)
+        self._seen = call.sampling.seen(*prompt, self._vocab)
         self._tokens = torch.cat((prompt.ids, prompt.ids.new_zeros(b, capacity)), 1)
         self._prompt_lengths = self._cache.lengths.clone()  # [B]
         self._generated = torch.zeros_like(self._prompt_lengths)  # [B], tokens after the prompts
-        self._limits = torch.full_like(self._generated, max_tokens)  # [B], of `_generated`
+        self._limits = torch.full_like(self._generated, call.max_tokens)  # [B], of `_generated`
         self._replay = GraphedStep(self._model, self._draws.generator)
 
     def __call__(self, remaining: int) -> Tensor:
@@ -181,7 +165,10 @@ class SpeculativeSteps:
         for i in range(self._k):
             ids = new.clamp(max=self._draft_vocab - 1)
             out = self._draft(ids, past_key_values=self._draft_cache, logits_to_keep=1)
-            scores = sampling.scores(self._pad_vocab(out.logits[:, -1]), seen, self._generated + i)
+            # Padded, or cut, to the model's vocabulary
+            missing = self._vocab - self._draft_vocab
+            logits = functional.pad(out.logits[:, -1], (0, missing), value=float("-inf"))
+            scores = sampling.scores(logits, seen, self._generated + i)
             if sampling.do_sample:
                 q.append(scores.softmax(-1))
                 new = sample_columns(q[-1], self._draws).clamp(min=0)[:, None]
@@ -196,11 +183,6 @@ class SpeculativeSteps:
             torch.stack(q, 1) if q else None,
             torch.stack(all_seen, 1) if all_seen else None,
         )
-
-    def _pad_vocab(self, logits: Tensor) -> Tensor:
-        """Pads with -inf, or cuts, the draft's logits to the model's vocabulary: [B, V]."""
-        missing = self._vocab - self._draft_vocab
-        return functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _last_tokens(self, n: int) -> Tensor:
         """Returns the last n tokens of every row: [B, n]."""

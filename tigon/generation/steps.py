@@ -5,13 +5,15 @@
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tigon.generation.loop import FEW_STEPS
+from tigon.generation.output import Recording
 from tigon.generation.prompt import GenerationModel, PromptBatch
 from tigon.generation.sampling import Draws, Sampling
 from tigon.generation.settings import MAX_INT32, CacheImplementation, GenerationSettings
@@ -30,21 +32,6 @@ def pack_rows(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, in
             start, tokens = row, 0
         tokens += length
     yield start, len(lengths)
-
-
-def prefill(
-    model: GenerationModel,
-    cache: StaticCache,  # of B rows, empty or with the first tokens of each prompt
-    prompt: PromptBatch,
-    max_tokens: int,  # tokens of a forward pass
-    copies: int = 1,
-) -> Tensor:
-    """Fills the cache with prompts, `copies` of each; returns the logits after them."""
-    read = _read_prompts if cache.length == 0 else _read_on
-    logits = read(model, cache, prompt, max_tokens)
-    if copies > 1:
-        cache.expand(copies)
-    return logits.repeat_interleave(copies, 0)
 
 
 def _read_prompts(
@@ -86,6 +73,58 @@ def _read_on(
             out = model(chunk[None], past_key_values=state, logits_to_keep=1)
         logits.append(out.logits[:, -1])
     return torch.cat(logits)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The checked arguments of a call, of which its steps are made."""
+
+    model: GenerationModel
+    assistant: GenerationModel | None
+    prompt: PromptBatch
+    settings: GenerationSettings
+    max_tokens: int  # after the prompts
+    sampling: Sampling
+    recording: Recording
+    cache: CacheImplementation
+    past: KVCache | StaticCache | None  # with the first tokens of each prompt
+    kept_rows: int  # whose cache is used after the call
+
+    @property
+    def rows(self) -> PromptBatch:
+        """The prompts with num_return_sequences copies of each."""
+        return self.prompt.repeat(self.settings.num_return_sequences)
+
+    def make_cache(self, new: int, **options: Any) -> StaticCache:
+        """Returns the model's static cache, `past` if there is one, with room for every prompt and
+        `new` tokens after it; `options` are those of `static_cache`."""
+        if isinstance(self.past, StaticCache):
+            if self.past.capacity < (capacity := self._capacity(new)):
+                self.past.grow(capacity)
+            return self.past
+        quantize: Quantize = "int8" if self.cache == "quantized" else None
+        return self.make_empty_cache(self.model, new, quantize=quantize, **options)
+
+    def make_empty_cache(self, model: GenerationModel, new: int, **options: Any) -> StaticCache:
+        """Returns a model's static cache as `make_cache` does, without tokens; raises ValueError
+        if the model cannot have so many."""
+        try:
+            return model.static_cache(len(self.prompt.ids), self._capacity(new), **options)
+        except ValueError as error:
+            raise ValueError(f"{error}: ask for fewer than {new} new tokens") from None
+
+    def _capacity(self, new: int) -> int:
+        return -(-(max(self.prompt.lengths()) + new) // ROUND) * ROUND
+
+    def prefill(self, model: GenerationModel, cache: StaticCache, prompt: PromptBatch) -> Tensor:
+        """Fills the cache with a model's prompts and repeats its rows; returns the logits after
+        them."""
+        read = _read_prompts if cache.length == 0 else _read_on
+        logits = read(model, cache, prompt, self.settings.prefill_chunk_size)
+        copies = self.settings.num_return_sequences
+        if copies > 1:
+            cache.expand(copies)
+        return logits.repeat_interleave(copies, 0)
 
 
 # The choice of a cache
@@ -255,25 +294,21 @@ class DynamicSteps:
     Prompts keep their padding, and finished rows stay in the batch; after `hold` they read `pad`.
     """
 
-    def __init__(
-        self,
-        model: GenerationModel,
-        prompt: PromptBatch,
-        max_tokens: int,
-        sampling: Sampling,
-        draws: Draws,
-        cache: KVCache | None,  # empty or with the first tokens of each row; None: read all again
-        pad: int,
-    ):
-        ids, mask = prompt
-        self._model, self._sampling, self._draws = model, sampling, draws
-        self._cache, self._pad = cache, pad
+    def __init__(self, call: Call, draws: Draws, pad: int):
+        ids, mask = call.rows
+        self._model, self._sampling, self._draws = call.model, call.sampling, draws
+        self._cache: KVCache | None = None  # all tokens are read again and again
+        self._pad = pad
+        if call.settings.use_cache:
+            self._cache = cast(KVCache, call.past or KVCache())
+            if call.settings.num_return_sequences > 1:
+                self._cache.expand(call.settings.num_return_sequences)
         self._ended: Tensor | None = None  # bool [b, 1]
         self._length = ids.shape[1]
         self._tokens, self._visible = ids, mask
         self._positions: Tensor | None = None
-        self._extend(min(max_tokens, DYNAMIC_CAPACITY))
-        self._seen = sampling.seen(ids, mask, model.config.vocab_size)
+        self._extend(min(call.max_tokens, DYNAMIC_CAPACITY))
+        self._seen = call.sampling.seen(ids, mask, call.model.config.vocab_size)
         self._generated = ids.new_zeros(1)  # tokens after the prompt, of every row
 
     def __call__(self, remaining: int) -> Tensor:
@@ -330,65 +365,23 @@ ROUND = 256  # capacities are multiples of this
 INITIAL_CAPACITY = 8192  # initial room for tokens after the prompts; then it doubles
 
 
-def make_cache(
-    model: GenerationModel,
-    prompt: PromptBatch,
-    new: int,
-    cache: StaticCache | None = None,
-    *,
-    chunk: int = 1,
-    quantize: Quantize = None,
-    rollback: int = 0,
-) -> StaticCache:
-    """Returns a static cache, `cache` if given, with room for every prompt and `new` tokens after
-    it; a step appends up to `chunk`, and up to `rollback` can be dropped again.
-
-    Raises ValueError if the model cannot have so many tokens.
-    """
-    capacity, rows = -(-(max(prompt.lengths()) + new) // ROUND) * ROUND, len(prompt.ids)
-    if cache is not None:
-        if cache.capacity < capacity:
-            cache.grow(capacity)
-        return cache
-    try:
-        options: dict[str, Any] = {"quantize": quantize, "rollback": rollback}
-        return model.static_cache(rows, capacity, chunk=max(16, chunk), **options)
-    except ValueError as error:
-        raise ValueError(f"{error}: ask for fewer than {new} new tokens") from None
-
-
 class StaticSteps:
     """Steps with a static cache, which a CUDA graph replays on a GPU.
 
     The constructor reads the prompts; the first step only chooses the tokens after them.
     """
 
-    def __init__(
-        self,
-        model: GenerationModel,
-        prompt: PromptBatch,
-        max_tokens: int,
-        sampling: Sampling,
-        draws: Draws,
-        *,
-        copies: int,  # rows of each prompt, which is read once
-        prefill_chunk_size: int,
-        quantize: Quantize = None,
-        cache: StaticCache | None = None,  # with the first tokens of each prompt, and then the rest
-        rows_differ: bool = False,  # whether each row keeps a length of its own, for `finish`
-    ):
-        self._model, self._sampling, self._draws = model, sampling, draws
-        room = min(max_tokens, INITIAL_CAPACITY)
-        options: dict[str, Any] = {"quantize": quantize, "rollback": int(rows_differ)}
-        self._cache = make_cache(model, prompt, room, cache, **options)
-        self._logits: Tensor | None = prefill(
-            model, self._cache, prompt, prefill_chunk_size, copies
-        )
-        prompt = prompt.repeat(copies)
+    def __init__(self, call: Call, draws: Draws):
+        model, prompt = call.model, call.rows
+        self._model, self._sampling, self._draws = model, call.sampling, draws
+        rows_differ = call.kept_rows > 1  # each keeps a length of its own, for `finish`
+        room = min(call.max_tokens, INITIAL_CAPACITY)
+        self._cache = call.make_cache(room, rollback=int(rows_differ))
+        self._logits: Tensor | None = call.prefill(model, self._cache, call.prompt)
         self._prompt_lengths = prompt.lengths()
         # Tokens that are kept of each row [b]; one more is overwritten again and again
         self._limits = torch.full_like(self._cache.lengths, MAX_INT32) if rows_differ else None
-        self._seen = sampling.seen(*prompt, model.config.vocab_size)
+        self._seen = call.sampling.seen(*prompt, model.config.vocab_size)
         self._last = prompt.ids[:, -1:].clone()  # [b, 1]
         self._generated = self._last.new_zeros(1)  # tokens after the prompt, of every row
         self._length = max(self._prompt_lengths)  # tokens of the longest row in the cache

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from tigon.eval.likelihood import gathers_weights, log_likelihoods
 from tigon.integrations.ranks import ALONE, DataRanks, equal_passes, evaluation_mode
-from tigon.layers import StaticCache
+from tigon.layers import StateSpec, StaticCache
 from tigon.models import CausalLM, from_pretrained
 from tigon.tokenizer import Tokenizer
 from tigon.utils.json import quote
@@ -375,7 +375,7 @@ class TigonLM(TemplateLM):
 def cached_bytes(model: CausalLM) -> float:
     """Returns the bytes that a cache holds of each token of a row of 1,024."""
     make, dtype = model.model.make_states, model.compute_dtype or model.dtype
-    return StaticCache(make, 1, 1024, dtype=dtype, device="meta").nbytes / 1024
+    return StaticCache(make, StateSpec(1, 1024, dtype, "meta")).nbytes / 1024
 
 
 def _load(

@@ -47,6 +47,9 @@ class _OffloadedStorage:
             self.fetched.copy_(self.host, non_blocking=self.device.type == "cuda")
 
 
+Live = dict[Any, tuple[Tensor, _OffloadedStorage]]  # by memory and version of the tensor
+
+
 class _SavedTensor(NamedTuple):
     """A tensor that autograd has saved: a view of an offloaded storage."""
 
@@ -72,10 +75,7 @@ class ActivationOffload:
         self._blocks: list[list[_OffloadedStorage]] = []
         self._current: int | None = None  # the block that backward differentiates
         # Being copied: the memory may be used anew only when the copy is done
-        self._copying: deque[
-            tuple[torch.cuda.Event | None, dict[Any, tuple[Tensor, _OffloadedStorage]]]
-        ]
-        self._copying = deque()
+        self._copying: deque[tuple[torch.cuda.Event | None, Live]] = deque()
 
     @contextmanager
     def of(self, block: nn.Module) -> Iterator[None]:
@@ -88,34 +88,27 @@ class ActivationOffload:
             self._finish_copies()
         index = len(self._blocks)
         self._blocks.append([])
-        live: dict[Any, tuple[Tensor, _OffloadedStorage]] = {}
+        live: Live = {}
         self._copying.append((None, live))
         parameter_keys: set[int] = set()
 
         def pack(x: Tensor) -> Tensor | _SavedTensor:
             if not parameter_keys:  # now they are gathered, where they are sharded
                 parameter_keys.update(_key(p) for p in block.parameters())
-            storage = x.untyped_storage()
-            small = storage.nbytes() < MIN_BYTES
-            if (
-                small
-                or x.device != self.device
-                or _key(x) in parameter_keys
-                or _key(x) in self._shared
-            ):
+            memory, nbytes = _key(x), x.untyped_storage().nbytes()
+            stays = memory in parameter_keys or memory in self._shared or x.device != self.device
+            if stays or nbytes < MIN_BYTES:
                 return x.detach()
-            key = _key(x), x._version
-            by_key = next(
-                (candidates[key] for _, candidates in self._copying if key in candidates), None
-            )
-            if by_key is None:
-                stored = _OffloadedStorage(storage.nbytes(), x.device)
+            key = memory, x._version
+            stored = next((held[key][1] for _, held in self._copying if key in held), None)
+            if stored is None:
+                stored = _OffloadedStorage(nbytes, x.device)
                 with self._side_stream():
                     stored.take(x)
                 self._blocks[index].append(stored)
-                by_key = live[key] = x.detach(), stored
+                live[key] = x.detach(), stored
             offset = int(x.storage_offset())
-            return _SavedTensor(index, by_key[1], x.dtype, x.shape, x.stride(), offset)
+            return _SavedTensor(index, stored, x.dtype, x.shape, x.stride(), offset)
 
         with saved_tensors_hooks(pack, self._unpack):
             yield

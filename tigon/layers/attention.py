@@ -14,7 +14,7 @@ from tigon.kernels.norm.rms_norm import Cast
 from tigon.kernels.rope.qk_norm_rope import qk_norm_rope
 from tigon.kernels.rope.rope import rope
 from tigon.layers.context import BlockInputs
-from tigon.layers.kv_state import GrowingKV, KVState, Quantize, StaticKV
+from tigon.layers.kv_state import GrowingKV, KVState, StateSpec, StaticKV
 from tigon.layers.linear import FusedLinear, Linear, RowOrder, is_unpatched
 from tigon.layers.norm import RMSNorm, UnitRMSNorm
 from tigon.layers.rope import Rotation
@@ -110,26 +110,16 @@ class Attention(SoftmaxAttention):
             self.q_norm = RMSNorm(q_dim, qk_norm_eps, offset=offset, cast=cast)
             self.k_norm = RMSNorm(k_dim, qk_norm_eps, offset=offset, cast=cast)
 
-    def make_state(
-        self,
-        rows: int,
-        capacity: int | None,
-        *,
-        chunk: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: Quantize = None,
-    ) -> KVState:
+    def make_state(self, spec: StateSpec) -> KVState:
         """Returns an empty cache: without `capacity` one that grows, else a static one.
 
         A static one has `capacity` slots, or with a window a ring of at most window + chunk - 1.
         """
-        if capacity is None:
+        if (slots := spec.capacity) is None:
             return GrowingKV(self.kv_heads, self.head_dim)
-        slots = capacity if self.window is None else min(capacity, self.window + chunk - 1)
-        return StaticKV(
-            rows, self.kv_heads, slots, self.head_dim, dtype=dtype, device=device, quantize=quantize
-        )
+        if self.window is not None:
+            slots = min(slots, self.window + spec.chunk - 1)
+        return StaticKV(self.kv_heads, slots, self.head_dim, spec)
 
     def forward(
         self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: BlockInputs

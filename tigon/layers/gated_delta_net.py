@@ -19,7 +19,7 @@ from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS, gated_delta_rule, g
 from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.layers.context import BlockInputs, CacheAppend, TokenSlots
 from tigon.layers.float32 import Float32Module
-from tigon.layers.kv_state import Quantize
+from tigon.layers.kv_state import StateSpec
 from tigon.layers.linear import FusedLinear, Linear, RowOrder
 from tigon.layers.recurrent_state import DeltaState, last_inputs, real_ends
 
@@ -121,23 +121,13 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedRMSNorm(value_dim, eps)
         self.out_proj = Linear(values, dim, bias=False)
 
-    def make_state(
-        self,
-        rows: int,
-        capacity: int | None,
-        *,
-        chunk: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: Quantize = None,
-    ) -> DeltaState:
+    def make_state(self, spec: StateSpec) -> DeltaState:
         """Returns an empty state, which has the same size for any `capacity`, and is not quantized:
         it would be rounded again with every token."""
-        inputs = torch.zeros(
-            rows, 1, self.conv1d.kernel_size[0] - 1, self.channels, dtype=dtype, device=device
-        )
-        shape = rows, 1, self.value_heads, self.key_dim, self.value_dim
-        return DeltaState(inputs, torch.zeros(shape, dtype=torch.float32, device=device))
+        window = spec.rows, 1, self.conv1d.kernel_size[0] - 1, self.channels
+        inputs = torch.zeros(window, dtype=spec.dtype, device=spec.device)
+        shape = spec.rows, 1, self.value_heads, self.key_dim, self.value_dim
+        return DeltaState(inputs, torch.zeros(shape, dtype=torch.float32, device=spec.device))
 
     @property
     def channels(self) -> int:

@@ -4,9 +4,8 @@
 """
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.runtime import autocast_dtype, check_values, on_host
 from tigon.layers.context import CacheAppend, TokenSlots
-from tigon.layers.kv_state import LayerState, MakeStates, Quantize
+from tigon.layers.kv_state import LayerState, MakeStates, StateSpec
 
 
 class Cache:
@@ -105,7 +104,7 @@ class KVCache(Cache):
     def open(self, make: MakeStates, x: Tensor, mask: AttentionMask) -> list[LayerState]:
         if not self.length:
             dtype = autocast_dtype(x.device) or x.dtype
-            self._set_states(make(self.rows, None, chunk=1, dtype=dtype, device=x.device))
+            self._set_states(make(StateSpec(self.rows, None, dtype, x.device)))
         return self.states
 
     def end(self, mask: AttentionMask) -> None:
@@ -161,45 +160,31 @@ class StaticCache(Cache):
 
     crop_hint = ": give static_cache rollback="
 
-    def __init__(
-        self,
-        make: MakeStates,
-        rows: int,
-        capacity: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        chunk: int = 16,
-        quantize: Quantize = None,
-        rollback: int = 0,
-    ):
-        for name, value in (("rows", rows), ("capacity", capacity), ("chunk", chunk)):
+    def __init__(self, make: MakeStates, spec: StateSpec, rollback: int = 0):
+        capacity = spec.capacity or 0
+        for name, value in (("rows", spec.rows), ("capacity", capacity), ("chunk", spec.chunk)):
             if value < 1:
                 raise ValueError(f"{name}={value}: a StaticCache needs at least 1")
-        if quantize not in (None, "int8"):
-            raise ValueError(f"quantize={quantize!r} is not None or 'int8'")
+        if spec.quantize not in (None, "int8"):
+            raise ValueError(f"quantize={spec.quantize!r} is not None or 'int8'")
         if not isinstance(rollback, int) or rollback < 0:
             raise ValueError(f"rollback={rollback} is not a number of tokens: give 0 or more")
-        self.capacity, self.chunk, self.rollback = capacity, chunk, rollback
-
-        def make_states(*sizes: int, **options: Any) -> list[LayerState]:
-            states = make(*sizes, **options)
-            for state in states if rollback else ():
-                state.keep_history(rollback)
-            return states
-
-        options: dict[str, Any] = {"chunk": chunk, "dtype": dtype, "device": device}
-        options["quantize"] = quantize
+        self.capacity, self.chunk, self.rollback = capacity, spec.chunk, rollback
+        self._make, self._spec = make, spec
         with torch.inference_mode(False):  # what is made inside of it cannot be used outside
-            super().__init__(make_states(rows, capacity, **options))
-            self._make: Callable[[int, int], list[LayerState]] = functools.partial(
-                make_states, **options | {"device": "meta"}
-            )
-            self.lengths = torch.zeros(rows, dtype=torch.int32, device=device)
-            self._host_lengths = torch.zeros(rows, dtype=torch.int64, device="cpu")
+            super().__init__(self._make_states(spec))
+            self.lengths = torch.zeros(spec.rows, dtype=torch.int32, device=spec.device)
+            self._host_lengths = torch.zeros(spec.rows, dtype=torch.int64, device="cpu")
         self.active: Tensor | None = None  # rows that a step continues; None: all
         # Of `lengths` and of `_host_lengths` in this pass
         self._growth: tuple[Tensor | int, Tensor | int | None] = 0, 0
+
+    def _make_states(self, spec: StateSpec) -> list[LayerState]:
+        """Makes empty states from which up to `rollback` tokens can be taken back."""
+        states = self._make(spec)
+        for state in states if self.rollback else ():
+            state.keep_history(self.rollback)
+        return states
 
     @property
     def length(self) -> int | None:
@@ -273,8 +258,9 @@ class StaticCache(Cache):
         A ring of a window is full when it no longer grows, and until then token i is in slot i.
         """
         self.refresh()
+        spec = self._spec._replace(rows=len(self.lengths), capacity=capacity, device="meta")
         with torch.inference_mode(False):
-            for i, larger in enumerate(self._make(len(self.lengths), capacity)):
+            for i, larger in enumerate(self._make_states(spec)):
                 self.states[i] = self.states[i].resized(larger)
         self.capacity = capacity
 

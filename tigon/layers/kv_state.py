@@ -7,7 +7,7 @@
 import copy
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from tigon.kernels.attention.decode import append_attention, fuses_rope
 from tigon.kernels.attention.kv_buffers import KVBuffers, append_tokens
 from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.runtime import autocast_dtype
-from tigon.layers.context import BlockInputs
+from tigon.layers.context import BlockInputs, SharedKV
 
 Quantize = Literal["int8"] | None
 
@@ -79,20 +79,18 @@ class LayerState:
         return [x for x in tree_leaves(vars(self)) if isinstance(x, Tensor)]
 
 
-class MakeStates(Protocol):
-    """Makes an empty state for each layer, as a mixer's `make_state` does for one."""
+class StateSpec(NamedTuple):
+    """What a mixer's `make_state` makes an empty state for; ValueError for what it cannot do."""
 
-    def __call__(
-        self,
-        rows: int,
-        capacity: int | None,  # tokens of a row; None: the states grow
-        *,
-        chunk: int,  # tokens that a step appends, or that can be forgotten again
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: Quantize = None,
-    ) -> list[LayerState]:
-        """Returns the states in the order of layers; ValueError for what a mixer cannot do."""
+    rows: int
+    capacity: int | None  # tokens of a row; None: the state grows
+    dtype: torch.dtype
+    device: torch.device | str
+    chunk: int = 16  # tokens that a step appends, or that can be forgotten again
+    quantize: Quantize = None
+
+
+MakeStates = Callable[[StateSpec], list[LayerState]]  # of all layers, in their order
 
 
 class KVState(LayerState):
@@ -124,11 +122,9 @@ class KVState(LayerState):
         **kwargs: Any,  # of `attention`
     ) -> Tensor:
         """Stores k and v, and returns attention of q to them and to earlier ones: [B, T, H, D]."""
-        return self.read(q, *self.store(k, v, ctx, window), ctx, window, **kwargs)
+        return self.read(q, self.store(k, v, ctx, window), ctx, window, **kwargs)
 
-    def store(
-        self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def store(self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None) -> SharedKV:
         """Stores k and v [B, T, K, D]; returns the keys and values that `read` takes.
 
         A static cache in decoding leaves it to `read` to store them.
@@ -136,16 +132,10 @@ class KVState(LayerState):
         raise NotImplementedError
 
     def read(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        ctx: BlockInputs,
-        window: int | None = None,
-        **kwargs: Any,
+        self, q: Tensor, kv: SharedKV, ctx: BlockInputs, window: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """Returns attention [B, T, H, D] of q to the keys and values of `store`; layers that share
-        them all call it."""
+        """Returns attention [B, T, H, D] of q to the keys and values that `store` returned; layers
+        that share them all call it."""
         raise NotImplementedError
 
 
@@ -159,27 +149,19 @@ class GrowingKV(KVState):
         self.keys: Tensor | None = None  # [B, K, capacity, D]
         self.values: Tensor | None = None
 
-    def store(
-        self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def store(self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None) -> SharedKV:
         past = 0 if ctx.append is None else ctx.append.cached_tokens
         keys, values = self.update(k.transpose(1, 2), v.transpose(1, 2), past)
         return keys.transpose(1, 2), values.transpose(1, 2)
 
     def read(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        ctx: BlockInputs,
-        window: int | None = None,
-        **kwargs: Any,
+        self, q: Tensor, kv: SharedKV, ctx: BlockInputs, window: int | None = None, **kwargs: Any
     ) -> Tensor:
         """Returns attention [B, T, H, D] of q to all tokens by `ctx.mask`."""
         mask = ctx.mask
         if kwargs.pop("chunked", False) and window is not None:
-            mask, window = mask.chunks(window, len(keys), keys.device), None
-        return attention(q, keys, values, mask=mask, window=window, **kwargs)
+            mask, window = mask.chunks(window, len(kv[0]), kv[0].device), None
+        return attention(q, *kv, mask=mask, window=window, **kwargs)
 
     def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Stores k, v [B, K, T, D] after `past` tokens; returns all of them [B, K, S, D]."""
@@ -212,21 +194,11 @@ def extend_buffer(buffer: Tensor | None, new: Tensor, past: int) -> Tensor:
 class StaticKV(KVState):
     """Keys and values in preallocated memory; slots without a token may hold anything."""
 
-    def __init__(
-        self,
-        rows: int,
-        kv_heads: int,
-        slots: int,
-        head_dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: Quantize = None,
-    ):
+    def __init__(self, kv_heads: int, slots: int, head_dim: int, spec: StateSpec):
         self.kv_heads, self.head_dim, self.history = kv_heads, head_dim, slots
-        shape = 2, rows, kv_heads, slots, head_dim
-        scales = torch.empty(shape[:4] if quantize else 0, dtype=torch.float32, device=device)
-        kind = torch.int8 if quantize else dtype
+        shape, device = (2, spec.rows, kv_heads, slots, head_dim), spec.device
+        scales = torch.empty(shape[:4] if spec.quantize else 0, dtype=torch.float32, device=device)
+        kind = torch.int8 if spec.quantize else spec.dtype
         self.buffers = KVBuffers(*torch.empty(shape, dtype=kind, device=device), *scales)
 
     def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
@@ -239,9 +211,7 @@ class StaticKV(KVState):
         fused = ctx.append.slots is None and autocast_dtype(x.device) is None
         return fused and fuses_rope(x.shape[1], self.buffers)
 
-    def store(
-        self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None
-    ) -> tuple[Tensor, Tensor]:
+    def store(self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None) -> SharedKV:
         """Returns k and v after earlier ones that they see; in a step k and v alone."""
         _refuse_gradients(k, v)
         cache_append = ctx.append
@@ -258,18 +228,12 @@ class StaticKV(KVState):
         return keys, values
 
     def read(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        ctx: BlockInputs,
-        window: int | None = None,
-        **kwargs: Any,
+        self, q: Tensor, kv: SharedKV, ctx: BlockInputs, window: int | None = None, **kwargs: Any
     ) -> Tensor:
         """As in the base; a step stores k and v, each time the same, and rotates q and k by
         `angles` where `rotates` is True."""
         _refuse_gradients(q)
-        cache_append, mask = ctx.append, ctx.mask
+        (keys, values), cache_append, mask = kv, ctx.append, ctx.mask
         assert cache_append is not None
         q = self._cast(q)
         if cache_append.slots is None:

@@ -17,7 +17,7 @@ from tigon.kernels.attention.kv_buffers import KVBuffers
 from tigon.kernels.rope.rope import rope
 from tigon.layers.attention import SoftmaxAttention
 from tigon.layers.context import BlockInputs
-from tigon.layers.kv_state import GrowingKV, KVState, Quantize, StaticKV, extend_buffer
+from tigon.layers.kv_state import GrowingKV, KVState, StateSpec, StaticKV, extend_buffer
 from tigon.layers.linear import Linear
 from tigon.layers.norm import RMSNorm
 from tigon.layers.rope import Rotation
@@ -77,21 +77,12 @@ class LatentAttention(SoftmaxAttention):
         )
         self.o_proj = Linear(heads * sizes.v_head_dim, dim, bias=bias)
 
-    def make_state(
-        self,
-        rows: int,
-        capacity: int | None,
-        *,
-        chunk: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: Quantize = None,
-    ) -> KVState:
+    def make_state(self, spec: StateSpec) -> KVState:
         """Returns an empty cache of latents, static with a `capacity` of slots."""
         width = self.sizes.kv_lora_rank + self.sizes.qk_rope_head_dim
-        if capacity is None:
+        if spec.capacity is None:
             return GrowingLatents(width)
-        return StaticLatents(rows, capacity, width, dtype=dtype, device=device, quantize=quantize)
+        return StaticLatents(spec.capacity, width, spec)
 
     def forward(self, x: Tensor, rotation: Rotation, state: Any, ctx: BlockInputs) -> Tensor:
         """Returns [B, T, C] for x [B, T, C], which sees what `ctx.mask` allows.
@@ -198,22 +189,14 @@ class GrowingLatents(GrowingKV):
 class StaticLatents(StaticKV):
     """Latents in preallocated memory; slots without a token may hold anything."""
 
-    def __init__(
-        self,
-        rows: int,
-        slots: int,
-        width: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: Quantize = None,
-    ):
+    def __init__(self, slots: int, width: int, spec: StateSpec):
         self.kv_heads, self.head_dim, self.history = 1, width, slots
-        kind = torch.int8 if quantize else dtype
-        self.latents = torch.empty(rows, 1, slots, width, dtype=kind, device=device)
+        shape = spec.rows, 1, slots
+        kind = torch.int8 if spec.quantize else spec.dtype
+        self.latents = torch.empty(*shape, width, dtype=kind, device=spec.device)
         self.scales = None
-        if quantize:
-            self.scales = torch.empty(rows, 1, slots, dtype=torch.float32, device=device)
+        if spec.quantize:
+            self.scales = torch.empty(shape, dtype=torch.float32, device=spec.device)
 
     @property
     def buffers(self) -> KVBuffers:  # type: ignore[override]

@@ -170,7 +170,7 @@ def run_head(
     applied afterwards: all logits are in memory then.
     """
     if isinstance(head, LMHead) and head.takes_criteria:
-        output: HeadOutput = head(
+        return head(
             hidden,
             criteria,
             active=active,
@@ -178,16 +178,12 @@ def run_head(
             at=at,
             logits_bytes=logits_bytes,
         )
-        return output
     logits_at = None
     if at is not None:
         with torch.no_grad():
             logits_at = scale_and_cap(head(at), options)
-    raw, values = head(hidden), list[HeadValue]()
-    if criteria:
-        values = run_loss_terms(
-            raw, None, None, criteria, options=options, logits_bytes=logits_bytes
-        )
+    raw = head(hidden)
+    values = run_loss_terms(raw, None, None, criteria, options=options, logits_bytes=logits_bytes)
     logits = scale_and_cap(raw, options) if return_logits or not criteria else None
     return HeadOutput(values, logits, logits_at)
 

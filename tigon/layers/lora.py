@@ -158,9 +158,7 @@ class LowRank(LayerAdapter):
 class Adapters(nn.Module):
     """The adapters of one layer by name, of which at most one is active."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen: str | None = None
+    chosen: str | None = None
 
     def active(self) -> Any:
         """The active adapter, or None."""
@@ -170,9 +168,7 @@ class Adapters(nn.Module):
 class SavedModules(nn.Module):
     """Weights by which adapters replace a layer's, by name (PEFT's modules_to_save)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen: str | None = None
+    chosen: str | None = None
 
     def active(self) -> Tensor | None:
         """The weight of the chosen adapter, or None if there is none."""

@@ -187,9 +187,10 @@ class FP8Weight(QuantizedWeight):
         self.register_buffer("owners", torch.empty(sum(parts), dtype=torch.int32, **on_meta))
 
     def _stored(self) -> BlockFP8Tensor:
-        """Returns the buffers themselves."""
+        """Returns the buffers themselves, and how they are coded."""
         tensors: dict[str, Any] = self._buffers
-        return BlockFP8Tensor(tensors["codes"], tensors["scales"], tensors["owners"])
+        parts = tensors["codes"], tensors["scales"], tensors["owners"]
+        return BlockFP8Tensor(*parts, self.width, self.stored)
 
     def allocate(self, device: torch.device) -> None:
         super().allocate(device)
@@ -215,16 +216,8 @@ class FP8Weight(QuantizedWeight):
         self._stored().scales.copy_(torch.cat(list(grids)))
 
     def dequantize(self) -> Tensor:
-        return dequantize_block_fp8(
-            self._stored(), width=self.width, stored=self.stored, dtype=self.dtype
-        )
+        return dequantize_block_fp8(self._stored(), self.dtype)
 
     def rows(self, part: int, first: int, count: int) -> Tensor:
-        return dequantize_block_fp8_rows(
-            self._stored(),
-            sum(self.parts[:part]) + first,
-            count,
-            width=self.width,
-            stored=self.stored,
-            dtype=self.dtype,
-        )
+        first += sum(self.parts[:part])
+        return dequantize_block_fp8_rows(self._stored(), first, count, self.dtype)

@@ -76,7 +76,7 @@ class SharingAttention(Attention):
         elif state is None:
             out = attention(q, *kv, mask=ctx.mask, **kwargs)
         else:
-            out = state.read(q, *kv, ctx, **kwargs)
+            out = state.read(q, kv, ctx, **kwargs)
         forget_recompute(k, v)  # later layers that read them keep one memory
         return self.o_proj(out.flatten(2), *ctx.dropout_args), kv
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tigon.kernels.delta.causal_conv import causal_conv
 from tigon.layers.context import BlockInputs
-from tigon.layers.kv_state import Quantize
+from tigon.layers.kv_state import StateSpec
 from tigon.layers.linear import FusedLinear, Linear
 from tigon.layers.recurrent_state import ConvState, last_inputs, real_ends
 
@@ -28,19 +28,11 @@ class ShortConv(nn.Module):
         self.conv = nn.Conv1d(dim, dim, kernel_size, groups=dim, bias=bias)
         self.out_proj = Linear(dim, dim, bias=bias)
 
-    def make_state(
-        self,
-        rows: int,
-        capacity: int | None,
-        *,
-        chunk: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        quantize: Quantize = None,
-    ) -> ConvState:
+    def make_state(self, spec: StateSpec) -> ConvState:
         """Returns an empty state, of the same size for any `capacity`, not quantized."""
         channels, _, size = self.conv.weight.shape
-        return ConvState(torch.zeros(rows, 1, size - 1, channels, dtype=dtype, device=device))
+        shape = spec.rows, 1, size - 1, channels
+        return ConvState(torch.zeros(shape, dtype=spec.dtype, device=spec.device))
 
     def forward(
         self, x: Tensor, rotation: Any, state: ConvState | None, ctx: BlockInputs

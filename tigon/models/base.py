@@ -15,6 +15,7 @@ from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.backends import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import LMHead, RotaryEmbedding, StaticCache
+from tigon.layers.kv_state import StateSpec
 from tigon.layers.lm_head import run_head
 from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expand_kwargs_signature
 from tigon.models.config import ModelConfig
@@ -26,7 +27,6 @@ from tigon.models.pretrained.names import SCORE, CheckpointNames
 from tigon.models.targets import Targets, take_logits_at
 from tigon.models.weight_casts import CheckedCasts
 from tigon.utils import memory
-from tigon.utils.memory import format_gib
 from tigon.weights import ShardSpec
 
 
@@ -36,6 +36,8 @@ class LanguageModel(CheckedCasts):
 
     config_class: ClassVar[type[ModelConfig]]
     block_class: ClassVar[type[TransformerBlock]]
+    decoder_class: ClassVar[type[Decoder]] = Decoder
+    scales_embedding: ClassVar[bool] = False  # of token ids, by sqrt(hidden_size)
     checkpoint_names: CheckpointNames = CheckpointNames()
 
     def __init__(self, config: ModelConfig):
@@ -80,11 +82,15 @@ class LanguageModel(CheckedCasts):
 
     def make_decoder(self, c: Any, **options: Any) -> Decoder:
         """Makes the decoder of a config; families add their options."""
-        return Decoder(c, self.block_class, **options)
+        if self.scales_embedding:
+            options["embedding_scale"] = c.hidden_size**0.5
+        return self.decoder_class(c, self.block_class, **options)
 
     def make_head(self, c: Any, **options: Any) -> LMHead:
-        """Makes the language-model head of a config; families add their options."""
-        return LMHead(c.hidden_size, c.vocab_size, **options)
+        """Makes the language-model head of a config, with its softcap of the logits, if it has one;
+        families add their options."""
+        softcap = getattr(c, "final_logit_softcapping", None)
+        return LMHead(c.hidden_size, c.vocab_size, softcap=softcap, **options)
 
     @property
     def causal(self) -> bool:
@@ -141,19 +147,15 @@ class LanguageModel(CheckedCasts):
         """
         device = self.device
         dtype = autocast_dtype(device) or self.compute_dtype or self.dtype
-        options: dict[str, Any] = {"dtype": dtype, "chunk": chunk, "quantize": quantize}
-        options["rollback"] = rollback
-        cache = partial(StaticCache, self.model.make_states, rows, capacity, **options)
+        spec = StateSpec(rows, capacity, dtype, device, chunk, quantize)
+        cache = partial(StaticCache, self.model.make_states, rollback=rollback)
         try:
-            needed = cache(device=torch.device("meta")).nbytes
+            needed = cache(spec._replace(device="meta")).nbytes
         except RuntimeError:  # sizes that no tensor can have
             needed = memory.UNKNOWN
-        if needed > (available := memory.total_memory(device)):
-            raise ValueError(
-                f"a cache of {capacity} tokens in each of {rows} rows takes {format_gib(needed)}, "
-                f"and {device} has {format_gib(available)}"
-            )
-        return cache(device=device)
+        what = f"a cache of {capacity} tokens in each of {rows} rows takes"
+        memory.check_memory(needed, device, what)
+        return cache(spec)
 
     @expand_kwargs_signature
     def num_items(

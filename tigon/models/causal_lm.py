@@ -1,7 +1,7 @@
 """CausalLM: what families derive from; the forward contract, generation, loading and saving."""
 
 import os
-from typing import Any, NoReturn, Self, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,6 @@ REFUSED: dict[str, type[Exception]] = {
     "prepare_inputs_for_generation": AttributeError,
     "can_generate": AttributeError,
 }
-
-
-def _refuse_native(model: LanguageModel, name: str) -> NoReturn:
-    raise REFUSED[name](
-        f"{type(model).__name__} is a native model, and others take transformers': give them "
-        "tigon.integrations.transformers.as_transformers(model)"
-    )
 
 
 class CausalLM(LanguageModel):
@@ -58,7 +51,10 @@ class CausalLM(LanguageModel):
     def __getattr__(self, name: str) -> Tensor | nn.Module:
         """As nn.Module's; for names in REFUSED the error says what others take."""
         if name in REFUSED:
-            _refuse_native(self, name)
+            raise REFUSED[name](
+                f"{type(self).__name__} is a native model, and others take transformers': give "
+                "them tigon.integrations.transformers.as_transformers(model)"
+            )
         return super().__getattr__(name)
 
     @property

@@ -84,6 +84,7 @@ class ModelConfig:
     rotary_share: ClassVar[float | None] = None  # partial_rotary_factor of a source without one
     overflows_float16: ClassVar[bool] = False  # published models have activations above 65504
     rope_extras: ClassVar[Mapping[str, Any]] = {}  # additional keys of rope_parameters
+    default_rope: ClassVar[Mapping[str, Any]] = {}  # rope_parameters of a source without any
     # Keys that may have any value: they change nothing, or the family reads them separately
     ignored: ClassVar[frozenset[str]] = frozenset()
     # Additions to NEUTRAL
@@ -155,6 +156,8 @@ class ModelConfig:
             raise ConfigError(f"model_type {quote(model_type)} is not {cls.model_type!r}")
         names = field_types(cls).keys() - {"labels"}
         silent = {*SILENT, *DROPOUT, *cls.ignored, "model_type", "quantization_config"}
+        if cls.partial_rotary:  # read with the RoPE
+            silent.add("partial_rotary_factor")
         unknown, neutral = {}, NEUTRAL | dict(cls.neutral)
         for key, value in source.items():
             if key in names or key in silent:
@@ -176,6 +179,8 @@ class ModelConfig:
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
         """Reads `rope_parameters`; `longest` is max_position_embeddings."""
+        if not source.get("rope_scaling") and source.get("rope_parameters") is None:
+            source = {**source, "rope_parameters": cls.default_rope}
         if cls.rotary_share is not None:
             source = {"partial_rotary_factor": cls.rotary_share, **source}
         return read_rope(
@@ -213,6 +218,19 @@ class ModelConfig:
         if not self.rope_parameters:
             rope = self._read_rope({}, self.max_position_embeddings)
             object.__setattr__(self, "rope_parameters", rope)
+
+    @property
+    def mlp_activation(self) -> Activation:
+        """The MLPs' activation: `hidden_activation` if the config has it, else `hidden_act`."""
+        return activation(getattr(self, "hidden_activation", self.hidden_act))
+
+    def rotates(self, layer: int) -> bool:
+        """Whether the layer has RoPE: here every layer has, and families have other rules."""
+        return True
+
+    def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
+        """The layer's head dim and RoPE parameters; without RoPE {} or `NoRotary` options."""
+        return self.head_dim, self.rope_parameters if self.rotates(layer) else {}
 
     @property
     def get_text_config(self) -> Any:
@@ -320,6 +338,10 @@ class TwoRopesConfig(WindowedConfig):
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
         """Reads the RoPEs of full and of sliding layers, by kind of layer."""
         return read_two_ropes(source, cls.default_theta, cls._local_theta(source), longest)
+
+    def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
+        """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
+        return self.head_dim, self.rope_parameters[self.layer_type(layer)]
 
     def _rope_keys(self) -> dict[str, Any]:
         """The keys of `to_dict` that describe both RoPEs."""

@@ -35,9 +35,9 @@ from tigon.layers import (
 )
 from tigon.layers.activation_offload import ActivationOffload
 from tigon.layers.context import SharedKV
-from tigon.layers.kv_state import KVState
+from tigon.layers.kv_state import KVState, StateSpec
 from tigon.layers.norm import add_normed
-from tigon.models.config import SLIDING, ModelConfig, WindowedConfig, activation
+from tigon.models.config import SLIDING, ModelConfig, WindowedConfig
 from tigon.utils.random import as_int64, mix
 
 # Branch, residual stream, router statistics; and keys and values, where later blocks read them
@@ -51,9 +51,10 @@ class TransformerBlock(nn.Module):
     """A block: (x, residual, rotation, state, ctx) -> (x, residual, router_stats).
 
     x [B, T, C] is a branch that the next norm adds to the stream `residual` [B, T, C], which is
-    None before the first block. `state` is the mixer's cache, or None. `router_stats` [2, E] are
-    the counts of a layer with experts if `ctx.routing` is set, else None. A block whose keys and
-    values later blocks read returns these as well, and those get them as `ctx.shared_kv`.
+    None before the first block; what a block returns is the MLP's branch, not yet added. `state` is
+    the mixer's cache, or None. `router_stats` [2, E] are the counts of a layer with experts if
+    `ctx.routing` is set, else None. A block whose keys and values later blocks read returns these
+    as well, and those get them as `ctx.shared_kv`.
 
     A mixer is a module (x, rotation, state, ctx) -> [B, T, C] with a `make_state`; an MLP is one
     x -> [B, T, C] or a `SparseMoE`. With dropout the MLP also takes `ctx.dropout_keys`.
@@ -62,6 +63,7 @@ class TransformerBlock(nn.Module):
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
     norm_cast: ClassVar[Cast] = "before_weight"  # where norms round to the model's dtype
     rounded_angles: ClassVar[bool] = True  # cos and sin are in the model's dtype, else in fp32
+    attention_class: ClassVar[type[Attention]] = Attention
     mlp: nn.Module
     mixer_name = "self_attn"  # in checkpoints
     # The layer whose keys and values attention reads, and whose state it uses; None: its own
@@ -85,10 +87,6 @@ class TransformerBlock(nn.Module):
         """Makes the layer's MLP or experts."""
         return gated_mlp(c, bias=getattr(c, "mlp_bias", False))
 
-    def layer_rope(self, c: Any, layer: int) -> tuple[int, Mapping[str, Any]]:
-        """The layer's head dim and RoPE parameters; without RoPE {} or `NoRotary` options."""
-        return c.head_dim, c.rope_parameters
-
     def make_layer_attention(
         self, c: ModelConfig, layer: int, *, bias: bool | None = None, **options: Any
     ) -> Attention:
@@ -104,7 +102,8 @@ class TransformerBlock(nn.Module):
         queries, keys and values, and `out_bias` that of the output, by default the same."""
         sizes = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
         options |= {"bias": bias, "out_bias": bias if out_bias is None else out_bias}
-        return Attention(*sizes, offset=self.norm_offset, cast=self.norm_cast, **options)
+        options |= {"offset": self.norm_offset, "cast": self.norm_cast}
+        return self.attention_class(*sizes, **options)
 
     def make_norm(self, c: ModelConfig) -> RMSNorm:
         """Makes an RMSNorm over hidden_size with the family's offset and cast."""
@@ -125,15 +124,10 @@ class TransformerBlock(nn.Module):
         mlp = cast(SparseMoE, self.mlp)
         return y.x, mlp.count_routing(y, ctx.real) if ctx.routing else None
 
-    def make_state(self, rows: int, capacity: int | None, **options: Any) -> LayerState:
-        """Makes an empty state of the mixer for a cache of `rows` rows; see MakeStates."""
-        return self.mixer.make_state(rows, capacity, **options)
-
 
 def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:
     """Makes a gated MLP with the config's sizes, and its activation unless `act` is given."""
-    act = activation(c.hidden_act) if act is None else act
-    return GatedMLP(c.hidden_size, c.intermediate_size, act, bias=bias)
+    return GatedMLP(c.hidden_size, c.intermediate_size, act or c.mlp_activation, bias=bias)
 
 
 def layer_window(c: Any, layer: int) -> int | None:
@@ -158,8 +152,6 @@ class PreNormBlock(TransformerBlock):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
     ) -> BlockOutput:
-        """Returns the MLP's branch [B, T, C], not yet added to the stream; the stream; and the
-        router's counts or None."""
         normed, residual = self.input_layernorm(x, residual)
         branch = self.mixer(normed, rotation, state, ctx)
         normed, residual = self.post_attention_layernorm(self._scaled(branch), residual)
@@ -200,8 +192,6 @@ class SandwichBlock(TransformerBlock):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
     ) -> BlockOutput:
-        """Returns the MLP's branch [B, T, C], not yet added to the stream; the stream; and the
-        router's counts or None."""
         pre_mixer, post_mixer, pre_mlp, post_mlp = (getattr(self, n) for n in self.NORMS)
         x, residual = pre_mixer(x, residual)
         x = self.mixer(x, rotation, state, ctx)
@@ -223,8 +213,6 @@ class PostNormBlock(TransformerBlock):
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
     ) -> BlockOutput:
-        """Returns the MLP's branch [B, T, C], not yet added to the stream; the stream; and the
-        router's counts or None."""
         stream = x if residual is None else residual + x
         x = self.mixer(stream, rotation, state, ctx)
         stream = add_normed(x, stream, self.post_attention_layernorm)
@@ -278,15 +266,14 @@ class Decoder(nn.Module):
         offset = block.norm_offset if norm_offset is None else norm_offset
         self.norm = AddRMSNorm(c.hidden_size, c.rms_norm_eps, offset=offset, cast=block.norm_cast)
         # Layers with equal RoPE parameters share a table
-        ropes = [layer.layer_rope(c, i) for i, layer in enumerate(blocks)]
+        ropes = [c.layer_rope(i) for i in range(len(blocks))]
         unique = [rope for i, rope in enumerate(ropes) if rope not in ropes[:i]]
         for layer, own in zip(blocks, ropes, strict=True):
             layer.rope_index = unique.index(own)
-        self.rotary_embs = nn.ModuleList()
-        for dim, rope in unique:
-            dim = rotated_dims(dim, rope)
-            length = c.max_position_embeddings
-            self.rotary_embs.append(make_rotary(dim, rope, length))
+        length = c.max_position_embeddings
+        self.rotary_embs = nn.ModuleList(
+            make_rotary(rotated_dims(dim, rope), rope, length) for dim, rope in unique
+        )
         turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
         first = min(turns, default=math.inf)
         self._first_turn = None if first == math.inf else turns.index(first)
@@ -326,7 +313,7 @@ class Decoder(nn.Module):
 
     def set_state_kinds(self) -> None:
         """Sets `state_kinds` and `shares_prefixes`, by the layers as they are."""
-        states = self.make_states(1, 1, chunk=1, dtype=torch.float32, device="meta")
+        states = self.make_states(StateSpec(1, 1, torch.float32, "meta"))
         chunked = any(getattr(block.mixer, "chunked", False) for block in self.layers)
         shares = all(isinstance(state, KVState) for state in states) and not chunked
         self._states = self._layer_ids(), tuple(state.layout for state in states), shares
@@ -365,11 +352,10 @@ class Decoder(nn.Module):
         owners = {source: i for i, source in enumerate(sorted({*sources}))}
         return [owners[source] for source in sources]
 
-    def make_states(self, rows: int, capacity: int | None, **options: Any) -> list[LayerState]:
-        """Makes an empty state for each layer that does not read another's; see MakeStates."""
+    def make_states(self, spec: StateSpec) -> list[LayerState]:
+        """Makes an empty state for each layer that does not read another's."""
         blocks = cast(Iterable[TransformerBlock], self.layers)
-        owners = [block for block in blocks if block.kv_source is None]
-        return [block.make_state(rows, capacity, **options) for block in owners]
+        return [block.mixer.make_state(spec) for block in blocks if block.kv_source is None]
 
     def forward(
         self,

@@ -79,6 +79,10 @@ class LatentConfig(GroupMoEConfig):
                 "every head its own keys"
             )
 
+    def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
+        rope = {k: v for k, v in self.rope_parameters.items() if k != "partial_rotary_factor"}
+        return self.qk_rope_head_dim, rope
+
     @property
     def _rope_head_dim(self) -> int:
         """The head dim that transformers takes partial_rotary_factor of."""
@@ -128,10 +132,6 @@ def group_experts_or_mlp(c: GroupMoEConfig, layer: int) -> GatedMLP | SparseMoE:
 
 class LatentBlock(PreNormBlock):
     """A `PreNormBlock` with attention over latents, and with experts chosen by groups or an MLP."""
-
-    def layer_rope(self, c: LatentConfig, layer: int) -> tuple[int, Mapping[str, Any]]:
-        rope = {k: v for k, v in c.rope_parameters.items() if k != "partial_rotary_factor"}
-        return c.qk_rope_head_dim, rope
 
     def make_mixer(self, c: LatentConfig, layer: int) -> LatentAttention:
         """Makes attention over latents, whose scale has the square of YaRN's magnitude if

@@ -56,17 +56,15 @@ class Exaone4Config(WindowedConfig):
             return pattern[layer % len(pattern)] == "L"
         return (layer + 1) % pattern != 0
 
+    def rotates(self, layer: int) -> bool:
+        return self.sliding_window is None or self.layer_type(layer) == SLIDING
+
 
 class Exaone4Block(PostNormBlock):
-    """A `PostNormBlock` with QK-norm per head and the layer's sliding window, and in models that
-    have windows without RoPE where there is none."""
+    """A `PostNormBlock` with QK-norm per head and the layer's sliding window."""
 
     def make_mixer(self, c: Exaone4Config, layer: int) -> Attention:
         return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
-
-    def layer_rope(self, c: Exaone4Config, layer: int) -> tuple[int, dict[str, Any]]:
-        rotates = c.sliding_window is None or c.layer_type(layer) == SLIDING
-        return c.head_dim, c.rope_parameters if rotates else {}
 
 
 class Exaone4(CausalLM):

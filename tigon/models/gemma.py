@@ -4,12 +4,12 @@ Paper: arXiv 2403.08295; checked against transformers' modeling_gemma.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from tigon.layers import Attention, GatedMLP
+from tigon.layers import GatedMLP
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ModelConfig
-from tigon.models.decoder import Decoder, PreNormBlock, TransformerBlock, gated_mlp
+from tigon.models.decoder import PreNormBlock, TransformerBlock, gated_mlp
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,10 +44,6 @@ class GemmaBlock(PreNormBlock):
     norm_offset = 1.0
     norm_cast = "after_weight"
 
-    def make_mixer(self, c: GemmaConfig, layer: int) -> Attention:
-        """Makes attention with the config's biases."""
-        return self.make_attention(c, bias=c.attention_bias)
-
     def make_mlp(self, c: GemmaConfig, layer: int) -> GatedMLP:
         """Makes a gated MLP, with the tanh approximation for "gelu" too."""
         # The first checkpoints say gelu and mean its approximation
@@ -59,7 +55,4 @@ class Gemma(CausalLM):
 
     config_class = GemmaConfig
     block_class: ClassVar[type[TransformerBlock]] = GemmaBlock
-
-    def make_decoder(self, c: GemmaConfig, **options: Any) -> Decoder:
-        """Makes a decoder that multiplies the embeddings of token ids by sqrt(hidden_size)."""
-        return super().make_decoder(c, embedding_scale=c.hidden_size**0.5, **options)
+    scales_embedding = True

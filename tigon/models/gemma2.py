@@ -4,11 +4,11 @@ Paper: arXiv 2408.00118; checked against transformers' modeling_gemma2.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from tigon.layers import Attention, GatedMLP, LMHead
-from tigon.models.config import WindowedConfig, activation
-from tigon.models.decoder import SandwichBlock, gated_mlp, layer_window
+from tigon.layers import Attention
+from tigon.models.config import WindowedConfig
+from tigon.models.decoder import SandwichBlock
 from tigon.models.gemma import Gemma, GemmaConfig
 
 
@@ -44,15 +44,9 @@ class Gemma2Block(SandwichBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: Gemma2Config, layer: int) -> Attention:
-        """Make attention with the config's biases, scale and softcap, and the layer's sliding
-        window."""
+        """Makes attention with the config's scale and softcap."""
         scale, softcap = c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
-        bias, window = c.attention_bias, layer_window(c, layer)
-        return self.make_attention(c, bias=bias, scale=scale, softcap=softcap, window=window)
-
-    def make_mlp(self, c: Gemma2Config, layer: int) -> GatedMLP:
-        """Makes a gated MLP with the config's `hidden_activation`."""
-        return gated_mlp(c, activation(c.hidden_activation))
+        return self.make_layer_attention(c, layer, scale=scale, softcap=softcap)
 
 
 class Gemma2(Gemma):
@@ -60,7 +54,3 @@ class Gemma2(Gemma):
 
     config_class: ClassVar[type[GemmaConfig]] = Gemma2Config
     block_class = Gemma2Block
-
-    def make_head(self, c: Gemma2Config, **options: Any) -> LMHead:
-        """Makes a head with the config's softcap of the logits."""
-        return super().make_head(c, softcap=c.final_logit_softcapping, **options)

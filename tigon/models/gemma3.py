@@ -78,10 +78,6 @@ class Gemma3Block(Gemma2Block):
         bias, scale, eps = c.attention_bias, c.query_pre_attn_scalar**-0.5, c.rms_norm_eps
         return self.make_attention(c, bias=bias, qk_norm_eps=eps, scale=scale, window=window)
 
-    def layer_rope(self, c: Gemma3Config, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
-        return c.head_dim, c.rope_parameters[c.layer_type(layer)]
-
 
 class Gemma3(Gemma2):
     """Gemma 3's text model, or EmbeddingGemma, which attends to both sides."""

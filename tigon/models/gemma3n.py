@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.mlp.gated_act import act_fn
-from tigon.layers import BlockInputs, GatedMLP, Linear, LMHead, RMSNorm, Rotation
+from tigon.layers import Attention, BlockInputs, GatedMLP, Linear, RMSNorm, Rotation
 from tigon.layers.mlp import TopKMLP
 from tigon.layers.shared_attention import SharingAttention
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import ConfigError, activation
-from tigon.models.decoder import BlockOutput, Decoder, TransformerBlock, layer_window
+from tigon.models.config import ConfigError
+from tigon.models.decoder import BlockOutput, TransformerBlock
 from tigon.models.gemma3 import LocalThetaConfig
 from tigon.models.gemma4 import SharedKVConfig
 from tigon.models.per_layer_inputs import PerLayerDecoder, multiply
@@ -151,6 +151,7 @@ class Laurel(nn.Module):
 class Gemma3nBlock(TransformerBlock):
     """A block over S streams [S, B, T, C]: attention and MLP read the active one."""
 
+    attention_class = SharingAttention
     norm_cast = "after_weight"
     NORMS = (
         *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"),
@@ -160,7 +161,7 @@ class Gemma3nBlock(TransformerBlock):
     def __init__(self, c: Gemma3nConfig, layer: int):
         super().__init__()
         self.kv_source, self.kv_is_read = c.kv_source(layer), c.kv_is_read(layer)
-        self.act, dim = activation(c.hidden_activation), c.hidden_size_per_layer_input
+        self.act, dim = c.mlp_activation, c.hidden_size_per_layer_input
         self.scales_active = c.altup_correct_scale
         self.add_mixer(c, layer)
         self.mlp = self.make_mlp(c, layer)
@@ -170,29 +171,17 @@ class Gemma3nBlock(TransformerBlock):
         self.per_layer_input_gate = Linear(c.hidden_size, dim, bias=False)
         self.per_layer_projection = Linear(dim, c.hidden_size, bias=False)
 
-    def make_mixer(self, c: Gemma3nConfig, layer: int) -> SharingAttention:
-        """Make attention with the layer's window and scale 1, which may read another's keys and
-        values."""
-        return SharingAttention(
-            *(c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim),
-            qk_norm_eps=c.rms_norm_eps,
-            cast=self.norm_cast,
-            bias=c.attention_bias,
-            out_bias=c.attention_bias,
-            values_from="projection" if c.kv_source(layer) is None else "layer",
-            window=layer_window(c, layer),
-            scale=1.0,
-        )
+    def make_mixer(self, c: Gemma3nConfig, layer: int) -> Attention:
+        """Makes attention with scale 1, which may read another layer's keys and values."""
+        source = "projection" if c.kv_source(layer) is None else "layer"
+        options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "scale": 1.0}
+        return self.make_layer_attention(c, layer, values_from=source, **options)
 
     def make_mlp(self, c: Any, layer: int) -> GatedMLP:
         """Makes a gated MLP of the layer's size, with a share of its units only if it is sparse."""
-        sizes = c.hidden_size, c.intermediate_size[layer], activation(c.hidden_activation)
+        sizes = c.hidden_size, c.intermediate_size[layer], c.mlp_activation
         sparsity = c.activation_sparsity_pattern[layer]
         return TopKMLP(*sizes, sparsity=sparsity) if sparsity else GatedMLP(*sizes)
-
-    def layer_rope(self, c: Any, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
-        return c.head_dim, c.rope_parameters[c.layer_type(layer)]
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
@@ -280,16 +269,10 @@ class Gemma3n(CausalLM):
 
     config_class = Gemma3nConfig
     block_class: ClassVar[type[TransformerBlock]] = Gemma3nBlock
+    decoder_class = Gemma3nDecoder
+    scales_embedding = True
 
     def __init__(self, config: Gemma3nConfig):
         super().__init__(config)
         # Not in the blocks, where FSDP has gathered copies of the weights
         self.register_forward_pre_hook(bound_coefficients)
-
-    def make_decoder(self, c: Any, **options: Any) -> Decoder:
-        """Makes a decoder of streams that scales embeddings by sqrt(hidden_size)."""
-        return Gemma3nDecoder(c, self.block_class, embedding_scale=c.hidden_size**0.5, **options)
-
-    def make_head(self, c: Any, **options: Any) -> LMHead:
-        """Makes a head with the config's softcap of the logits."""
-        return super().make_head(c, softcap=c.final_logit_softcapping, **options)

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.mlp.gated_act import act_fn
-from tigon.layers import BlockInputs, GatedMLP, Linear, LMHead, Rotation, ScaledRouter, SparseMoE
+from tigon.layers import BlockInputs, GatedMLP, Linear, Rotation, ScaledRouter, SparseMoE
 from tigon.layers.norm import add_normed
 from tigon.layers.shared_attention import SharingAttention, ValueSource
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import FULL, SLIDING, ConfigError, TwoRopesConfig, activation
-from tigon.models.decoder import BlockOutput, Decoder, SandwichBlock, TransformerBlock, layer_window
+from tigon.models.config import FULL, SLIDING, ConfigError, TwoRopesConfig
+from tigon.models.decoder import BlockOutput, SandwichBlock, TransformerBlock, layer_window
 from tigon.models.moe import ExpertsConfig
 from tigon.models.per_layer_inputs import PerLayerDecoder
 from tigon.models.pretrained.names import CheckpointNames
@@ -152,6 +152,9 @@ class Gemma4UnifiedConfig(SharedKVConfig):
         own |= self._layer_config(layer)
         return own["head_dim"], own["num_key_value_heads"]
 
+    def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
+        return self.attention_sizes(layer)[0], super().layer_rope(layer)[1]
+
     def slides(self, layer: int) -> bool:
         """Whether the layer has a sliding window if `layer_types` is None: all have but every sixth
         and the last."""
@@ -223,7 +226,7 @@ class Gemma4Block(SandwichBlock):
             sizes = c.hidden_size, c.moe_intermediate_size, experts, c.top_k_experts
             self.moe = SparseMoE(
                 *sizes,
-                activation(c.hidden_activation),
+                c.mlp_activation,
                 normalize=True,
                 router=ScaledRouter(c.hidden_size, experts, c.top_k_experts, c.rms_norm_eps),
                 norm=self.make_norm(c),
@@ -231,7 +234,7 @@ class Gemma4Block(SandwichBlock):
             self.post_feedforward_layernorm_1 = self.make_norm(c)
             self.post_feedforward_layernorm_2 = self.make_norm(c)
         if dim := getattr(c, "hidden_size_per_layer_input", 0):
-            self.act = activation(c.hidden_activation)
+            self.act = c.mlp_activation
             self.per_layer_input_gate = Linear(c.hidden_size, dim, bias=False)
             self.per_layer_projection = Linear(dim, c.hidden_size, bias=False)
             self.post_per_layer_input_norm = self.make_norm(c)
@@ -266,11 +269,7 @@ class Gemma4Block(SandwichBlock):
         another layer's."""
         wide = c.use_double_wide_mlp and c.kv_source(layer) is not None
         size = c.intermediate_size * (2 if wide else 1)
-        return GatedMLP(c.hidden_size, size, activation(c.hidden_activation))
-
-    def layer_rope(self, c: Any, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
-        return c.attention_sizes(layer)[0], c.rope_parameters[c.layer_type(layer)]
+        return GatedMLP(c.hidden_size, size, c.mlp_activation)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, rotation: Rotation, state: Any, ctx: BlockInputs
@@ -301,25 +300,19 @@ class Gemma4Unified(CausalLM):
     config: Gemma4UnifiedConfig
     config_class: ClassVar[type[Gemma4UnifiedConfig]] = Gemma4UnifiedConfig
     block_class: ClassVar[type[TransformerBlock]] = Gemma4Block
+    scales_embedding = True
 
     @property
     def causal(self) -> bool:
         """False if the config has use_bidirectional_attention="all": then tokens see both sides."""
         return self.config.use_bidirectional_attention != "all"
 
-    def make_decoder(self, c: Any, **options: Any) -> Decoder:
-        """Makes a decoder that multiplies the embeddings of token ids by sqrt(hidden_size)."""
-        return super().make_decoder(c, embedding_scale=c.hidden_size**0.5, **options)
-
-    def make_head(self, c: Any, **options: Any) -> LMHead:
-        """Makes a head with the config's softcap of the logits."""
-        return super().make_head(c, softcap=c.final_logit_softcapping, **options)
-
 
 class Gemma4(Gemma4Unified):
     """Gemma 4's text model: that of the 12B, with inputs for each layer."""
 
     config_class = Gemma4Config
+    decoder_class = PerLayerDecoder
     checkpoint_names = CheckpointNames(
         experts={},  # stacked in every checkpoint
         renamed={
@@ -328,7 +321,3 @@ class Gemma4(Gemma4Unified):
             "moe.experts": "experts",
         },
     )
-
-    def make_decoder(self, c: Any, **options: Any) -> Decoder:
-        """Makes a decoder with scaled embeddings that gives blocks inputs of their own."""
-        return PerLayerDecoder(c, self.block_class, embedding_scale=c.hidden_size**0.5, **options)

@@ -20,7 +20,6 @@ class Glm4Config(ModelConfig):
     architecture = "Glm4ForCausalLM"
     partial_rotary = True
     rotary_share = 0.5
-    ignored = frozenset({"partial_rotary_factor"})  # read with the RoPE
 
     vocab_size: int = 151552
     hidden_size: int = 4096

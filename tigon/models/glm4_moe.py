@@ -22,7 +22,6 @@ class Glm4MoeConfig(GroupMoEConfig):
     classifier_name = None
     partial_rotary = True
     rotary_share = 0.5
-    ignored = GroupMoEConfig.ignored | {"partial_rotary_factor"}  # read with the RoPE
 
     vocab_size: int = 151552
     hidden_size: int = 4096

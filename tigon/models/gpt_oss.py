@@ -3,9 +3,7 @@
 Paper: arXiv 2508.10925; checked against transformers' modeling_gpt_oss.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.layers import Attention, SparseMoE
@@ -14,16 +12,6 @@ from tigon.models.config import WindowedConfig
 from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import MoEConfig, sparse_moe
 from tigon.models.pretrained.names import CheckpointNames
-
-# Where the config says nothing of RoPE
-YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +22,14 @@ class GptOssConfig(MoEConfig, WindowedConfig):
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
     default_theta = 150000.0
+    default_rope = {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
     experts_keys = ("num_local_experts", "num_experts")
     ignored = frozenset({"experts_per_token", "initial_context_length"})  # older names
 
@@ -52,13 +48,6 @@ class GptOssConfig(MoEConfig, WindowedConfig):
     attention_bias: bool = True
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
-
-    @classmethod
-    def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """As ModelConfig's, but YARN if the source has no RoPE."""
-        if not source.get("rope_scaling") and source.get("rope_parameters") is None:
-            source = {**source, "rope_parameters": YARN}
-        return super()._read_rope(source, longest)
 
     def slides(self, layer: int) -> bool:
         return layer % 2 == 0

@@ -3,6 +3,7 @@
 Checked against transformers' modeling_granite_swa.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,20 +43,20 @@ class GraniteSWAConfig(GraniteConfig, WindowedConfig):
     def slides(self, layer: int) -> bool:
         return layer % 4 != 0
 
+    def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
+        if self.layer_rope_theta is None:
+            return super().layer_rope(layer)
+        theta = self.layer_rope_theta[layer]
+        return self.head_dim, self.rope_parameters | {"rope_theta": theta} if theta else {}
+
 
 class GraniteSWABlock(GraniteBlock):
-    """Granite's block with sinks, and the layer's sliding window and RoPE."""
+    """Granite's block with sinks, and the layer's sliding window."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
         mixer = self.make_layer_attention(c, layer, scale=c.attention_multiplier, sinks=True)
         mixer.zero_init = ("sinks",)
         return mixer
-
-    def layer_rope(self, c: GraniteSWAConfig, layer: int) -> tuple[int, dict[str, Any]]:
-        if c.layer_rope_theta is None:
-            return c.head_dim, c.rope_parameters
-        theta = c.layer_rope_theta[layer]
-        return c.head_dim, c.rope_parameters | {"rope_theta": theta} if theta else {}
 
 
 class GraniteSWA(Granite):

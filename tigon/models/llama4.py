@@ -4,12 +4,13 @@ Checked against transformers' modeling_llama4. Chunks and the growth of queries 
 sequence, also in packed rows, where transformers counts the slots of the row.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import FULL, ConfigError, activation, check_layer_kinds
+from tigon.models.config import FULL, ConfigError, check_layer_kinds
 from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import ExpertsConfig, sparse_moe
 from tigon.models.pretrained.names import CheckpointNames
@@ -74,6 +75,12 @@ class Llama4Config(ExpertsConfig):
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
 
+    def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
+        """The layer's head dim, and the RoPE parameters, or how its queries grow without RoPE."""
+        if self.rotates(layer) or not self.attn_temperature_tuning:
+            return super().layer_rope(layer)
+        return self.head_dim, {"attn_scale": self.attn_scale, "floor_scale": self.floor_scale}
+
     def chunk(self, layer: int) -> int | None:
         """The size of the layer's chunks, by default those with RoPE; None: full attention."""
         types = self.layer_types
@@ -96,17 +103,10 @@ class Llama4Block(PreNormBlock):
 
     def make_mlp(self, c: Llama4Config, layer: int) -> GatedMLP | SparseMoE:
         if not c.sparse(layer):
-            return GatedMLP(c.hidden_size, c.intermediate_size_mlp, activation(c.hidden_act))
+            return GatedMLP(c.hidden_size, c.intermediate_size_mlp, c.mlp_activation)
         size = c.intermediate_size
         options: dict[str, Any] = {"normalize": False, "transposed": True, "scales_input": True}
         return sparse_moe(c, size, shared_experts=size, **options)
-
-    def layer_rope(self, c: Llama4Config, layer: int) -> tuple[int, dict[str, Any]]:
-        """The layer's head dim, and the RoPE parameters, or how its queries grow without RoPE."""
-        if c.rotates(layer):
-            return c.head_dim, c.rope_parameters
-        growth = {"attn_scale": c.attn_scale, "floor_scale": c.floor_scale}
-        return c.head_dim, growth if c.attn_temperature_tuning else {}
 
 
 class Llama4(CausalLM):

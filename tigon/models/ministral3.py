@@ -6,7 +6,7 @@ whose text_config names it.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, ModelConfig
@@ -32,14 +32,12 @@ class ScaledQueriesConfig(ModelConfig):
     """The config of a family with Llama 4's scaling of queries in `rope_parameters`."""
 
     rope_extras = {"llama_4_scaling_beta": float, "max_position_embeddings": int}
-    default_rope: ClassVar[Mapping[str, Any]] = YARN
+    default_rope = YARN
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """As ModelConfig's, but `default_rope` if the source has no RoPE; raises ConfigError
-        without llama_4_scaling_beta and original_max_position_embeddings."""
-        if not source.get("rope_scaling") and source.get("rope_parameters") is None:
-            source = {**source, "rope_parameters": cls.default_rope}
+        """As ModelConfig's; raises ConfigError without llama_4_scaling_beta and
+        original_max_position_embeddings."""
         rope = super()._read_rope(source, longest)
         for key in ("llama_4_scaling_beta", "original_max_position_embeddings"):
             if rope.get(key) is None:

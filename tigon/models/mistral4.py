@@ -54,9 +54,8 @@ class Mistral4Config(LatentConfig, ScaledQueriesConfig):
         rope = share | self.rope_parameters
         if int(self.head_dim * rope["partial_rotary_factor"]) != self.qk_rope_head_dim:
             raise ConfigError(
-                f"partial_rotary_factor={rope['partial_rotary_factor']} of "
-                f"head_dim={self.head_dim} "
-                f"is not qk_rope_head_dim={self.qk_rope_head_dim}"
+                f"partial_rotary_factor={rope['partial_rotary_factor']} of head_dim="
+                f"{self.head_dim} is not qk_rope_head_dim={self.qk_rope_head_dim}"
             )
         object.__setattr__(self, "rope_parameters", rope)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tigon.kernels.mlp.grouped_mlp import ExpertActivation
 from tigon.layers import Balance, SparseMoE, balance
-from tigon.models.config import ConfigError, ModelConfig, activation
+from tigon.models.config import ConfigError, ModelConfig
 from tigon.utils.json import quote
 
 ROUTING_METRICS = ("aux_loss", "expert_load")  # metrics made of router statistics, not of logits
@@ -67,7 +67,7 @@ def sparse_moe(
 ) -> SparseMoE:
     """Makes a SparseMoE with the config's sizes and activation, experts of size `intermediate`."""
     sizes = c.hidden_size, intermediate, c.experts, c.num_experts_per_tok
-    return SparseMoE(*sizes, activation(c.hidden_act) if act is None else act, **options)
+    return SparseMoE(*sizes, act or c.mlp_activation, **options)
 
 
 def expert_balance(c: ModelConfig, router_stats: Sequence[Tensor]) -> Balance | None:

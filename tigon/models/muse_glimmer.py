@@ -7,10 +7,10 @@ exports have its multimodal config around the text's, and lack the weights of th
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.layers import Attention, GatedMLP, LMHead, RMSNorm
+from tigon.layers import Attention, LMHead, RMSNorm
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import WindowedConfig, activation, check_layer_thetas
-from tigon.models.decoder import Decoder, SandwichBlock, gated_mlp
+from tigon.models.config import WindowedConfig, check_layer_thetas
+from tigon.models.decoder import Decoder, SandwichBlock
 from tigon.models.pretrained.names import CheckpointNames
 
 
@@ -68,14 +68,8 @@ class MuseGlimmerBlock(SandwichBlock):
         options |= {"scale": c.qk_scale_factor * c.head_dim**-0.5, "gate": "gate_proj"}
         return self.make_layer_attention(c, layer, **options)
 
-    def make_mlp(self, c: MuseGlimmerConfig, layer: int) -> GatedMLP:
-        return gated_mlp(c, activation(c.hidden_activation))
-
     def make_norm(self, c: Any) -> RMSNorm:
         return RMSNorm(c.hidden_size, c.post_norm_eps, offset=self.norm_offset, cast=self.norm_cast)
-
-    def layer_rope(self, c: MuseGlimmerConfig, layer: int) -> tuple[int, dict[str, Any]]:
-        return c.head_dim, c.rope_parameters if c.rotates(layer) else {}
 
 
 class MuseGlimmer(CausalLM):
@@ -90,5 +84,4 @@ class MuseGlimmer(CausalLM):
         return super().make_decoder(c, embedding_eps=c.rms_norm_eps, norm_offset=0.0, **options)
 
     def make_head(self, c: MuseGlimmerConfig, **options: Any) -> LMHead:
-        scale, softcap = c.output_multiplier, c.final_logit_softcapping
-        return super().make_head(c, logit_scale=scale, softcap=softcap, **options)
+        return super().make_head(c, logit_scale=c.output_multiplier, **options)

@@ -5,10 +5,9 @@ alone: sliding ones rotate with 5e5 unless `rope_parameters` says otherwise.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from tigon.models.config import TwoRopesConfig
-from tigon.models.olmo2 import Olmo2, Olmo2Block, Olmo2Config
+from tigon.models.olmo2 import Olmo2, Olmo2Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,15 +22,7 @@ class Olmo3Config(Olmo2Config, TwoRopesConfig):
         return (layer + 1) % 4 != 0
 
 
-class Olmo3Block(Olmo2Block):
-    """OLMo 2's block with a sliding window, and the RoPE of its kind of layer."""
-
-    def layer_rope(self, c: Olmo3Config, layer: int) -> tuple[int, dict[str, Any]]:
-        return c.head_dim, c.rope_parameters[c.layer_type(layer)]
-
-
 class Olmo3(Olmo2):
-    """OLMo 3: OLMo 2 with `Olmo3Block`s."""
+    """OLMo 3: `Olmo2Block`s and nothing else."""
 
     config_class = Olmo3Config
-    block_class = Olmo3Block

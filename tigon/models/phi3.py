@@ -22,7 +22,6 @@ class Phi3Config(WindowedConfig):
     model_type = "phi3"
     architecture = "Phi3ForCausalLM"
     partial_rotary = True
-    ignored = frozenset({"partial_rotary_factor"})  # read with the RoPE
 
     vocab_size: int = 32064
     hidden_size: int = 3072

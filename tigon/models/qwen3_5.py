@@ -28,8 +28,7 @@ class GatedDeltaConfig(ModelConfig):
 
     partial_rotary = True
     rotary_share = 0.25
-    # Read with the RoPE; and always float32 here
-    ignored = frozenset({"partial_rotary_factor", "mamba_ssm_dtype"})
+    ignored = frozenset({"mamba_ssm_dtype"})  # always float32 here
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"attn_output_gate": (None, True)}
 
     hidden_size: int = 2048

@@ -1,6 +1,5 @@
 """Changes the number of tokens that a model's embedding and head have rows for."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -11,9 +10,8 @@ from torch.distributed.tensor import DTensor
 from tigon.layers import Embedding, LMHead
 from tigon.models.base import LanguageModel
 from tigon.models.config import vocabulary_keys
-from tigon.utils import memory
 from tigon.utils.json import quote
-from tigon.utils.memory import format_gib
+from tigon.utils.memory import check_memory
 
 
 @torch.no_grad()
@@ -53,7 +51,10 @@ def resize_token_embeddings(
     config = replace(model.config, **sizes)  # raises before anything changes
     tables = model.model.embeddings[: len(sizes)]
     heads = [] if model.ties_head or config.labels else [head]
-    _check_memory(model, [*tables, *heads], size)
+    layers: list[Embedding | LMHead] = [*tables, *heads]
+    weights = [layer.weight for layer in layers if not layer.weight.is_meta]
+    needed = sum(size * weight[:1].nbytes for weight in weights)
+    check_memory(needed, model.device, f"embedding and head of {size} rows take")
     std = None if mean_resizing else config.initializer_range
     for table in tables:
         table.weight = _resize_rows(table.weight, size, std)
@@ -66,17 +67,6 @@ def resize_token_embeddings(
         head.bias = _resize_rows(head.bias, size, None if mean_resizing else 0.0)
     model.config = config
     return embedding
-
-
-def _check_memory(model: LanguageModel, modules: Sequence[Embedding | LMHead], size: int) -> None:
-    """Raises ValueError if `size` rows of these modules' weights exceed the device's memory."""
-    weights = [module.weight for module in modules if not module.weight.is_meta]
-    needed = sum(size * weight[:1].nbytes for weight in weights)
-    if needed > (available := memory.total_memory(model.device)):
-        raise ValueError(
-            f"embedding and head of {size} rows take {format_gib(needed)}, and {model.device} has "
-            f"{format_gib(available)}"
-        )
 
 
 def _resize_rows(old: Tensor, size: int, std: float | None) -> nn.Parameter:

@@ -4,7 +4,6 @@ Checked against transformers' modeling_smollm3.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, WindowedConfig
@@ -53,15 +52,8 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
         return not self.rotates(layer)
 
 
-class SmolLM3Block(PreNormBlock):
-    """Llama's block with sliding windows, and without RoPE in some layers."""
-
-    def layer_rope(self, c: SmolLM3Config, layer: int) -> tuple[int, dict[str, Any]]:
-        return c.head_dim, c.rope_parameters if c.rotates(layer) else {}
-
-
 class SmolLM3(CausalLM):
-    """SmolLM3: `SmolLM3Block`s and nothing else."""
+    """SmolLM3: `PreNormBlock`s and nothing else."""
 
     config_class = SmolLM3Config
-    block_class = SmolLM3Block
+    block_class = PreNormBlock

@@ -10,7 +10,6 @@ the values of the rank's own tokens (`SequenceParallelRegion`).
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -315,12 +314,9 @@ class TensorParallelDecoder(Decoder):
         """The block as a function in whose region gathered tokens are saved, not gathered again."""
         # What the block gathers has just been gathered
         region = replace(self.tensor.region, saves_gathered=True)
-        return partial(_run_block, block, self.tensor, region)
 
+        def run(*args: Any) -> BlockOutput:
+            with self.tensor.running(region):
+                return block(*args)
 
-def _run_block(
-    block: nn.Module, tensor: TensorPass, region: SequenceParallelRegion, *args: Any
-) -> BlockOutput:
-    """Calls the block within the region."""
-    with tensor.running(region):
-        return block(*args)
+        return run

@@ -25,7 +25,7 @@ instead of sums. ZeroRedundancyOptimizer distributes whole parameters, so that s
 not rows, and broadcasts them after the step, without overlap. fully_shard with
 reshard_after_forward=False saves the second gather but no copies, for the same memory;
 prefetching further ahead saves neither. Symmetric memory (torch.distributed._symmetric_memory)
-would move rows by copy engines instead of SMs within a host, in `_gather` and `_reduce`.
+would move rows by copy engines instead of SMs within a host, in `_start`.
 
 # R rows of a parameter, n ranks, r = ceil(R / n) rows of each, the last ones padded
 """
@@ -188,7 +188,9 @@ class Zero2:
             if converted:
                 torch._foreach_copy_([w.target for w in converted], [w.source for w in converted])
             if self.mesh.size() > 1 and group.weights:
-                group.gathering = self._gather(group.weights)
+                memories = [weight.memory for weight in group.weights]
+                shards = [weight.shard for weight in group.weights]
+                group.gathering = self._start(ALL_GATHER, memories, shards)
             group.trained = [w for w in group.weights if w.rows.requires_grad]
             for weight in group.weights:
                 weight.whole.requires_grad_(weight.rows.requires_grad)
@@ -278,7 +280,7 @@ class Zero2:
             shards, handle = gradients, None
             if self.mesh.size() > 1:
                 shards = [torch.empty_like(w.shard, dtype=self.sums) for w in group.trained]
-                handle = self._reduce(shards, gradients)
+                handle = self._start(REDUCE_SCATTER, shards, gradients)
         self.reductions.append(Reduction(group.trained, gradients, shards, handle))
         if len(self.reductions) > IN_FLIGHT:
             self._end_reduction()
@@ -308,20 +310,12 @@ class Zero2:
         for weight in self.weights.values():
             weight.whole.grad = weight.rows.grad = weight.sum = None
 
-    def _gather(self, weights: Sequence[ShardedParameter]) -> Any:
-        """Starts the all-gather of the rows; returns its handle."""
+    def _start(self, collective: Any, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
+        """Starts ALL_GATHER or REDUCE_SCATTER of several tensors; returns its handle."""
         group = self.mesh.get_group()
         with dist._coalescing_manager(group, async_ops=True) as handle:
-            for weight in weights:
-                ALL_GATHER(weight.memory, weight.shard, group)
-        return handle
-
-    def _reduce(self, shards: Sequence[Tensor], gradients: Sequence[Tensor]) -> Any:
-        """Starts the reduce-scatter of the gradients; returns its handle."""
-        group = self.mesh.get_group()
-        with dist._coalescing_manager(group, async_ops=True) as handle:
-            for shard, gradient in zip(shards, gradients, strict=True):
-                REDUCE_SCATTER(shard, gradient, group=group)
+            for output, x in zip(outputs, inputs, strict=True):
+                collective(output, x, group=group)
         return handle
 
 

@@ -15,7 +15,7 @@ from tigon.generation.loop import FEW_STEPS
 from tigon.generation.row_sampling import RowSampling, SamplingNeeds
 from tigon.generation.settings import GenerationSettings
 from tigon.generation.steps import ROUND, GraphedStep
-from tigon.layers import StaticCache
+from tigon.layers import StateSpec, StaticCache
 from tigon.models import CausalLM
 from tigon.utils import memory
 from tigon.utils.memory import format_gib
@@ -45,7 +45,7 @@ def fit_capacity(model: CausalLM, rows: int) -> int:
 
     def nbytes(tokens: int) -> int:
         make = model.model.make_states
-        return StaticCache(make, rows, tokens, dtype=model.dtype, device="meta").nbytes
+        return StaticCache(make, StateSpec(rows, tokens, model.dtype, "meta")).nbytes
 
     fitting = bisect_right(sizes, budget, key=nbytes)
     if not fitting:

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from tigon.kernels.precompile import compile_kernels
 from tigon.kernels.runtime import runs_triton, triton
 from tigon.models import CausalLM
+from tigon.models.decoder import recomputed_blocks
 from tigon.train.choices import StepChoice
 from tigon.train.config import micro_batch_rows
 from tigon.train.memory import dummy_batch
@@ -89,18 +91,19 @@ def _version(name: str) -> str | None:
 def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None:
     """Computes gradients and their norm, of a model on meta that it moves to the device, for rows
     of two sequences of made-up tokens."""
+    keep_distinct_blocks(model)
     allocate(model, device)
     config = task.config
     rows, tokens = micro_batch_rows(config), config.seq_len
-    half = tokens // 2
-    row = np.array([[0, half], [half, tokens]])
+    first = tokens // 2 + 1  # sequences of one length would be rows to attention
+    row = np.array([[0, first], [first, tokens]])
     spans = np.concatenate([row + tokens * i for i in range(rows)])
-    positions = torch.arange(tokens, device="cpu") % half
+    positions = torch.arange(tokens, device="cpu") % first
     batch = replace(
         dummy_batch(rows, tokens, task, device="cpu"),
         position_ids=positions.expand(rows, -1),
         cu_seq_lens=torch.tensor([0, *spans[:, 1].tolist()], dtype=torch.int32, device="cpu"),
-        longest=tokens - half,
+        longest=first,
         spans=torch.tensor(spans, device="cpu"),
         parts=torch.zeros(len(spans), dtype=torch.int64, device="cpu"),
         host_spans=spans,
@@ -108,6 +111,34 @@ def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None
     inputs = task.resolve(model, batch.to(device))
     task.loss(model, inputs, task.sums(model, inputs)).loss.backward()
     clip(model, build_optimizer(model, config), config.max_grad_norm)
+
+
+def keep_distinct_blocks(model: CausalLM) -> None:
+    """Removes the blocks that launch what others do: of each kind two are left, since the first of
+    all has no residual, and the ones whose keys and values blocks that are left read."""
+    blocks: list[Any] = list(model.model.layers)
+    left: dict[Any, list[int]] = {}
+    for i, block in enumerate(blocks):
+        left.setdefault(_kind(block), []).append(i)
+    indices = {i for alike in left.values() for i in alike[:2]}
+    indices |= {s for i in indices if (s := blocks[i].kv_source) is not None}
+    kept = sorted(indices)
+    for i in kept:
+        if (source := blocks[i].kv_source) is not None:
+            blocks[i].kv_source = kept.index(source)
+    recomputed = recomputed_blocks(model.activation_checkpointing, len(blocks))
+    model.activation_checkpointing = [n for n, i in enumerate(kept) if i in recomputed]
+    model.model.layers = nn.ModuleList([blocks[i] for i in kept])
+
+
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    """Returns what is equal of blocks that launch the same kernels."""
+    modules = [
+        (type(m), [(k, v) for k, v in vars(m).items() if isinstance(v, int | float | str | tuple)])
+        for m in block.modules()
+    ]
+    weights = [(name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()]
+    return repr(modules), *weights
 
 
 def allocate(model: CausalLM, device: torch.device) -> None:

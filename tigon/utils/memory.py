@@ -27,6 +27,15 @@ def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
     return min(limits)
 
 
+def check_memory(
+    needed: int, device: torch.device, what: str, error: type[ValueError] = ValueError
+) -> None:
+    """Raises `error` if the device has less than `needed` bytes, which `what` takes."""
+    if needed > (available := total_memory(device)):
+        needs, has = format_gib(needed), format_gib(available)
+        raise error(f"{what} {needs}, and {device} has {has}")
+
+
 def format_gib(size: int) -> str:
     """Formats a number of bytes in GiB, with one decimal."""
     return f"{size / 2**30:,.1f} GiB"

@@ -146,8 +146,6 @@ def make_entries(
     for name, p in parameters.items():
         if not covers_parameter(layout[name], p):
             raise ValueError(f"{name} is {list(p.shape)}, not filled by {layout[name]}")
-        if p.is_meta:
-            raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
         local = local_shard(name, p)
         if name in values:
             value = values[name].detach()

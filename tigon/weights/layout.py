@@ -225,7 +225,10 @@ class LocalShard(NamedTuple):
 
 
 def local_shard(name: str, parameter: Tensor) -> LocalShard:
-    """This rank's shard of a parameter; ValueError for placements that are not contiguous."""
+    """This rank's shard of a parameter; ValueError on the meta device, and for placements that are
+    not contiguous."""
+    if parameter.is_meta:
+        raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
     parameter, shape = parameter.detach(), tuple(parameter.shape)
     if not isinstance(parameter, DTensor):
         return LocalShard(parameter, shape, (0,) * len(shape))
@@ -241,8 +244,6 @@ def local_shard(name: str, parameter: Tensor) -> LocalShard:
 
 def local_rows(name: str, parameter: Tensor) -> tuple[Tensor, int]:
     """This rank's rows of a parameter and the first one's index; ValueError if columns are."""
-    if parameter.is_meta:
-        raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
     if isinstance(parameter, DTensor):
         for placement in parameter.placements:
             if not placement.is_replicate() and placement != Shard(0):

@@ -262,9 +262,6 @@ def load_into(
     """
     if staging_bytes < LEAST_SHARE:
         raise ValueError(f"staging_bytes={staging_bytes}: at least {LEAST_SHARE} are needed")
-    for name, parameter in parameters.items():
-        if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
     local = {name: local_shard(name, parameter) for name, parameter in parameters.items()}
     matched = match_tensors(parameters, layout, checkpoint, **names)
     replicas = Replicas(parameters)

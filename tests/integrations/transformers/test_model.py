@@ -335,8 +335,9 @@ def test_random_weights_of_a_config() -> None:
     assert model.state_dict().keys() == theirs.state_dict().keys()
 
 
-def test_resizing() -> None:
-    theirs, ours = pair("llama")
+@pytest.mark.parametrize("model_type, case", [("llama", ""), ("gemma4_text", "shared")])
+def test_resizing(model_type: str, case: str, tmp_path: Path) -> None:
+    theirs, ours = pair(model_type, case)
     for model in (theirs, ours):
         embedding = model.resize_token_embeddings(220, mean_resizing=True)
         assert embedding is model.get_input_embeddings() and len(embedding.weight) == 220
@@ -345,7 +346,11 @@ def test_resizing() -> None:
     given = inputs()
     assert_near(ours(**given).logits[..., :211], theirs(**given).logits[..., :211])
     given["input_ids"][0, 0] = 219
-    assert ours(**given).logits.shape == (B, T, 220)
+    logits = ours(**given).logits
+    assert logits.shape == (B, T, 220)
+    ours.save_pretrained(tmp_path)
+    for load in (AutoModelForCausalLM.from_pretrained, from_pretrained):
+        assert_near(load(tmp_path)(**given).logits, logits)
 
 
 def test_head_is_a_linear_layer() -> None:
@@ -459,6 +464,18 @@ def test_keywords_of_configs() -> None:
     config.rms_norm_eps = 1e-2
     with pytest.raises(ValueError, match=r"config.rms_norm_eps is 0.01, but the checkpoint's is"):
         from_pretrained(path, config=config)
+
+
+def test_keywords_that_ask_for_nothing() -> None:
+    """Scripts of transformers, TRL and lm-eval hand on the defaults of their own arguments."""
+    path = checkpoint("llama")
+    flags = dict.fromkeys(("from_tf", "force_download", "ignore_mismatched_sizes"), False)
+    unset = dict.fromkeys(("max_memory", "quantization_config", "tp_plan", "variant", "state_dict"))
+    options = {**flags, **unset, "revision": "main", "weights_only": True}
+    assert from_pretrained(path, **options).config.name_or_path == str(path)
+    for name in ("tp_plan", "state_dict"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            from_pretrained(path, **{name: {"model": 1}})
 
 
 @pytest.mark.parametrize("auto", [False, True])

@@ -14,7 +14,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from tigon.layers import KVCache, StaticCache
-from tigon.layers.kv_state import GrowingKV, KVState
+from tigon.layers.kv_state import GrowingKV, KVState, StateSpec
 from tigon.models.base import LanguageModel
 
 
@@ -182,8 +182,7 @@ def _read(cache: Cache, model: LanguageModel) -> KVCache:
     if not length:
         return KVCache()
     rows = next(len(layer.keys) for layer in layers if hasattr(layer, "keys"))
-    options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
-    states = model.model.make_states(rows, None, chunk=1, **options)
+    states = model.model.make_states(StateSpec(rows, None, model.dtype, model.device))
     owners = [i for i, block in enumerate(model.model.layers) if block.kv_source is None]
     for i, state in zip(owners, states, strict=True):
         layer: Any = layers[i] if i < len(layers) else None

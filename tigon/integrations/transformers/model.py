@@ -48,6 +48,7 @@ from tigon.layers.lm_head import run_head
 from tigon.models import MODELS
 from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
 from tigon.models.causal_lm import CausalLM
+from tigon.models.config import vocabulary_keys
 from tigon.models.inputs import Batch
 from tigon.models.moe import MoEConfig
 from tigon.models.targets import Targets
@@ -282,8 +283,10 @@ class TigonPreTrainedModel(PreTrainedModel):
         """Resizes embedding and head as the native `resize_token_embeddings`, and both configs;
         returns the embedding."""
         arguments = new_num_tokens, pad_to_multiple_of, mean_resizing
+        keys = vocabulary_keys(self.native.config)
         embedding = self.native.resize_token_embeddings(*arguments)
-        self.config.get_text_config().vocab_size = self.native.config.vocab_size
+        sizes = dict.fromkeys(keys, self.native.config.vocab_size)
+        self.config.get_text_config().update(sizes)
         return embedding
 
     def get_decoder(self) -> nn.Module:

@@ -17,7 +17,20 @@ from tigon.models.pretrained.load import LoadOptions
 
 # Keywords of transformers that change nothing here
 IGNORED = frozenset(
-    ("low_cpu_mem_usage", "trust_remote_code", "use_safetensors", "adapter_kwargs", "_from_auto")
+    (
+        *("low_cpu_mem_usage", "trust_remote_code", "use_safetensors", "weights_only"),
+        *("adapter_kwargs", "_from_auto", "code_revision"),
+    )
+)
+# Keywords of transformers that nothing here stands for; scripts give them as None or False
+UNSUPPORTED = frozenset(
+    (
+        *("device_mesh", "distributed_config", "fusion_config", "kernel_config", "use_kernels"),
+        *("force_download", "from_flax", "from_tf", "mirror", "proxies", "resume_download"),
+        *("generation_config", "ignore_mismatched_sizes", "key_mapping", "output_loading_info"),
+        *("max_memory", "offload_buffers", "offload_folder", "offload_state_dict", "state_dict"),
+        *("tp_plan", "tp_size", "variant"),
+    )
 )
 QUANTIZED = ("load_in_4bit", "load_in_8bit", "quantization_config", "quantize")
 OPTIONS = frozenset(LoadOptions.__annotations__) - {"dtype", "device", "labels", "quantize"}
@@ -59,7 +72,10 @@ def load_native(
         )
     if num_labels is not None and num_labels < 1:
         raise ValueError(f"num_labels={num_labels} is no number of labels: leave it out for none")
-    options = {name: value for name, value in options.items() if name not in IGNORED}
+    if options.get("revision") == "main" and os.path.isdir(path_or_repo):
+        del options["revision"]  # transformers' default, of a directory too
+    unset = {name for name in UNSUPPORTED & {*options} if options[name] in (None, False)}
+    options = {name: value for name, value in options.items() if name not in IGNORED | unset}
     check_keywords("from_pretrained", options, OPTIONS)
     dtype, device = torch_dtype or dtype or "auto", find_device(device_map)
     return models.from_pretrained(

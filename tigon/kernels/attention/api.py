@@ -258,9 +258,10 @@ def _flex(
         form = mask.causal, mask.segment_ids is None, mask.key_mask is None, mask.past > 0
         kind = q.shape, k.shape, q.dtype, q.device, _needs_grad(q, k, v), form, sinks is None
         run = _compiled_flex(*kind, plan.window, plan.softcap, plan.scale)
+    cap = plan.softcap
     out = run(
         *(x.transpose(1, 2) for x in (q, k, v)),
-        score_mod=None if plan.softcap is None else _softcap_mod(plan.softcap),
+        score_mod=None if cap is None else lambda score, *_: cap * torch.tanh(score / cap),
         block_mask=mask.blocks(plan.window, q.device),
         scale=plan.scale,
         enable_gqa=q.shape[2] != k.shape[2],
@@ -269,11 +270,6 @@ def _flex(
     if sinks is not None:
         out = scale_by_sinks(out[0], out[1].lse, sinks)
     return out.transpose(1, 2)[:, :t]
-
-
-def _softcap_mod(softcap: float) -> Callable[..., Tensor]:
-    """Returns a function that caps scores, as FlexAttention's score_mod."""
-    return lambda score, *_: softcap * torch.tanh(score / softcap)
 
 
 @functools.cache

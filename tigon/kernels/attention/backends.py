@@ -133,11 +133,6 @@ def _flex_problem(r: AttentionRequest) -> str | None:
     )
 
 
-def _sdpa_problem(r: AttentionRequest) -> str | None:
-    """Returns why SDPA cannot serve the request, or None."""
-    return _first_problem((r.softcap, "it has no softcap"), (r.sinks, "it has no sinks"))
-
-
 # Each says why it cannot serve a request, or None
 OBSTACLES: dict[str, Callable[[AttentionRequest], str | None]] = {
     "fa4": _fa4_problem,
@@ -145,7 +140,9 @@ OBSTACLES: dict[str, Callable[[AttentionRequest], str | None]] = {
     "flash": _flash_problem,
     "triton": _triton_problem,
     "flex": _flex_problem,
-    "sdpa": _sdpa_problem,
+    "sdpa": lambda r: _first_problem(
+        (r.softcap, "it has no softcap"), (r.sinks, "it has no sinks")
+    ),
     "reference": lambda r: None,
 }
 PLAIN = ("sdpa", "reference")  # on any device

@@ -3,6 +3,7 @@
 Names and shapes are those of flash_attn.cute 4.0.0b36.
 """
 
+import sys
 from typing import Any
 
 import torch
@@ -124,9 +125,12 @@ LAUNCHERS = _forward.__wrapped__, _backward.__wrapped__
 
 
 def environment() -> dict[str, str]:
-    """Returns the variables that tell flash-attn-4 the GPU in a process that cannot use it."""
+    """Returns the variables that tell flash-attn-4 the GPU in a process that cannot use it, and
+    lets its compiler find out here, which reads its own variable only when it is imported."""
     if not torch.cuda.is_available():
         return {}
+    if (cutlass := sys.modules.get("cutlass")) is not None:
+        cutlass.base_dsl.BaseDSL._get_dsl().get_arch_enum()
     gpu = torch.cuda.get_device_properties()
     arch, count = f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count
     return {"FLASH_ATTENTION_ARCH": arch, "FLASH_ATTENTION_NUM_SMS": str(count)}

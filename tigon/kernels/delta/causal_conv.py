@@ -330,8 +330,7 @@ def causal_conv(
         raise ValueError(f"activation={activation!r} is neither 'silu' nor None")
     _check(x, weight, starts, state, update_state)
     if _serves(x, weight, state, 0):
-        y: Tensor = _run(x, weight, starts, state, update_state, 0, 0, activation == "silu")
-        return y
+        return _run(x, weight, starts, state, update_state, 0, 0, activation == "silu")
     y = causal_conv_ref(x, weight, activation=activation, starts=starts, state=state)
     if update_state and state is not None:
         _update(state, x)

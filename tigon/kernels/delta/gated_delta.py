@@ -191,7 +191,9 @@ def gated_delta_rule(
     if state is not None:
         _check_state(state, rows, q, v)
     if cu_seqlens is not None and on_host(cu_seqlens):
-        _check_bounds(cu_seqlens, q.shape[1])
+        bounds, tokens = cu_seqlens.tolist(), q.shape[1]
+        if not bounds or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
+            raise ValueError(f"cu_seqlens {bounds} do not rise from 0 to {tokens} tokens")
     inputs = q, k, v, g, beta, cu_seqlens, state
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:5])
     if not _served(q, k, v, g, beta) or (learns and not gradients_compile(q)):
@@ -200,12 +202,6 @@ def gated_delta_rule(
         return _GatedDeltaRule.apply(*inputs)
     o, final = gated_delta_forward(*inputs)
     return o, final
-
-
-def _check_bounds(cu_seqlens: Tensor, tokens: int) -> None:
-    bounds = cu_seqlens.tolist()
-    if not bounds or bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
-        raise ValueError(f"cu_seqlens {bounds} do not rise from 0 to {tokens} tokens")
 
 
 @torch.no_grad()

@@ -129,9 +129,7 @@ def apply_dropout(x: Tensor, dropout: Dropout) -> Tensor:
     if torch.compiler.is_compiling():
         return apply_dropout_ref(x, dropout)
     if x.requires_grad and torch.is_grad_enabled():
-        y: Tensor = _ApplyDropout.apply(x, dropout)
-        return y
+        return _ApplyDropout.apply(x, dropout)
     if not runs_triton(x):
         return apply_dropout_ref(x, dropout)
-    y = _dropout(x, dropout.keys, dropout.seed, dropout.threshold)
-    return y
+    return _dropout(x, dropout.keys, dropout.seed, dropout.threshold)

@@ -36,6 +36,7 @@ from tigon.kernels.runtime import (
     autocast_dtype,
     is_plain,
     is_plain_parameter,
+    launches_on_fakes,
     next_power_of_2,
     num_sms,
     operator,
@@ -86,8 +87,8 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         values = a[:, run], b[run]
         if total is None:
             total = torch.mm(*values, out_dtype=torch.float32)
-        else:
-            total = torch.addmm(total, *values, out_dtype=torch.float32, out=total)
+        elif not launches_on_fakes():  # of which torch 2.11 makes no fake
+            torch.addmm(total, *values, out_dtype=torch.float32, out=total)
     assert total is not None
     return total
 
@@ -151,8 +152,7 @@ class _DeferredProduct(torch.autograd.Function):
 
 def deferred_product(output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     """Returns `compute()`, the product that the node of `output` has deferred, as its result."""
-    y: Tensor = _DeferredProduct.apply(output, compute)
-    return y
+    return _DeferredProduct.apply(output, compute)
 
 
 class _RecomputedLinear(torch.autograd.Function):
@@ -247,8 +247,7 @@ def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         and is_plain(weight)
         and has_plain_operands(x, weight)
     ):
-        y: Tensor = _ChunkedLinear.apply(x, weight, bias)
-        return y
+        return _ChunkedLinear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

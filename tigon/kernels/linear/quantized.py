@@ -232,28 +232,21 @@ class BlockFP8Tensor(NamedTuple):
     codes: Tensor  # uint8 [N, K]
     scales: Tensor  # fp32 [R, S]
     owners: Tensor  # int32 [N], the row of scales of each row
+    width: int  # columns of a block
+    stored: torch.dtype  # the fp8 format of the codes
 
 
 def dequantize_block_fp8_rows(
-    weight: BlockFP8Tensor,
-    first: int,
-    count: int,
-    *,
-    width: int,
-    stored: torch.dtype,
-    dtype: torch.dtype,
+    weight: BlockFP8Tensor, first: int, count: int, dtype: torch.dtype
 ) -> Tensor:
-    """Returns rows [first, first + count) [count, K] in `dtype`, dequantized in plain torch.
-
-    `width`: columns of a block; `stored`: the fp8 format of the codes.
-    """
+    """Returns rows [first, first + count) [count, K] in `dtype`, dequantized in plain torch."""
     columns = weight.codes.shape[1]
     out = torch.empty(count, columns, dtype=dtype, device=weight.codes.device)
-    column_block = torch.arange(columns, device=out.device) // width
+    column_block = torch.arange(columns, device=out.device) // weight.width
     step = max(1, SLAB // max(1, columns))
     for begin in range(0, count, step):
         rows = slice(first + begin, first + min(begin + step, count))
-        values = weight.codes[rows].view(stored).float()
+        values = weight.codes[rows].view(weight.stored).float()
         out[begin : begin + step] = values.mul_(weight.scales[weight.owners[rows]][:, column_block])
     return out
 
@@ -306,18 +299,12 @@ def _dequantize_block_fp8(
     return y
 
 
-def dequantize_block_fp8(
-    weight: BlockFP8Tensor, *, width: int, stored: torch.dtype, dtype: torch.dtype
-) -> Tensor:
-    """Returns the weight [N, K] in `dtype`, in new memory.
-
-    `width`: columns of a block; `stored`: the fp8 format of the codes.
-    """
+def dequantize_block_fp8(weight: BlockFP8Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the weight [N, K] in `dtype`, in new memory."""
     if not runs_triton(weight.scales):
-        return dequantize_block_fp8_rows(
-            weight, 0, len(weight.codes), width=width, stored=stored, dtype=dtype
-        )
-    return _dequantize_block_fp8(*weight, width, stored == E4M3, dtype)
+        return dequantize_block_fp8_rows(weight, 0, len(weight.codes), dtype)
+    *tensors, width, stored = weight
+    return _dequantize_block_fp8(*tensors, width, stored == E4M3, dtype)
 
 
 # The linear layer. y = x W^T + bias and dX = dY W each dequantize W into memory that is free again
@@ -332,8 +319,7 @@ class _QuantizedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, *args: Any) -> Tensor:
         ctx.dequantize, ctx.inner = args
-        y: Tensor = ctx.inner.product(x, ctx.dequantize(), bias)
-        return y
+        return ctx.inner.product(x, ctx.dequantize(), bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -359,8 +345,7 @@ def quantized_linear(
         return F.linear(x, dequantize(), bias)
     if not (learns and torch.is_grad_enabled()):
         return inner.linear(x, dequantize(), bias)
-    y: Tensor = _QuantizedLinear.apply(x, bias, dequantize, inner)
-    return y
+    return _QuantizedLinear.apply(x, bias, dequantize, inner)
 
 
 def quantized_base(dequantize: Dequantize, inner: BaseLinear) -> BaseLinear:

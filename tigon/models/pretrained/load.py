@@ -45,9 +45,9 @@ from tigon.models.pretrained.quantization import (
 )
 from tigon.models.quantization_config import KEY as QUANTIZATION
 from tigon.models.quantization_config import read_quantization
-from tigon.utils import config, memory
+from tigon.utils import config
 from tigon.utils.json import escape, quote, read_json
-from tigon.utils.memory import format_gib
+from tigon.utils.memory import check_memory
 from tigon.weights import (
     GGUF,
     STAGING_BYTES,
@@ -351,10 +351,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
     """
     shards = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
     needed = sum(shard.nbytes for shard in shards if shard.is_meta)
-    if needed > (available := memory.total_memory(device)):
-        raise ConfigError(
-            f"the weights take {format_gib(needed)}, and {device} has {format_gib(available)}"
-        )
+    check_memory(needed, device, "the weights take", ConfigError)
     for p in model.parameters():
         if p.is_meta:
             if type(p) is nn.Parameter:  # six times as fast as empty_like of a meta tensor

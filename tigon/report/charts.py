@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tigon.report.read import Column, RunFiles
+from tigon.utils.json import list_first
 
 POINTS, LINES = 240, 3  # points of a line, at most; with more lines each has fewer
 STEPS = 5  # that a note names
@@ -158,5 +159,4 @@ def buckets(values: Sequence[float], size: int) -> "np.ndarray[Any, Any]":
 
 def shorten(steps: Sequence[int]) -> str:
     """Returns the first STEPS steps in words, and how many more there are."""
-    rest = f" and {len(steps) - STEPS:,} more" if len(steps) > STEPS else ""
-    return "step " + ", ".join(f"{step:,}" for step in steps[:STEPS]) + rest
+    return f"step {list_first([f'{step:,}' for step in steps], STEPS)}"

@@ -34,7 +34,7 @@ from tigon.train.model import (
     model_from_checkpoint_config,
     read_adapter_run_config,
 )
-from tigon.utils.json import escape, quote
+from tigon.utils.json import escape, list_first, quote
 from tigon.weights.files import read_lock
 from tigon.weights.write import all_finite
 
@@ -327,7 +327,7 @@ def merge_adapter(model: CausalLM, adapter: str) -> None:
         base = quote(model.config.source.name)
         raise ValueError(
             f"{escape(adapter)} added to {base} gives NaN or infinite values in {model.dtype}, in "
-            f"{checkpoint.shorten(bad)}: --dtype says another dtype, and a base or an adapter with "
+            f"{list_first(bad)}: --dtype says another dtype, and a base or an adapter with "
             "such values cannot be used"
         )
 

@@ -14,6 +14,7 @@ from tigon.train import checkpoint
 from tigon.train.build import TrainingRun
 from tigon.train.distributed import World, local
 from tigon.train.state import WINDOW, TrainState
+from tigon.utils.json import list_first
 
 # The square of a larger weight is infinite in float32: no model computes with it
 MAX_WEIGHT = torch.finfo(torch.float32).max ** 0.5
@@ -185,8 +186,7 @@ def describe_ranks(world: World, own_loss: float, *, largest: bool = False) -> s
 def describe_rows(run: TrainingRun, step: int) -> str:
     """Returns a text with the files and lines of the step's rows, of eight at most."""
     origins = list(dict.fromkeys(run.data.location(step + run.state.offset)))
-    more = f" and {len(origins) - 8} more" if len(origins) > 8 else ""
-    return f"its rows are {', '.join(origins[:8])}{more}"
+    return f"its rows are {list_first(origins, 8)}"
 
 
 def stop_error(

@@ -357,12 +357,8 @@ def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
 def read_known_eval_loss(run: TrainingRun, step: int) -> float | None:
     """Returns the eval loss that metrics.jsonl has for this step, on all ranks: inf if it was not
     finite, None without an evaluation."""
-    known = None
-    if run.world.main:
-        known = read_eval_loss(Path(run.config.run_dir, "metrics.jsonl"), step)
-    local = torch.tensor(-math.inf if known is None else known, dtype=torch.double, device="cpu")
-    loss = float(run.world.all_reduce_max(local))
-    return None if loss == -math.inf else loss
+    path = Path(run.config.run_dir, "metrics.jsonl")
+    return run.world.share(lambda: read_eval_loss(path, step))
 
 
 # Before the first step, checkpoints, and after the last step.

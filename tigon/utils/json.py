@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 MAX_BYTES = 16 * 2**20  # of a file, unless the caller knows better
@@ -50,7 +50,7 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
 
 def _open(path: str, flags: int) -> int:
     """Opens a file without waiting, as a pipe would for its writer."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its writer
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def parse_object(data: bytes, name: Path, *, nan: bool = False) -> dict[str, Any]:
@@ -171,3 +171,9 @@ def _pieces(value: Any, limit: int) -> Iterator[str]:
         yield f"a number of {value.bit_length()} bits"
     else:
         yield escape(repr(value), limit + 3)
+
+
+def list_first(texts: Sequence[str], most: int = 3) -> str:
+    """Returns the first texts, with commas between them, and how many follow."""
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return f"{', '.join(texts[:most])}{more}"

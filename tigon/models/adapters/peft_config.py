@@ -20,7 +20,7 @@ from tigon.models.adapters.lora import (
 )
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import MULTIMODAL, TEXT_ALONE, experts_stem
-from tigon.utils.json import escape, quote, read_json
+from tigon.utils.json import escape, list_first, quote, read_json
 from tigon.weights import Repository, TensorInfo
 
 CONFIG, BASE = "adapter_config.json", "base_model_name_or_path"
@@ -282,9 +282,8 @@ def parse_lora_config(
         raise ValueError("no tensor of it is named lora_A or lora_B")
     if unknown := sorted(stems - known.keys()):
         projections = ", ".join(dict.fromkeys(module.projection for module in known.values()))
-        more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
         raise ValueError(
-            f"the adapter is for {', '.join(quote(n) for n in unknown[:3])}{more}, which this "
+            f"the adapter is for {list_first([quote(n) for n in unknown])}, which this "
             f"{type(model).__name__} does not have: its {model.config.num_hidden_layers} layers "
             f"have {projections}"
         )

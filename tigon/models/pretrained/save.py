@@ -21,6 +21,7 @@ from tigon.models.pretrained.gguf_vocabulary import SavePretrained
 from tigon.models.pretrained.names import base_tensors, layout, stored_buffers
 from tigon.models.pretrained.quantization import count_parameters, dequantized_entries
 from tigon.models.pretrained.upload import UploadTarget, write_card
+from tigon.utils.json import list_first
 from tigon.utils.paths import expand_user
 from tigon.weights import (
     Layout,
@@ -152,11 +153,8 @@ def _warn_unless_finite(
     if is_finite(shards.values()):
         return
     bad = [name for name, memory in shards.items() if not is_finite([memory])]
-    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    warnings.warn(
-        f"weights that are NaN or infinite in {dtype} are saved: {', '.join(bad[:3])}{more}",
-        stacklevel=3,
-    )
+    text = f"weights that are NaN or infinite in {dtype} are saved: {list_first(bad)}"
+    warnings.warn(text, stacklevel=3)
 
 
 def check_target(directory: Path, replace: bool, mark: str = "config.json") -> None:

@@ -9,7 +9,6 @@ from tigon.train.checkpoint.files import (
     latest,
     newest_complete,
     read_metadata,
-    shorten,
     step_of,
     verify,
 )
@@ -24,6 +23,6 @@ from tigon.train.checkpoint.saver import (
 
 __all__ = [
     "BEGIN_AGAIN", "BackgroundWriter", "KeepPolicy", "SaveError", "Saver", "check_finite",
-    "fits_in_memory", "latest", "load", "newest_complete", "read_metadata", "shorten", "step_of",
+    "fits_in_memory", "latest", "load", "newest_complete", "read_metadata", "step_of",
     "stored_weights", "verify",
 ]  # fmt: skip

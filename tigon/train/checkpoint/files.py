@@ -25,7 +25,6 @@ from tigon.weights.write import WORKERS
 NAME = re.compile(r"step-(\d+)")
 RUN, SUMS = "run.json", "SHA256SUMS"
 MAX_SUMS_BYTES = 16 << 20
-BLOCK = 16 << 20  # bytes that are hashed at a time
 
 
 def list_checkpoints(directory: Path, until: int | None = None) -> dict[int, Path]:
@@ -63,12 +62,6 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
     return content
 
 
-def shorten(names: Sequence[str]) -> str:
-    """Returns the first three names, and how many follow."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
-
-
 def first_cause(error: BaseException) -> str:
     """Returns the text of this rank's error, or else of the first rank's that failed, with its
     number.
@@ -90,11 +83,8 @@ def first_cause(error: BaseException) -> str:
 
 def checksum(path: Path) -> str:
     """Returns a file's SHA-256 as hexadecimal digits."""
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_sums(directory: Path, known: Mapping[str, str]) -> None:

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from tigon.hub import check_folder
 from tigon.models import CausalLM
-from tigon.train.checkpoint.files import first_cause, shorten
+from tigon.train.checkpoint.files import first_cause
 from tigon.train.checkpoint.format import EMA, OPTIMIZER, State, full_state, run_layout
 from tigon.train.optim import Ema
+from tigon.utils.json import list_first
 from tigon.weights import Checkpoint, Layout, StoredRows, WriterGroup
 from tigon.weights.files import read_lock
 from tigon.weights.header import read_header
@@ -88,7 +89,7 @@ def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[St
             stored.setdefault(name, []).append(StoredRows(*place, name, files[path]))
     for fault, names in (("lacks", shapes.keys() - stored), ("also has", stored.keys() - shapes)):
         if names:
-            raise _misfit(checkpoint, f"{fault} {shorten(sorted(names))}")
+            raise _misfit(checkpoint, f"{fault} {list_first(sorted(names))}")
     return stored, layout
 
 
@@ -159,7 +160,7 @@ def _check_tensors(checkpoint: Path, state: State, stored: Mapping[str, Any]) ->
             hint = ""
             if all(name.startswith((OPTIMIZER, EMA)) for name in names):
                 hint = f"; if parameter_groups freeze other parameters than before, {BEGIN_AGAIN}"
-            raise _misfit(checkpoint, f"{fault} {shorten(sorted(names))}{hint}")
+            raise _misfit(checkpoint, f"{fault} {list_first(sorted(names))}{hint}")
     for name, tensor in sorted(state.items()):
         found, fault = stored[name], ""
         if found.size != tensor.size():

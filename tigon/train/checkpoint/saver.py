@@ -22,19 +22,12 @@ from torch.optim import Optimizer
 from tigon.models import CausalLM
 from tigon.models.pretrained.save import write_description
 from tigon.tokenizer import Tokenizer
-from tigon.train.checkpoint.files import (
-    RUN,
-    KeepPolicy,
-    first_cause,
-    is_listed,
-    prune,
-    shorten,
-    write_sums,
-)
+from tigon.train.checkpoint.files import RUN, KeepPolicy, first_cause, is_listed, prune, write_sums
 from tigon.train.checkpoint.format import Chunk, LocalRows, State, Writer, full_state
 from tigon.train.distributed import World, local
 from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
+from tigon.utils.json import list_first
 from tigon.utils.memory import CGROUP
 from tigon.weights import WriterGroup
 from tigon.weights.files import new_directory
@@ -105,7 +98,7 @@ def check_finite(
     bad = [name for name, t in parts.items() if not all_finite([t], t.device, most=most)]
     names = sorted({name for of_rank in WriterGroup().gather(bad) for name in of_rank})
     where = "" if dtype is None else f" in {dtype}"
-    raise FloatingPointError(f"not finite{where}: {shorten(names)}")
+    raise FloatingPointError(f"not finite{where}: {list_first(names)}")
 
 
 def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:

@@ -16,6 +16,7 @@ from tigon.layers.moe import Experts
 from tigon.models import CausalLM
 from tigon.models.adapters.adapters import adapter_parameters
 from tigon.train.config import Config, ParameterGroup
+from tigon.utils.json import list_first
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Decay of the rate from 1 to 0, by the fraction of the schedule that is done
@@ -63,7 +64,7 @@ def freeze(model: CausalLM, config: Config) -> None:
         if own.weight_decay and not any(_decays(name, p) for name, p in named.items()):
             raise ValueError(
                 f"parameter_groups[{i}].weight_decay={own.weight_decay} is for no matrix: norms "
-                f"and biases do not decay, and it has only {', '.join([*named][:3])}"
+                f"and biases do not decay, and it has only {list_first([*named])}"
             )
     for name, p in model.named_parameters():
         group, learns = groups[name], trains is None or name in trains
@@ -165,10 +166,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 def _missed(names: Sequence[str], hit: Sequence[str], patterns: Sequence[str]) -> str:
     """Returns a text with the parts of a parameter that no pattern matches."""
     missing = [name for name in names if name not in hit]
-    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
     return (
-        f"{', '.join(map(repr, patterns))} matches {hit[0]}, but not {', '.join(missing[:3])}"
-        f"{more}, which is one parameter with it: match all of it"
+        f"{', '.join(map(repr, patterns))} matches {hit[0]}, but not {list_first(missing)}, "
+        "which is one parameter with it: match all of it"
     )
 
 

@@ -122,6 +122,10 @@ def test_help_names_settings_defaults_and_values():
         ("seq_len=268435457", "seq_len=268435457 must be at most 268435456"),
         (f"seed={10**22}", f"^seed={10**22} must be at most "),
         (f"max_grad_norm={10**22}", f"^max_grad_norm={10**22} must be below "),
+        (f"z_loss={10**19}", f"^z_loss={10**19} must be below "),
+        ("epochs=inf", "epochs=inf must be finite"),
+        ("beta2=99", "beta2=99 must be below 1"),
+        ("min_lr_ratio=10", "min_lr_ratio=10 must be at most 1"),
         ("micro_batch_size=3", "batch_size=8 must be a multiple of micro_batch_size=3"),
         ("micro_batch_size=9999999", "of seq_len=2048 are more than 268435456"),
         # Settings that are missing or too many

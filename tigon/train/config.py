@@ -276,17 +276,19 @@ class LossSettings:
 class OptimizerSettings:
     """The optimizer and its schedule."""
 
-    epochs: float | None = setting(None, "passes over the data; 1 unless steps is given", ge=0)
+    epochs: float | None = setting(
+        None, "passes over the data; 1 unless steps is given", ge=0, finite=True
+    )
     steps: int | None = setting(None, "optimizer steps, instead of epochs", ge=1)
     lr: float = setting(1e-5, "peak learning rate", ge=0, finite=True)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = setting(
         "cosine", "after warm-up; wsd: constant, then decay_type"
     )
     warmup_steps: float = setting(0, "linear warm-up; below 1: share of all steps", ge=0)
-    min_lr_ratio: float = setting(0.1, "learning rate at the end, as a share of lr", ge=0)
+    min_lr_ratio: float = setting(0.1, "learning rate at the end, as a share of lr", ge=0, le=1)
     weight_decay: float = setting(0.0, "on matrices, not on norms and biases", ge=0, finite=True)
-    beta1: float = setting(0.9, "AdamW's", ge=0)
-    beta2: float = setting(0.95, "AdamW's", ge=0)
+    beta1: float = setting(0.9, "AdamW's", ge=0, lt=1)
+    beta2: float = setting(0.95, "AdamW's", ge=0, lt=1)
     eps: float = setting(1e-8, "AdamW's", ge=0, finite=True)
     max_grad_norm: float = setting(1.0, "clip gradients to this norm; 0: never", ge=0, finite=True)
     optimizer: Literal["adamw", "adamw_bf16", "adamw_8bit", "muon", "sgd"] = setting(

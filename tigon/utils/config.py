@@ -50,8 +50,8 @@ def setting(
     finite: bool = False,
     **metadata: Any,
 ) -> Any:
-    """Makes a dataclass field with its range: >= ge, > gt, <= le, < lt; `finite`: not infinite, and
-    a whole number below 2**63."""
+    """Makes a dataclass field with its range: >= ge, > gt, <= le, < lt; `finite`: not infinite. A
+    whole number without an upper limit is below 2**63."""
     range = {"ge": ge, "gt": gt, "le": le, "lt": lt, "finite": finite}
     return field(default=default, metadata={"help": help, **range, **metadata})
 
@@ -225,7 +225,7 @@ def check_range(
             f"above {gt}": gt is None or number > gt,
             f"at most {le}": le is None or number <= le,
             f"below {lt}": lt is None or number < lt,
-            "below 2**63": not finite or type(number) is float or number < 2**63,
+            "below 2**63": (le, lt) != (None, None) or type(number) is float or number < 2**63,
             "finite": not finite or not math.isinf(number),
         }
         for limit, holds in limits.items():

@@ -1,50 +1,39 @@
 """nn.Modules with numbers as arguments; only model files read a config."""
 
-from tigon.distributed.context_attention import ContextShard as ContextShard
-from tigon.layers.attention import Attention as Attention
-from tigon.layers.attention import SoftmaxAttention as SoftmaxAttention
-from tigon.layers.context import BlockInputs as BlockInputs
-from tigon.layers.embedding import Embedding as Embedding
-from tigon.layers.embedding import LowRankEmbedding as LowRankEmbedding
-from tigon.layers.float32 import Float32Module as Float32Module
-from tigon.layers.gated_delta_net import GatedDeltaNet as GatedDeltaNet
-from tigon.layers.kv_cache import Cache as Cache
-from tigon.layers.kv_cache import KVCache as KVCache
-from tigon.layers.kv_cache import StaticCache as StaticCache
-from tigon.layers.kv_state import LayerState as LayerState
-from tigon.layers.kv_state import StateSpec as StateSpec
-from tigon.layers.latent_attention import LatentAttention as LatentAttention
-from tigon.layers.latent_attention import LatentSizes as LatentSizes
-from tigon.layers.linear import FusedLinear as FusedLinear
-from tigon.layers.linear import GatedLinear as GatedLinear
-from tigon.layers.linear import Linear as Linear
-from tigon.layers.linear import RowOrder as RowOrder
-from tigon.layers.lm_head import LMHead as LMHead
-from tigon.layers.lora import Adapters as Adapters
-from tigon.layers.lora import LayerAdapter as LayerAdapter
-from tigon.layers.lora import LoRAPart as LoRAPart
-from tigon.layers.lora import LowRank as LowRank
-from tigon.layers.lora import LowRankExperts as LowRankExperts
-from tigon.layers.lora import SavedModules as SavedModules
-from tigon.layers.mlp import GatedMLP as GatedMLP
-from tigon.layers.moe import Balance as Balance
-from tigon.layers.moe import Experts as Experts
-from tigon.layers.moe import MoEOutput as MoEOutput
-from tigon.layers.moe import SparseMoE as SparseMoE
-from tigon.layers.moe import balance as balance
-from tigon.layers.moe import count_routing as count_routing
-from tigon.layers.norm import AddRMSNorm as AddRMSNorm
-from tigon.layers.norm import RMSNorm as RMSNorm
-from tigon.layers.quantized import FP8Weight as FP8Weight
-from tigon.layers.quantized import NF4Weight as NF4Weight
-from tigon.layers.quantized import QuantizedWeight as QuantizedWeight
-from tigon.layers.rope import RotaryEmbedding as RotaryEmbedding
-from tigon.layers.rope import Rotation as Rotation
-from tigon.layers.rope import make_rotary as make_rotary
-from tigon.layers.rope import rotated_dims as rotated_dims
-from tigon.layers.rope import yarn_magnitude as yarn_magnitude
-from tigon.layers.router import GroupRouter as GroupRouter
-from tigon.layers.router import ScaledRouter as ScaledRouter
-from tigon.layers.router import SigmoidRouter as SigmoidRouter
-from tigon.layers.router import TopKRouter as TopKRouter
-from tigon.layers.short_conv import ShortConv as ShortConv
+from tigon.distributed.context_attention import ContextShard
+from tigon.layers.attention import Attention, SoftmaxAttention
+from tigon.layers.context import BlockInputs
+from tigon.layers.embedding import Embedding, LowRankEmbedding
+from tigon.layers.float32 import Float32Module
+from tigon.layers.gated_delta_net import GatedDeltaNet
+from tigon.layers.kv_cache import Cache, KVCache, StaticCache
+from tigon.layers.kv_state import LayerState, StateSpec
+from tigon.layers.latent_attention import LatentAttention, LatentSizes
+from tigon.layers.linear import FusedLinear, GatedLinear, Linear, RowOrder
+from tigon.layers.lm_head import LMHead
+from tigon.layers.lora import (
+    Adapters,
+    LayerAdapter,
+    LoRAPart,
+    LowRank,
+    LowRankExperts,
+    SavedModules,
+)
+from tigon.layers.mlp import GatedMLP
+from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
+from tigon.layers.norm import AddRMSNorm, RMSNorm
+from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
+from tigon.layers.rope import RotaryEmbedding, Rotation, make_rotary, rotated_dims, yarn_magnitude
+from tigon.layers.router import GroupRouter, ScaledRouter, SigmoidRouter, TopKRouter
+from tigon.layers.short_conv import ShortConv
+
+__all__ = [
+    "Adapters", "AddRMSNorm", "Attention", "Balance", "BlockInputs", "Cache", "ContextShard",
+    "Embedding", "Experts", "FP8Weight", "Float32Module", "FusedLinear", "GatedDeltaNet",
+    "GatedLinear", "GatedMLP", "GroupRouter", "KVCache", "LMHead", "LatentAttention", "LatentSizes",
+    "LayerAdapter", "LayerState", "Linear", "LoRAPart", "LowRank", "LowRankEmbedding",
+    "LowRankExperts", "MoEOutput", "NF4Weight", "QuantizedWeight", "RMSNorm", "RotaryEmbedding",
+    "Rotation", "RowOrder", "SavedModules", "ScaledRouter", "ShortConv", "SigmoidRouter",
+    "SoftmaxAttention", "SparseMoE", "StateSpec", "StaticCache", "TopKRouter", "balance",
+    "count_routing", "make_rotary", "rotated_dims", "yarn_magnitude",
+]  # fmt: skip

@@ -1,34 +1,42 @@
 """Files and tensors: finds checkpoints, reads safetensors into parameters, writes them back."""
 
-from tigon.hub import Repository as Repository
-from tigon.weights.checkpoint import BlockScales as BlockScales
-from tigon.weights.checkpoint import Checkpoint as Checkpoint
-from tigon.weights.convert import StoredRows as StoredRows
-from tigon.weights.convert import convert_entries as convert_entries
-from tigon.weights.decoded import DecodedTensor as DecodedTensor
-from tigon.weights.entries import TensorEntry as TensorEntry
-from tigon.weights.entries import WriterGroup as WriterGroup
-from tigon.weights.entries import make_entries as make_entries
-from tigon.weights.gguf import GGUF as GGUF
-from tigon.weights.gguf import GGMLTensor as GGMLTensor
-from tigon.weights.header import TensorInfo as TensorInfo
-from tigon.weights.layout import Layout as Layout
-from tigon.weights.layout import ReplicaIndex as ReplicaIndex
-from tigon.weights.layout import RowSpan as RowSpan
-from tigon.weights.layout import ShardSpec as ShardSpec
-from tigon.weights.layout import TensorSlice as TensorSlice
-from tigon.weights.layout import local_blocks as local_blocks
-from tigon.weights.layout import local_rows as local_rows
-from tigon.weights.layout import local_shard as local_shard
-from tigon.weights.layout import row_group as row_group
-from tigon.weights.layout import shard_slices as shard_slices
-from tigon.weights.load import STAGING_BYTES as STAGING_BYTES
-from tigon.weights.load import Misfits as Misfits
-from tigon.weights.load import compare_tensors as compare_tensors
-from tigon.weights.load import format_misfits as format_misfits
-from tigon.weights.load import load_into as load_into
-from tigon.weights.load import map_parameters as map_parameters
-from tigon.weights.load import match_tensors as match_tensors
-from tigon.weights.load import prepin_staging as prepin_staging
-from tigon.weights.mxfp4 import Mxfp4Blocks as Mxfp4Blocks
-from tigon.weights.write import write_checkpoint as write_checkpoint
+from tigon.hub import Repository
+from tigon.weights.checkpoint import BlockScales, Checkpoint
+from tigon.weights.convert import StoredRows, convert_entries
+from tigon.weights.decoded import DecodedTensor
+from tigon.weights.entries import TensorEntry, WriterGroup, make_entries
+from tigon.weights.gguf import GGUF, GGMLTensor
+from tigon.weights.header import TensorInfo
+from tigon.weights.layout import (
+    Layout,
+    ReplicaIndex,
+    RowSpan,
+    ShardSpec,
+    TensorSlice,
+    local_blocks,
+    local_rows,
+    local_shard,
+    row_group,
+    shard_slices,
+)
+from tigon.weights.load import (
+    STAGING_BYTES,
+    Misfits,
+    compare_tensors,
+    format_misfits,
+    load_into,
+    map_parameters,
+    match_tensors,
+    prepin_staging,
+)
+from tigon.weights.mxfp4 import Mxfp4Blocks
+from tigon.weights.write import write_checkpoint
+
+__all__ = [
+    "GGUF", "STAGING_BYTES", "BlockScales", "Checkpoint", "DecodedTensor", "GGMLTensor", "Layout",
+    "Misfits", "Mxfp4Blocks", "ReplicaIndex", "Repository", "RowSpan", "ShardSpec", "StoredRows",
+    "TensorEntry", "TensorInfo", "TensorSlice", "WriterGroup", "compare_tensors", "convert_entries",
+    "format_misfits", "load_into", "local_blocks", "local_rows", "local_shard", "make_entries",
+    "map_parameters", "match_tensors", "prepin_staging", "row_group", "shard_slices",
+    "write_checkpoint",
+]  # fmt: skip

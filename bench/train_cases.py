@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,11 @@ class Case:
     @property
     def experts(self) -> bool:
         return "num_experts" in MODELS[self.model][2]
+
+    @property
+    def autotuned(self) -> bool:
+        """Whether the peer's delta rule is FLA's, whose kernels try many configurations."""
+        return self.model.startswith("Qwen3.5") and find_spec("fla") is not None
 
 
 LONG = 8192

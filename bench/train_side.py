@@ -23,6 +23,7 @@ from bench import train_limit
 from bench.compare_side import laps
 from bench.harness import Record, progress
 from bench.kinds_of_work import by_kind, intervals, profile_run, windows
+from bench.peer_kernels import compile_configs
 from bench.peers import imported
 from bench.processes import say
 from bench.timing import GIB, allocated, deadline, peaks, reset_peaks
@@ -204,7 +205,11 @@ def fastest(sides: Sides) -> Options | None:
     every = options_of(sides.case, sides.device)
     if len(every) == 1:
         return every[0]
-    experts = dict.fromkeys(options.experts for options in every)
+    experts = {options.experts: options for options in every}  # with the last attention, torch's
+    if sides.case.autotuned and sides.device != "cpu" and not sides.request.tried:
+        for options in experts.values():
+            progress(f"{sides.request.case}: {PEER}, kernels of {options.name}")
+            compile_configs(lambda made=options: sides.build(PEER, made).step())
     for kind in experts:
         best = min(found, key=found.__getitem__, default=None)
         others = [options for options in every if options.experts == kind]

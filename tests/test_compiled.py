@@ -109,6 +109,10 @@ def test_a_pass_finds_what_was_compiled_side_by_side(names: tuple[str, ...]) -> 
         assert not found["missed"], name
 
 
+def test_configurations_of_an_autotuner_are_compiled_before_it_measures() -> None:
+    assert run("tests.compiled.autotuned") == {"found": 3, "hits": 3, "times": 0}
+
+
 @pytest.mark.parametrize("sm", SHARED)
 def test_plain_torch_runs_where_no_launch_fits(sm: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "SHARED_OFF_GPUS", SHARED[sm])

@@ -30,7 +30,8 @@ def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
 def check_memory(
     needed: int, device: torch.device, subject: str, error: type[ValueError] = ValueError
 ) -> None:
-    """Raises `error` if the device has less than `needed` bytes: "`subject` 9.0 GiB, and ..."."""
+    """Raises `error` if the device has less than `needed` bytes. `subject` begins its text, such as
+    "the weights take"."""
     if needed > (available := total_memory(device)):
         needs, has = format_gib(needed), format_gib(available)
         raise error(f"{subject} {needs}, and {device} has {has}")

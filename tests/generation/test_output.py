@@ -152,8 +152,8 @@ def test_answers_of_criteria(model: tigon.Llama) -> None:
             r"returned None \(NoneType\), and not a bool or a bool tensor",
         ),
         ([lambda ids, scores: 0], r"returned 0 \(int\), and not a bool"),
-        ([lambda ids, scores: torch.ones(2) > 0], r"returned tensor\(\[True, True\]\)"),
-        ([lambda ids, scores: torch.ones(3)], r"returned tensor"),
+        ([lambda *_: torch.ones(2, 1) > 0], r"returned a torch.bool tensor \[2, 1\], and not"),
+        ([lambda *_: torch.ones(3)], r"returned a torch.float32 tensor \[3\], and not"),
     ):
         with pytest.raises(TypeError, match=fault):
             model.generate(**call, stopping_criteria=criteria)

@@ -1,8 +1,9 @@
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tigon.kernels.attention.api import attention
 from tigon.kernels.attention.mask import AttentionMask
@@ -119,6 +120,24 @@ def test_a_view_shares_memory_and_lengths() -> None:
     text.feed(rest.rows(1, 2), [13], 14, [2])
     assert cache.lengths.tolist() == [13, 13, 27]
     text.feed(cache, [13, 13, 27], 1)
+
+
+def test_a_deep_copy_leaves_the_model_out() -> None:
+    """As of a prompt's cache from which several calls go on."""
+
+    class Model(nn.ModuleList):
+        def make_states(self, spec: StateSpec) -> list[Any]:
+            return [layer.make_state(spec) for layer in self]
+
+    model = Model(Attention(8, 2 * k, k, d, window=w) for k, d, w in SHAPES)
+    cache = StaticCache(model.make_states, StateSpec(B, 12, torch.float32, "cpu", CHUNK))
+    text, copied = Text(), dict[int, Any]()
+    text.feed(cache, [0] * B, 7)
+    twin = copy.deepcopy(cache, copied)
+    assert id(model) not in copied
+    twin.grow(40)
+    text.feed(twin, [7] * B, 9)
+    assert (cache.length, twin.length) == (7, 16)
 
 
 def test_select_keeps_and_reorders_rows() -> None:

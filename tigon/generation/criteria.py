@@ -49,12 +49,15 @@ def check_criteria(criteria: Any) -> Sequence[Criterion]:
 
 
 def _read_answer(criterion: Criterion, answer: Any, rows: Tensor) -> Tensor:
-    """Returns a criterion's answer as bool [B] or []; raises TypeError for another one."""
+    """Returns a criterion's answer as bool [B] or [1]; raises TypeError for another one."""
     if isinstance(answer, bool | np.bool_ | Tensor):
         ends = torch.as_tensor(answer, device=rows.device)
         if ends.dtype == torch.bool and ends.numel() in (1, len(rows)):
             return ends.flatten()
+        description = f"a {ends.dtype} tensor {list(ends.shape)}"
+    else:
+        description = f"{answer!r} ({type(answer).__name__})"
     raise TypeError(
-        f"stopping_criteria: {criterion!r} returned {answer!r} ({type(answer).__name__}), and not "
-        f"a bool or a bool tensor [{len(rows)}]"
+        f"stopping_criteria: {criterion!r} returned {description}, and not a bool or a bool tensor "
+        f"[{len(rows)}]"
     )

@@ -190,9 +190,9 @@ def _make_call(
     token in all rows exceed the device's memory."""
     (prompts, tokens), vocab = prompt.ids.shape, model.config.vocab_size
     rows, as_dict = prompts * settings.num_return_sequences, settings.return_dict_in_generate
-    what = f"num_return_sequences={settings.num_return_sequences} of {prompts} prompts: their "
-    what += f"scores over {vocab} tokens take"
-    check_memory(4 * rows * vocab, model.device, what)
+    subject = f"num_return_sequences={settings.num_return_sequences} of {prompts} prompts: their "
+    subject += f"scores over {vocab} tokens take"
+    check_memory(4 * rows * vocab, model.device, subject)
     outputs = ("scores", "logits") if as_dict else ()
     recording = Recording([x for x in outputs if getattr(settings, f"output_{x}")], rows)
     sampling = Sampling.of(settings, vocab, model.device, recording.last)

@@ -165,9 +165,9 @@ class SpeculativeSteps:
         for i in range(self._k):
             ids = new.clamp(max=self._draft_vocab - 1)
             out = self._draft(ids, past_key_values=self._draft_cache, logits_to_keep=1)
-            # Padded, or cut, to the model's vocabulary
-            missing = self._vocab - self._draft_vocab
-            logits = functional.pad(out.logits[:, -1], (0, missing), value=float("-inf"))
+            logits = out.logits[:, -1]
+            if missing := self._vocab - self._draft_vocab:  # padding with nothing copies, too
+                logits = functional.pad(logits, (0, missing), value=float("-inf"))
             scores = sampling.scores(logits, seen, self._generated + i)
             if sampling.do_sample:
                 q.append(scores.softmax(-1))

@@ -16,7 +16,7 @@ from tigon.kernels.rope.rope import rope
 from tigon.layers.context import BlockInputs
 from tigon.layers.kv_state import GrowingKV, KVState, StateSpec, StaticKV
 from tigon.layers.linear import FusedLinear, Linear, RowOrder, is_unpatched
-from tigon.layers.norm import RMSNorm, UnitRMSNorm, is_own_norm
+from tigon.layers.norm import RMSNorm, UnitRMSNorm, can_fuse_norm
 from tigon.layers.rope import Rotation
 
 
@@ -175,7 +175,7 @@ class Attention(SoftmaxAttention):
         options: dict[str, Any] = {}
         if self.q_norm is not None and self.k_norm is not None and not self.rotates_first:
             n = self.q_norm
-            if not (is_own_norm(n) and is_own_norm(self.k_norm)):
+            if not (can_fuse_norm(n) and can_fuse_norm(self.k_norm)):
                 q, k, v = self._heads(qkv)
                 return *rope(n(q), self.k_norm(k), cos, sin, interleaved=self.interleaved), v
             options = {"q_weight": n.weight, "k_weight": self.k_norm.weight}

@@ -170,21 +170,22 @@ class StaticCache(Cache):
         if not isinstance(rollback, int) or rollback < 0:
             raise ValueError(f"rollback={rollback} is not a number of tokens: give 0 or more")
         self.capacity, self.chunk, self.rollback = capacity, spec.chunk, rollback
-        self._make, self._spec = make, spec
+
+        # Not the method itself: a deep copy of a bound method copies the model that it is of
+        def make_states(spec: StateSpec) -> list[LayerState]:
+            states = make(spec)
+            for state in states if rollback else ():
+                state.keep_history(rollback)
+            return states
+
+        self._make_states, self._spec = make_states, spec
         with torch.inference_mode(False):  # what is made inside of it cannot be used outside
-            super().__init__(self._make_states(spec))
+            super().__init__(make_states(spec))
             self.lengths = torch.zeros(spec.rows, dtype=torch.int32, device=spec.device)
             self._host_lengths = torch.zeros(spec.rows, dtype=torch.int64, device="cpu")
         self.active: Tensor | None = None  # rows that a step continues; None: all
         # Of `lengths` and of `_host_lengths` in this pass
         self._growth: tuple[Tensor | int, Tensor | int | None] = 0, 0
-
-    def _make_states(self, spec: StateSpec) -> list[LayerState]:
-        """Makes empty states from which up to `rollback` tokens can be taken back."""
-        states = self._make(spec)
-        for state in states if self.rollback else ():
-            state.keep_history(self.rollback)
-        return states
 
     @property
     def length(self) -> int | None:

@@ -30,8 +30,8 @@ class RMSNorm(nn.Module):
 
 
 def add_normed(x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
-    """Returns residual + norm(x), in one pass if `is_own_norm`."""
-    if not is_own_norm(norm):
+    """Returns residual + norm(x), in one pass if `can_fuse_norm`."""
+    if not can_fuse_norm(norm):
         total: Tensor = residual + norm(x)
         return total
     return add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset, cast=norm.cast)
@@ -57,11 +57,11 @@ class UnitRMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-def is_own_norm(norm: object) -> TypeGuard[RMSNorm | UnitRMSNorm]:
+def can_fuse_norm(norm: object) -> TypeGuard[RMSNorm | UnitRMSNorm]:
     """Whether an operator may norm in place of a module: one of these classes, without hooks."""
     if not isinstance(norm, RMSNorm | UnitRMSNorm) or is_observed(norm):
         return False
-    forward = type(norm).forward  # of a class of others perhaps their own
+    forward = type(norm).forward  # a subclass may have another
     return forward is RMSNorm.forward or forward is UnitRMSNorm.forward
 
 
@@ -78,7 +78,7 @@ class AddRMSNorm(RMSNorm):
     ) -> tuple[Tensor, Tensor]:
         if residual is None and post is not None:
             raise ValueError("post norms what is added to a residual, but residual is None")
-        if post is not None and not is_own_norm(post):
+        if post is not None and not can_fuse_norm(post):
             x, post = post(x), None
         if residual is None:
             return rms_norm_with_input(x, self.weight, self.eps, offset=self.offset, cast=self.cast)

@@ -153,8 +153,8 @@ class LanguageModel(CheckedCasts):
             needed = cache(spec._replace(device="meta")).nbytes
         except RuntimeError:  # sizes that no tensor can have
             needed = memory.UNKNOWN
-        what = f"a cache of {capacity} tokens in each of {rows} rows takes"
-        memory.check_memory(needed, device, what)
+        subject = f"a cache of {capacity} tokens in each of {rows} rows takes"
+        memory.check_memory(needed, device, subject)
         return cache(spec)
 
     @expand_kwargs_signature

@@ -33,7 +33,8 @@ def resolve_layout(config: Config, world: World, gpus: int) -> tuple[Config, Wor
     planned for. Raises ValueError if nothing can be planned or nothing fits.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", gpus)) if gpus == world.size else gpus
-    memory, host = map(min, zip(*world.gather((gpu_memory(world.device) or 0, local)), strict=True))
+    ranks = world.gather((gpu_memory(world.device) or 0, local))
+    memory, host = (min(values) for values in zip(*ranks, strict=True))
     parallel = Parallel(fsdp=1)
     if gpus > 1:
         parallel, why = world.share(lambda: choose_layout(config, world.device, gpus, memory, host))

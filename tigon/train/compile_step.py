@@ -114,25 +114,25 @@ def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None
 
 
 def keep_distinct_blocks(model: CausalLM) -> None:
-    """Removes the blocks that launch what others do: of each kind two are left, since the first of
-    all has no residual, and the ones whose keys and values blocks that are left read."""
+    """Removes blocks whose kernels other blocks launch. Two of each kind stay, since the model's
+    first block has no residual, and so do the blocks whose keys and values they read."""
     blocks: list[Any] = list(model.model.layers)
-    left: dict[Any, list[int]] = {}
+    by_kind: dict[Any, list[int]] = {}
     for i, block in enumerate(blocks):
-        left.setdefault(_kind(block), []).append(i)
-    indices = {i for alike in left.values() for i in alike[:2]}
+        by_kind.setdefault(_kind(block), []).append(i)
+    indices = {i for same in by_kind.values() for i in same[:2]}
     indices |= {s for i in indices if (s := blocks[i].kv_source) is not None}
-    kept = sorted(indices)
-    for i in kept:
+    order = sorted(indices)
+    for i in order:
         if (source := blocks[i].kv_source) is not None:
-            blocks[i].kv_source = kept.index(source)
+            blocks[i].kv_source = order.index(source)
     recomputed = recomputed_blocks(model.activation_checkpointing, len(blocks))
-    model.activation_checkpointing = [n for n, i in enumerate(kept) if i in recomputed]
-    model.model.layers = nn.ModuleList([blocks[i] for i in kept])
+    model.activation_checkpointing = [n for n, i in enumerate(order) if i in recomputed]
+    model.model.layers = nn.ModuleList([blocks[i] for i in order])
 
 
 def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """Returns what is equal of blocks that launch the same kernels."""
+    """Returns what blocks that launch the same kernels have in common."""
     modules = [
         (type(m), [(k, v) for k, v in vars(m).items() if isinstance(v, int | float | str | tuple)])
         for m in block.modules()

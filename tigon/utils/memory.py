@@ -28,12 +28,13 @@ def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
 
 
 def check_memory(
-    needed: int, device: torch.device, what: str, error: type[ValueError] = ValueError
+    needed: int, device: torch.device, subject: str, error: type[ValueError] = ValueError
 ) -> None:
-    """Raises `error` if the device has less than `needed` bytes, which `what` takes."""
+    """Raises `error` if the device has less than `needed` bytes. `subject` begins its text, such as
+    "the weights take"."""
     if needed > (available := total_memory(device)):
         needs, has = format_gib(needed), format_gib(available)
-        raise error(f"{what} {needs}, and {device} has {has}")
+        raise error(f"{subject} {needs}, and {device} has {has}")
 
 
 def format_gib(size: int) -> str:
@@ -46,10 +47,11 @@ def split_by_size(items: Iterable[T], size_of: Callable[[T], int], limit: int) -
     part: list[T] = []
     size = 0
     for item in items:
-        if part and size + size_of(item) > limit:
+        item_size = size_of(item)
+        if part and size + item_size > limit:
             yield part
             part, size = [], 0
         part.append(item)
-        size += size_of(item)
+        size += item_size
     if part:
         yield part

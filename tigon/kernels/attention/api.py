@@ -129,9 +129,7 @@ def _run_passes(
     lengths, mask and plan; without sinks by the forward pass, which autograd knows."""
     flat, bounds, longest = _flatten_sequences(q, k, v, plan.sequences)
     passes = make_passes(bounds, longest, mask, plan)
-    if sinks is not None:
-        return attention_with_sinks(*flat, sinks, passes).view(q.shape)
-    out = passes.forward(*flat)[0]
+    out = passes.forward(*flat)[0] if sinks is None else attention_with_sinks(*flat, sinks, passes)
     return out if plan.sequences is None else out.view(q.shape)
 
 

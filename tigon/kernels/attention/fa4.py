@@ -103,8 +103,10 @@ LAUNCHERS = _forward.__wrapped__, _backward.__wrapped__
 
 
 def environment() -> dict[str, str]:
-    """Returns the variables that tell flash-attn-4 the GPU in a process that cannot use it, and
-    lets its compiler find out here, which reads its own variable only when it is imported."""
+    """Returns the variables that tell flash-attn-4 the GPU in a process that cannot use it.
+
+    Its compiler reads a variable of its own at import alone: it finds out the GPU here, once.
+    """
     if not torch.cuda.is_available():
         return {}
     if (cutlass := sys.modules.get("cutlass")) is not None:

@@ -87,7 +87,7 @@ def add_matmul(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
         values = a[:, run], b[run]
         if total is None:
             total = torch.mm(*values, out_dtype=torch.float32)
-        elif not launches_on_fakes():  # of which torch 2.11 makes no fake
+        elif not launches_on_fakes():  # torch 2.11 has no fake of it
             torch.addmm(total, *values, out_dtype=torch.float32, out=total)
     assert total is not None
     return total

@@ -185,8 +185,8 @@ class LowPrecisionOptimizer(Optimizer):
             if scale is not None:
                 torch._foreach_mul_([local(p.grad) for p in rest if p.grad is not None], scale)
             slices = (part for p in rest for part in self._slices(p))
-            in_turn = split_by_size(slices, lambda part: part.copied, SIZE)
-            buckets += [(group, bucket) for bucket in in_turn]
+            lists = split_by_size(slices, lambda part: part.copied, SIZE)
+            buckets += [(group, bucket) for bucket in lists]
         self.memory.visit(
             [[t for part in bucket for t in part.states.values()] for _, bucket in buckets],
             lambda i, states: self._update(*buckets[i], iter(states)),

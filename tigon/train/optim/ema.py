@@ -35,8 +35,8 @@ class Ema:
     def update(self, model: nn.Module) -> None:
         """Updates the average; every rank calls this after each update of the weights."""
         weights = _trained(model)
-        rows = [(name, rows) for name, weight in weights.items() for rows in _slices(weight)]
-        buckets = list(split_by_size(rows, lambda part: weights[part[0]][part[1]].numel(), SIZE))
+        parts = [(name, rows) for name, weight in weights.items() for rows in _slices(weight)]
+        buckets = list(split_by_size(parts, lambda part: weights[part[0]][part[1]].numel(), SIZE))
         self.memory.visit(
             [[self.values[name][rows] for name, rows in bucket] for bucket in buckets],
             lambda i, values: self.average(

@@ -61,6 +61,8 @@ def test_flash_attn_4_learns_the_gpu_before_a_fork(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: gpu)
     assert set(fa4.environment().values()) == {"sm_90", "132"} and asked == ["arch"]
+    monkeypatch.setitem(sys.modules, "cutlass", SimpleNamespace())
+    assert len(fa4.environment()) == 2  # of another version
 
 
 def no_home() -> Any:

@@ -4,6 +4,7 @@ Names and shapes are those of flash_attn.cute 4.0.0b36.
 """
 
 import sys
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -109,8 +110,8 @@ def environment() -> dict[str, str]:
     """
     if not torch.cuda.is_available():
         return {}
-    if (cutlass := sys.modules.get("cutlass")) is not None:
-        cutlass.base_dsl.BaseDSL._get_dsl().get_arch_enum()
+    with suppress(KeyError, AttributeError):  # not imported, or of another version
+        sys.modules["cutlass"].base_dsl.BaseDSL._get_dsl().get_arch_enum()
     gpu = torch.cuda.get_device_properties()
     arch, count = f"sm_{gpu.major}{gpu.minor}", gpu.multi_processor_count
     return {"FLASH_ATTENTION_ARCH": arch, "FLASH_ATTENTION_NUM_SMS": str(count)}

@@ -123,7 +123,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
         ({"sliding_window": 8}, "sliding_window=8 changes"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is not true or false"),
-        ({"vocab_size": 10**30}, "vocab_size=1000.* must be at most"),
+        ({"vocab_size": 10**30}, "vocab_size=1000.* must be below"),
     ],
     "deepseek_v3": [({"n_group": 7}, "n_group=7 does not divide 256 experts")],
     "gemma3n_text": [

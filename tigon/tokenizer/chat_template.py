@@ -243,7 +243,9 @@ def check_variables(variables: Any, name: str) -> None:
     """Raises ValueError unless this is a dict of variables that a chat template can take."""
     keys = variables.keys() if isinstance(variables, dict) else RESERVED
     if RESERVED & keys or not all(isinstance(key, str) for key in keys):
-        raise ValueError(f"{name} must be an object of variables, not {variables!r:.100}")
+        raise ValueError(
+            f"{name} must be an object of the chat template's own variables, not {variables!r:.100}"
+        )
     try:
         _plain(variables)
     except ValueError as error:

@@ -80,7 +80,7 @@ CHATS: list[tuple[str, Any, str]] = [
     ("top_logprobs", 21, "top_logprobs=21 must be at most 20"),
     ("prompt", "hi", "unknown field 'prompt'"),
     ("chat_template_kwargs", {"thinking": 1}, "'thinking', which the chat template does not read"),
-    ("chat_template_kwargs", {"messages": []}, "an object of variables"),
+    ("chat_template_kwargs", {"messages": []}, "an object of the chat template's own variables"),
     ("chat_template_kwargs", 3, "chat_template_kwargs=3 is not"),
 ]
 TEXTS: list[tuple[str, Any, str]] = [

@@ -87,7 +87,7 @@ def test_variables_of_all_chats_and_of_one(tokenizer):
     assert rendered(tokenizer, think=True) == "Truex"
     for variables, template, message in (
         ({"thinking": 1}, "{{ think }}", "'thinking', which the chat template does not read"),
-        ({"tools": []}, "{{ tools }}", "must be an object of variables"),
+        ({"tools": []}, "{{ tools }}", "must be an object of the chat template's own variables"),
         ({"think": 1}, None, "the tokenizer has no chat template"),
     ):
         tokenizer.chat_template = template

@@ -68,7 +68,7 @@ class Exaone4Block(PostNormBlock):
 
 
 class Exaone4(CausalLM):
-    """EXAONE 4.0: `Exaone4Block`s and nothing else."""
+    """EXAONE 4.0: a decoder of `Exaone4Block`s."""
 
     config_class = Exaone4Config
     block_class = Exaone4Block

@@ -63,7 +63,7 @@ class Glm4MoeLiteConfig(LatentConfig):
 
 
 class Glm4MoeLite(CausalLM):
-    """GLM-4.7-Flash: DeepSeek-V3's `LatentBlock`s and nothing else."""
+    """GLM-4.7-Flash: a decoder of DeepSeek-V3's `LatentBlock`s."""
 
     config_class = Glm4MoeLiteConfig
     block_class = LatentBlock

@@ -42,7 +42,7 @@ class HunYuanV1DenseBlock(PreNormBlock):
 
 
 class HunYuanV1Dense(CausalLM):
-    """Hunyuan's dense models: `HunYuanV1DenseBlock`s and nothing else."""
+    """Hunyuan's dense models: a decoder of `HunYuanV1DenseBlock`s."""
 
     config_class = HunYuanV1DenseConfig
     block_class = HunYuanV1DenseBlock

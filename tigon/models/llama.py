@@ -30,7 +30,7 @@ class LlamaConfig(ModelConfig):
 
 
 class Llama(CausalLM):
-    """Llama 1 to 3.3, and models of the same architecture: `PreNormBlock`s and nothing else."""
+    """Llama 1 to 3.3, and models of the same architecture: a decoder of `PreNormBlock`s."""
 
     config_class = LlamaConfig
     block_class = PreNormBlock

@@ -37,7 +37,7 @@ class MinistralConfig(MistralConfig):
 
 
 class Mistral(CausalLM):
-    """Mistral 7B and Nemo: `PreNormBlock`s and nothing else."""
+    """Mistral 7B and Nemo: a decoder of `PreNormBlock`s."""
 
     config_class = MistralConfig
     block_class = PreNormBlock

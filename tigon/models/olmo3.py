@@ -23,6 +23,6 @@ class Olmo3Config(Olmo2Config, TwoRopesConfig):
 
 
 class Olmo3(Olmo2):
-    """OLMo 3: `Olmo2Block`s and nothing else."""
+    """OLMo 3: a decoder of `Olmo2Block`s."""
 
     config_class = Olmo3Config

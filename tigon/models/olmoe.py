@@ -51,7 +51,7 @@ class OlmoeBlock(PreNormBlock):
 
 
 class Olmoe(CausalLM):
-    """OLMoE: `OlmoeBlock`s and nothing else."""
+    """OLMoE: a decoder of `OlmoeBlock`s."""
 
     config_class = OlmoeConfig
     block_class = OlmoeBlock

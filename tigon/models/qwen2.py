@@ -40,7 +40,7 @@ class Qwen2Block(PreNormBlock):
 
 
 class Qwen2(CausalLM):
-    """Qwen2 and Qwen2.5: `Qwen2Block`s and nothing else."""
+    """Qwen2 and Qwen2.5: a decoder of `Qwen2Block`s."""
 
     config_class = Qwen2Config
     block_class = Qwen2Block

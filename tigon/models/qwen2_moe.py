@@ -81,7 +81,7 @@ class Qwen2MoeBlock(PreNormBlock):
 
 
 class Qwen2Moe(CausalLM):
-    """Qwen1.5-MoE and Qwen2-MoE: `Qwen2MoeBlock`s and nothing else."""
+    """Qwen1.5-MoE and Qwen2-MoE: a decoder of `Qwen2MoeBlock`s."""
 
     config_class = Qwen2MoeConfig
     block_class = Qwen2MoeBlock

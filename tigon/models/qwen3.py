@@ -30,7 +30,7 @@ class Qwen3Block(PreNormBlock):
 
 
 class Qwen3(CausalLM):
-    """Qwen3: `Qwen3Block`s and nothing else."""
+    """Qwen3: a decoder of `Qwen3Block`s."""
 
     config_class = Qwen3Config
     block_class = Qwen3Block

@@ -103,7 +103,7 @@ DECAY = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias"}
 
 
 class Qwen3_5(CausalLM):
-    """Qwen3.5: `GatedDeltaBlock`s and nothing else."""
+    """Qwen3.5: a decoder of `GatedDeltaBlock`s."""
 
     config_class = Qwen3_5Config
     block_class = GatedDeltaBlock

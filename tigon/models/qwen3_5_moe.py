@@ -46,7 +46,7 @@ class Qwen3_5MoeBlock(GatedDeltaBlock):
 
 
 class Qwen3_5Moe(CausalLM):
-    """Qwen3.5-MoE: `Qwen3_5MoeBlock`s and nothing else."""
+    """Qwen3.5-MoE: a decoder of `Qwen3_5MoeBlock`s."""
 
     config_class = Qwen3_5MoeConfig
     block_class = Qwen3_5MoeBlock

@@ -51,7 +51,7 @@ class Qwen3MoeBlock(PreNormBlock):
 
 
 class Qwen3Moe(CausalLM):
-    """Qwen3-MoE: `Qwen3MoeBlock`s and nothing else."""
+    """Qwen3-MoE: a decoder of `Qwen3MoeBlock`s."""
 
     config_class = Qwen3MoeConfig
     block_class = Qwen3MoeBlock

@@ -40,7 +40,7 @@ class SeedOssBlock(PreNormBlock):
 
 
 class SeedOss(CausalLM):
-    """Seed-OSS: `SeedOssBlock`s and nothing else."""
+    """Seed-OSS: a decoder of `SeedOssBlock`s."""
 
     config_class = SeedOssConfig
     block_class = SeedOssBlock

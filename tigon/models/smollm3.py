@@ -53,7 +53,7 @@ class SmolLM3Config(LlamaConfig, WindowedConfig):
 
 
 class SmolLM3(CausalLM):
-    """SmolLM3: `PreNormBlock`s and nothing else."""
+    """SmolLM3: a decoder of `PreNormBlock`s."""
 
     config_class = SmolLM3Config
     block_class = PreNormBlock

@@ -27,6 +27,7 @@ from bench import end_to_end_files as files
 from bench import harness
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
 from bench.processes import end_with_parent, environment
+from tigon.train import checkpoint
 from tigon.train.logging import read_metrics
 
 MODEL, SAVED, STEPS, KILLED = "Llama-3.1-8B", 12, 30, 18  # steps; a rank is killed in or after
@@ -60,10 +61,11 @@ def files_wanted(root: Path, tiny: bool) -> files.Request:
     return files.Request(str(root), MODEL, 300 if tiny else 8000, 20 if tiny else 100, tiny)
 
 
-def command(arguments: list[str], log: Path, seconds: float, kill_after: Path | None = None) -> int:
+def command(arguments: list[str], log: Path, seconds: float, killed: Path | None = None) -> int:
     """Runs a command of Tigon and returns its exit code; all of its processes end with it.
 
-    `kill_after`: metrics of a run whose last rank is killed when they have step KILLED.
+    `killed`: a run whose last rank is killed when its metrics have step KILLED and its first
+    checkpoint, written while training goes on, is complete.
     """
     end = time.monotonic() + seconds
     with log.open("w") as out:
@@ -74,11 +76,11 @@ def command(arguments: list[str], log: Path, seconds: float, kill_after: Path | 
         )  # fmt: skip
         try:
             while process.poll() is None and time.monotonic() < end:
-                if kill_after is not None and last_step(kill_after) >= KILLED:
+                if killed is not None and saved(killed) and last_step(killed) >= KILLED:
                     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
                     os.kill(int(children.split()[-1]), signal.SIGKILL)
                     progress("a rank was killed")
-                    kill_after = None
+                    killed = None
                 time.sleep(0.1)
         finally:
             with suppress(ProcessLookupError):
@@ -88,11 +90,11 @@ def command(arguments: list[str], log: Path, seconds: float, kill_after: Path | 
 
 def train(root: Path, job: Job, gpus: int, ranks: int, kill: bool) -> Record:
     """Returns what a run on so many ranks finds, in whose middle one is killed, or to its end."""
-    metrics, log = root / "run/metrics.jsonl", root / f"{'killed' if kill else 'resumed'}.log"
+    run, log = root / "run", root / f"{'killed' if kill else 'resumed'}.log"
     began, given = time.monotonic(), settings(root, job.options.tiny, gpus)
     arguments = ["train", *given, "--nproc", str(ranks)]
-    status = command(arguments, log, job.options.limit, metrics if kill else None)
-    rows = read_metrics(metrics)
+    status = command(arguments, log, job.options.limit, run if kill else None)
+    rows = read_metrics(run / "metrics.jsonl")
     found = {"ranks": ranks, "status": status, "seconds": time.monotonic() - began}
     found["losses"] = {row["step"]: row["loss"] for row in rows if "loss" in row}
     found["eval_loss"] = next((row["eval_loss"] for row in rows if "eval_loss" in row), None)
@@ -104,8 +106,12 @@ def train(root: Path, job: Job, gpus: int, ranks: int, kill: bool) -> Record:
     return found
 
 
-def last_step(path: Path) -> int:
-    return max((row["step"] for row in read_metrics(path)), default=-1)
+def last_step(run: Path) -> int:
+    return max((row["step"] for row in read_metrics(run / "metrics.jsonl")), default=-1)
+
+
+def saved(run: Path) -> bool:
+    return checkpoint.latest(run / "checkpoints") is not None
 
 
 def reload(root: Path, job: Job) -> Record:

@@ -779,8 +779,8 @@ def test_peers_have_what_tigon_has(monkeypatch: Patch) -> None:
     ours = {"name": OURS, "ms": [3.0, 3.0, 3.0]}
     case = {"providers": [ours, eager, static, {"name": generate_cases.FLASH, "error": "no"}]}
     assert generate.times(case, ours) == 2.0
-    case = {"name": "c", "sides": {neighbours.PEER: [5.0, 6.0], neighbours.FLASH: [7.0, 7.0]}}
-    assert neighbours.fastest_peer(case) == neighbours.FLASH
+    case = {"name": "c", "sides": {neighbours.OURS: [5.0, 6.0], neighbours.PEER: [4.0, 4.0]}}
+    assert neighbours.ratio(case, neighbours.PEER) == 1.375
     assert neighbours.differing(case | {"losses": {"a": 11.8, "b": 11.9}})
 
 

@@ -249,6 +249,13 @@ def test_prefixes_are_refused_with_checkpointing() -> None:
             get_peft_model(model, config)
 
 
+def test_shadow_is_refused() -> None:
+    """It makes a second decoder of the first one's class."""
+    _, model = pair("llama")
+    with pytest.raises(NotImplementedError, match=r"LlamaModel of Tigon .* which PEFT's Shadow"):
+        get_peft_model(model, peft.ShadowConfig(task_type="CAUSAL_LM"))
+
+
 def test_classifier_trains_its_score() -> None:
     """PEFT saves the head of a sequence classifier by itself, and adapts the rest."""
     config = peft.LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear")

@@ -65,6 +65,13 @@ class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
     native: CausalLM
     config: Any
 
+    def __init__(self, config: PreTrainedConfig):
+        """Raises NotImplementedError: `call_with_ids` makes a native decoder one of this class."""
+        raise NotImplementedError(
+            f"{type(self).__name__} of Tigon is not made by itself, which PEFT's Shadow tries: "
+            "take another method, or load the model with transformers"
+        )
+
     def forward(
         self,
         input_ids: Tensor | None = None,  # [B, T]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tigon.generation.criteria import Scores, StoppingCriteria
-from tigon.generation.prompt import DecodingTokenizer, ShrinkingSteps, Steps
+from tigon.generation.prompt import DecodingTokenizer, Steps
 from tigon.kernels.loss.argmax import NOT_FINITE
 
 ABSENT = -1  # in place of a token if a step has none for a row
@@ -188,19 +188,19 @@ def run_steps(
     since. When at least half of the rows have ended, they are removed from the batch.
     """
     rows = list(range(len(output.tokens)))
-    copies = HostCopies(lag, in_step)
+    select, copies = getattr(steps, "select", None), HostCopies(lag, in_step)
     for done in range(output.max_tokens):
         remaining = min(output.remaining, output.max_tokens - done)
         copies.send(steps(remaining))
         for tokens in copies.receive():
             output.append(rows, tokens)
         half = 2 * len(output.unfinished) <= len(rows)
-        if half and remaining > FEW_STEPS and isinstance(steps, ShrinkingSteps):
+        if half and remaining > FEW_STEPS and select is not None:
             for tokens in copies.receive(everything=True):
                 output.append(rows, tokens)
             unfinished = [i for i, row in enumerate(rows) if row in output.unfinished]
             if unfinished:
-                steps.select(torch.tensor(unfinished, device="cpu"))
+                select(torch.tensor(unfinished, device="cpu"))
                 rows = [rows[i] for i in unfinished]
                 copies = HostCopies(lag, in_step)
         if not output.unfinished:

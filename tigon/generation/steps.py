@@ -350,9 +350,8 @@ class DynamicSteps:
 
     def hold(self, ended: Mapping[int, int]) -> None:
         """Lets these rows read padding, since all rows of a KVCache grow alike."""
-        self._ended = torch.zeros(len(self._tokens), 1, dtype=torch.bool, device="cpu")
-        self._ended[list(ended)] = True
-        self._ended = self._ended.to(self._tokens.device)
+        rows = range(len(self._tokens))
+        self._ended = torch.tensor([[row in ended] for row in rows], device=self._tokens.device)
 
     def finish(self, tokens: Sequence[int]) -> KVCache | None:
         """Returns the cache, with padding behind the ends of rows."""

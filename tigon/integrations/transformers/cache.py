@@ -193,7 +193,7 @@ def _read(cache: Cache, model: LanguageModel) -> KVCache:
         state.keys, state.values = (
             functional.pad(x.to(model.device, model.dtype), pad) for x in (layer.keys, layer.values)
         )
-    return KVCache.holding(states, rows, length)
+    return KVCache(states, rows, length)
 
 
 def _fits(layer: Any, state: GrowingKV, length: int) -> bool:

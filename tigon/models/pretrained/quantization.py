@@ -178,26 +178,19 @@ def dequantized_entries(
 ) -> list[TensorEntry]:
     """Makes entries that write the quantized weights in `dtype`, a few rows at a time. All ranks
     have the same weights, and each writes a share."""
+
+    def read(weight: QuantizedWeight, part: int, begin: int, first: int, count: int) -> Tensor:
+        return weight.rows(part, begin + first, count)
+
     entries: list[TensorEntry] = []
     for name, _, weight in quantized_layers(model):
         for i, part in enumerate(parts_of[name]):
             begin, row_bytes = part.rows[0].target, part.shape[1] * dtype.itemsize
             blocks = [
-                RowBlock(
-                    source + first,
-                    count,
-                    partial(_dequantize_rows, weight, i, target - begin + first),
-                )
+                RowBlock(source + first, count, partial(read, weight, i, target - begin + first))
                 for source, target, rows in part.rows
                 for first, count in row_chunks(rows, row_bytes)
             ]
             local = blocks[(ranks.rank - len(entries)) % ranks.size :: ranks.size]
             entries.append(TensorEntry(part.name, part.shape, dtype, local))
     return entries
-
-
-def _dequantize_rows(
-    weight: QuantizedWeight, part: int, begin: int, first: int, count: int
-) -> Tensor:
-    """Dequantizes `count` rows from `first` of a block that begins at row `begin` of a part."""
-    return weight.rows(part, begin + first, count)

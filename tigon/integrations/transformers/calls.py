@@ -98,6 +98,10 @@ class Captured:
         """The L + 1 hidden states, with the normed `last` [B, T, C]; None if none were wanted."""
         return (*self.streams, last) if self.streams and last is not None else None
 
+    def logits_of_routers(self) -> Any:
+        """The routers' logits as a tuple; None if none were wanted, or there is no router."""
+        return tuple(self.router_logits) or None
+
 
 @contextmanager
 def capture(

@@ -82,7 +82,7 @@ class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
             last_hidden_state=last,
             cache=cache,
             hidden_states=captured.hidden_states(last),
-            router_logits=tuple(captured.router_logits) or None,
+            router_logits=captured.logits_of_routers(),
         )
         return finish(output, self.config, kwargs.get("return_dict"))
 
@@ -388,7 +388,7 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             cache=cache,
             hidden_states=captured.hidden_states(out.hidden),
             hidden=out.hidden if return_hidden else None,
-            router_logits=tuple(captured.router_logits) or None,
+            router_logits=captured.logits_of_routers(),
         )
         return finish(output, self.config, arguments.get("return_dict"))
 

@@ -2,8 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +45,7 @@ from tigon.models.pretrained.quantization import (
 from tigon.models.quantization_config import KEY as QUANTIZATION
 from tigon.models.quantization_config import read_quantization
 from tigon.utils import config
+from tigon.utils.config import prefix_errors
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.memory import check_memory
 from tigon.weights import (
@@ -133,15 +133,6 @@ def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
     if dtype is not None and not (text.get("dtype") or text.get("torch_dtype")):
         text["dtype"] = dtype
     return text
-
-
-@contextmanager
-def prefix_errors(file: str) -> Iterator[None]:
-    """Prefixes a ConfigError that is raised in the body of a `with` with the file's name."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
 
 
 # Models from checkpoints

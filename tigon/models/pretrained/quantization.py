@@ -19,6 +19,7 @@ from tigon.models.adapters.lora import find_target_modules
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import layout
+from tigon.utils.config import prefix_errors
 from tigon.utils.json import escape
 from tigon.utils.memory import split_by_size
 from tigon.weights import Checkpoint, Layout, TensorEntry, WriterGroup, load_into
@@ -150,11 +151,9 @@ def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
     for batch in split_by_size(nf4_weights, lambda name: metas[name].nbytes, BATCH_BYTES):
         dense = {name: torch.empty_like(metas[name], device=model.device) for name in batch}
         load_into(dense, **load_options)
-        for name in batch:
-            try:
+        with prefix_errors(escape(checkpoint.name), ValueError):
+            for name in batch:
                 store_nf4(cast(NF4Weight, weights[name]), name, dense.pop(name))
-            except ValueError as error:
-                raise ValueError(f"{escape(checkpoint.name)}: {error}") from None
 
 
 def dequantized_entries(

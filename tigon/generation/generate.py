@@ -12,8 +12,15 @@ import torch
 from torch import Tensor
 
 from tigon.distributed.collectives import check_same_on_all_ranks
-from tigon.generation.criteria import Criterion, StoppingCriteria, check_criteria
-from tigon.generation.loop import LAG, Continuations, StopStrings, run_steps
+from tigon.generation.loop import (
+    LAG,
+    Continuations,
+    Criterion,
+    StoppingCriteria,
+    StopStrings,
+    check_criteria,
+    run_steps,
+)
 from tigon.generation.output import GenerationOutput, Recording
 from tigon.generation.prompt import (
     DecodingTokenizer,

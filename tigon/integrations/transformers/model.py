@@ -28,7 +28,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tigon.integrations.transformers.cache import open_cache
 from tigon.integrations.transformers.calls import capture, check_options, make_batch, refuse_liger
 from tigon.integrations.transformers.generation import TigonGeneration
-from tigon.integrations.transformers.hooks import keep_hooks
 from tigon.integrations.transformers.native import (
     assemble_parameters,
     check_config,
@@ -37,7 +36,7 @@ from tigon.integrations.transformers.native import (
 )
 from tigon.integrations.transformers.outputs import defer_logits, to_transformers
 from tigon.integrations.transformers.projections import split_projections
-from tigon.integrations.transformers.stream import MixedIn, mix_in, show_stream
+from tigon.integrations.transformers.stream import MixedIn, keep_hooks, mix_in, show_stream
 from tigon.layers import Embedding
 from tigon.models import MODELS
 from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys

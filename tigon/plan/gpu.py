@@ -13,6 +13,12 @@ from tigon.utils.json import read_json
 
 FOLDER = Path(__file__).parent
 GPUS, CONSTANTS = FOLDER / "gpus.json", FOLDER / "constants.json"
+# By the rate of a data sheet: the constants that grow with it
+SCALED = {
+    "flops": ("products", "grouped", "recurrence"),
+    "bandwidth": ("product_bytes", "passes", "optimizer"),
+    "nvlink": ("nvlink", "nvlink_many"),
+}
 
 
 @dataclass(frozen=True)
@@ -68,14 +74,12 @@ class Constants:
         """Returns the constants of `gpu`: the same shares of its data sheet as on `measured`."""
         if gpu.name == measured.name:
             return self
-        compute = gpu.flops / measured.flops
-        memory = gpu.bandwidth / measured.bandwidth
-        link = gpu.nvlink / measured.nvlink
         changes: dict[str, Any] = {
-            n: getattr(self, n) * compute for n in ("products", "grouped", "recurrence")
+            name: getattr(self, name) * (getattr(gpu, rate) / getattr(measured, rate))
+            for rate, names in SCALED.items()
+            for name in names
         }
-        changes |= {n: getattr(self, n) * memory for n in ("product_bytes", "passes", "optimizer")}
-        changes |= {n: getattr(self, n) * link for n in ("nvlink", "nvlink_many")}
+        compute = gpu.flops / measured.flops
         changes["attention"] = {d: rate * compute for d, rate in self.attention.items()}
         return replace(self, **changes)
 

@@ -33,7 +33,7 @@ from tigon.train.memory_tracker import (
     unsharded_bytes,
 )
 from tigon.train.model import has_experts, is_sharded, set_fp8, sum_dtype
-from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parameter_buckets, state_bytes
+from tigon.train.optim import freeze, hidden_matrices, parameter_buckets, state_bytes
 from tigon.train.tasks import Task
 
 GIB = 2**30
@@ -92,7 +92,7 @@ def estimate(
         if parameter.requires_grad:
             numbers = padded_numel(parameter, shares[parameter]) / shares[parameter]
             states += numbers * state_bytes(config, hidden=name in hidden)
-            average += numbers * ema_bytes(config)
+            average += numbers * (4 if config.ema_decay else 0)  # float32
     lora = config.lora is not None  # the base in the computation's dtype, unlike the adapter
     shards = {p: shard_bytes(p, n, p.dtype if lora else param_dtype) for p, n in shares.items()}
     parameters = sum(shards.values())

@@ -95,15 +95,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def label_forward(self, module: nn.Module, kind: str) -> None:
         """Counts what the module's forward creates as `kind`."""
-
-        def enter(*_: Any) -> None:
-            self.phase = kind
-
-        def leave(*_: Any) -> None:
-            self.phase = "activations"
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
+        module.register_forward_pre_hook(lambda *_: setattr(self, "phase", kind))
+        module.register_forward_hook(lambda *_: setattr(self, "phase", "activations"))
 
     def allocate(self, size: int, kind: str) -> Tensor:
         """Returns a tensor of so many bytes, which counts as `kind` while it is alive."""
@@ -149,12 +142,6 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def allocated_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Returns the bytes that the allocator takes for a tensor, in another dtype if given."""
-    size = tensor.numel() * (dtype or tensor.dtype).itemsize
-    return -(-size // BLOCK) * BLOCK
-
-
 def padded_numel(parameter: Tensor, world: int) -> int:
     """Returns the number of elements with the padding that makes all ranks' shards equally long."""
     rows = parameter.shape[0]  # 0 where a tensor rank has no row of a narrow one
@@ -164,7 +151,7 @@ def padded_numel(parameter: Tensor, world: int) -> int:
 def shard_bytes(parameter: Tensor, world: int, dtype: torch.dtype) -> int:
     """Returns the bytes of one rank's shard of a parameter in `dtype`, over `world` ranks."""
     if world == 1:
-        return allocated_bytes(parameter, dtype)
+        return -(-parameter.numel() * dtype.itemsize // BLOCK) * BLOCK
     return padded_numel(parameter, world) * dtype.itemsize // world
 
 

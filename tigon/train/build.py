@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,26 +109,14 @@ class TrainingRun(RunInputs):
     model: CausalLM
     optimizer: torch.optim.Optimizer
     saver: checkpoint.Saver
+    exporter: Exporter
+    prefetcher: Prefetcher  # of the micro-batches of the next steps
+    meter: Meter  # of the speed of steps
     ema: Ema | None
     in_backward: InBackward | None  # updates the weights during backward
     prompts: list[SamplePrompt] = field(default_factory=list)  # of samples
     benchmarks: Callable[[], dict[str, float]] | None = None  # measures lm-eval's tasks
     base: str = ""  # digest of an adapter's base
-
-    @cached_property
-    def prefetcher(self) -> Prefetcher:
-        """The prefetcher of the micro-batches of the next steps, made once."""
-        return Prefetcher(self.data, self.world.device)
-
-    @cached_property
-    def exporter(self) -> Exporter:
-        """The writer of exports, made once; every rank creates it at the same time."""
-        return Exporter(self.world, background=self.config.async_save)
-
-    @cached_property
-    def meter(self) -> Meter:
-        """The meter of the speed of steps, made once."""
-        return Meter(self.model, self.world, compute_dtype(self.config, self.world.device))
 
 
 def read_inputs(
@@ -316,6 +304,9 @@ def build_run(
         model=model,
         optimizer=optimizer,
         saver=checkpoint.Saver(path, world, keep=keep, background=background),
+        exporter=Exporter(world, background=background),
+        prefetcher=Prefetcher(inputs.data, world.device),
+        meter=Meter(model, world, compute_dtype(config, world.device)),
         ema=ema,
         in_backward=build_in_backward(model, optimizer, config),
     )

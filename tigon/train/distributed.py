@@ -110,10 +110,6 @@ class World:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
-    def barrier(self) -> None:
-        """Waits until all ranks are here."""
-        dist.barrier()
-
     def gather(self, value: T) -> list[T]:
         """Returns the value of every rank, in their order, on all ranks."""
         return WriterGroup(self.group).gather(value) if self.size > 1 else [value]

@@ -4,7 +4,7 @@ gpus.json has the data sheets. constants.json has what bench/plan.py, its only w
 measured steps. A GPU without measurements reaches the shares of its data sheet of the measured one.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -60,10 +60,9 @@ class Constants:
     hop: float  # extra latency per further host of a collective
 
     @classmethod
-    def read(cls, path: Path = CONSTANTS) -> Self:
-        """Reads the constants of the cost model from a file."""
-        values = read_json(path)["constants"]
-        return cls(**{f.name: values[f.name] for f in fields(cls)})
+    def read(cls) -> Self:
+        """Reads the constants of the cost model from constants.json."""
+        return cls(**read_json(CONSTANTS)["constants"])
 
     def attention_rate(self, head_dim: int) -> float:
         """Returns the attention rate of the nearest head_dim that was measured."""

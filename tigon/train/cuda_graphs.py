@@ -14,7 +14,7 @@ one memory pool for all graphs: only one pass is under way at a time.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,14 @@ from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import Attention
 from tigon.models import CausalLM
 from tigon.models.decoder import Decoder
-from tigon.train.graph_checks import GraphKey, Recompute, ReplayGuard, check_model, graph_key
+from tigon.train.graph_checks import (
+    GraphKey,
+    PassInputs,
+    Recompute,
+    ReplayGuard,
+    check_model,
+    graph_key,
+)
 from tigon.train.launch_meter import LaunchMeter
 from tigon.utils.graph_capture import capture_graph, on_capture_stream
 
@@ -138,20 +145,6 @@ class GradientBuffers:
         self._assign()
         if self.zero is not None:
             self.zero.prepare_reduction()
-
-
-class PassInputs(NamedTuple):
-    """What the blocks of a pass read."""
-
-    x: Tensor  # [B, T, C]
-    positions: Tensor
-    mask: AttentionMask
-    dropout_keys: Tensor | None
-
-    def optional(self) -> tuple[Tensor | None, ...]:
-        """Returns cu_seq_lens, segment_ids and key_mask of the mask, and dropout_keys."""
-        mask = self.mask
-        return mask.cu_seq_lens, mask.segment_ids, mask.key_mask, self.dropout_keys
 
 
 class CapturedGraph:
@@ -319,7 +312,7 @@ class Graphs:
         self._check_fingerprint()
         roomy = pad_cu_seqlens(mask, x.shape[0] * x.shape[1], self.windows)
         inputs = PassInputs(x, position_ids, roomy, dropout_keys)
-        kind = graph_key(x, position_ids, roomy, recompute, routing, dropout_keys)
+        kind = graph_key(inputs, recompute, routing)
         if kind not in self.learned and not self._add(kind):
             return self.decoder(x, position_ids, mask, *rest)
         learned, adds = self.learned[kind], self.gradients.exist()

@@ -30,7 +30,7 @@ _TEXTS = r"config\.yaml|(?:metrics|samples|predictions-step-\d+)\.jsonl|\.export
 _DIGESTS = r"(?:reference|teacher)\.json"
 WRITTEN = re.compile(
     rf"{_EXPORT}|{_TEXTS}|{_DIGESTS}|report\.html|checkpoints|tensorboard|wandb|profile"
-    r"|flight-recorder|\.wandb-id"
+    r"|flight-recorder-\d+|\.wandb-id"
 )
 LEFTOVER = re.compile(
     rf"\.(?:(?:{_TEXTS}|{_DIGESTS}|\.wandb-id|(?:report|comparison)\.html)\.[0-9a-f]{{16}}"

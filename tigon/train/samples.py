@@ -16,6 +16,7 @@ from tigon.models.config import eos_ids
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
+from tigon.utils.config import prefix_errors
 
 MAX_PROMPTS = 64  # one batch
 
@@ -99,7 +100,7 @@ def _read_prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> 
     """Returns the prompt of a row {"prompt"} or {"messages"}; ValueError names `where`."""
     fields = row if isinstance(row, dict) else {}
     text, messages = fields.get("prompt"), fields.get("messages")
-    try:
+    with prefix_errors(where, ValueError):
         if isinstance(row, ValueError):
             raise row
         if isinstance(messages, list) and messages:
@@ -117,7 +118,5 @@ def _read_prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> 
             messages = [{"role": "user", "content": text}]
         messages = tokenizer.convert_messages(messages)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
     assert isinstance(ids, list)
     return SamplePrompt(text, ids)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tigon.data.formats import Format
-from tigon.data.messages import normalize_messages
+from tigon.data.messages import index_names, normalize_messages
 from tigon.data.sources import JsonFile
 from tigon.models import CausalLM
 from tigon.models.config import eos_ids
@@ -106,7 +106,7 @@ def _read_prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> 
         if isinstance(messages, list) and messages:
             if not all(isinstance(message, dict) for message in messages):
                 raise ValueError("a message is an object with role and content")
-            messages = normalize_messages(messages, "messages")
+            messages = normalize_messages(messages, index_names("messages", len(messages)))
             while messages and messages[-1].get("role") == "assistant":
                 messages = messages[:-1]  # what the model is to say
             text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)

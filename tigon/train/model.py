@@ -106,12 +106,6 @@ def read_model_config(config: Config, source: Path | None = None) -> Any:
     return read_config(Repository(config.model, revision=config.revision), MODELS)[1]
 
 
-def describe_tokens(config: Config) -> list[str]:
-    """Returns lines for the user about new_tokens; [] without."""
-    vocabulary = read_vocabulary(config)
-    return [] if vocabulary is None else vocabulary.describe(read_model_config(config).vocab_size)
-
-
 def base_digest(config: Config) -> str:
     """Returns a digest of samples of the base model's weights, wherever its files are; of `init`
     one of its config.json and the seed."""
@@ -130,8 +124,7 @@ def build_adapted_model(
     config: Config, dtype: torch.dtype | None, device: str | torch.device
 ) -> CausalLM:
     """Builds a LoRA run's base in `dtype`, and an uninitialized adapter, in one process."""
-    outlined = meta_model(config, torch.float32)
-    dtype = dtype or torch_dtype(outlined.config.dtype or "float32")
+    dtype = dtype or torch_dtype(read_model_config(config).dtype or "float32")
     model, weights = _build_base(config, dtype)
     add_lora(model, config)
     materialize(model, torch.device(device))

@@ -109,7 +109,9 @@ def generate(
     pad, eos = settings.pad_token_id, settings.eos_token_id
     prompt = check_prompt(model, input_ids, attention_mask, pad, eos)
     cached = None if past_key_values is None else check_past(past_key_values, prompt)
-    _check_ranks(model, prompt, settings, cached)
+    inputs: dict[str, Any] = {"input_ids": prompt.ids, "attention_mask": prompt.mask}
+    inputs |= {"settings": settings, "past_key_values": cached}
+    check_same_on_all_ranks(model.communication_groups, "generate", inputs, model.device)
     max_tokens = resolve_max_new_tokens(prompt, settings, files.get("max_length", ""))
     call = _make_call(model, assistant_model, prompt, settings, max_tokens, past_key_values)
     warn_unused(arguments, settings, assistant_model is not None, call.cache)
@@ -144,18 +146,6 @@ def _make_stop_strings(
         text = f"stop_strings {quote(list(settings.stop_strings))} need the model's tokenizer"
         raise ValueError(f"{files.get('stop_strings', '')}{text}: tokenizer=")
     return StopStrings(settings.stop_strings, tokenizer)
-
-
-def _check_ranks(
-    model: GenerationModel,
-    prompt: PromptBatch,
-    settings: GenerationSettings,
-    cached: list[int] | None,  # tokens of each row in past_key_values
-) -> None:
-    """Raises ValueError on all ranks if they do not generate from the same inputs."""
-    inputs: dict[str, Any] = {"input_ids": prompt.ids, "attention_mask": prompt.mask}
-    inputs |= {"settings": settings, "past_key_values": cached}
-    check_same_on_all_ranks(model.communication_groups, "generate", inputs, model.device)
 
 
 def _make_call(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from tigon.train import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
+CONTEXT.set_forkserver_preload(["tests.train.preload"])
 OUT, ERR = "stdout", "stderr"
 VIEWS = "returned a view tensor"  # FSDP2 warns of it, and of wrong gradients
 # What torchrun sets in the first of two processes, which it has on one host

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from tigon.data.formats import Format
-from tigon.data.messages import normalize_messages
+from tigon.data.messages import index_names, normalize_messages
 from tigon.data.sources import JsonFile
 from tigon.models import CausalLM
 from tigon.models.config import eos_ids
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
+from tigon.utils.config import prefix_errors
 
 MAX_PROMPTS = 64  # one batch
 
@@ -99,13 +100,13 @@ def _read_prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> 
     """Returns the prompt of a row {"prompt"} or {"messages"}; ValueError names `where`."""
     fields = row if isinstance(row, dict) else {}
     text, messages = fields.get("prompt"), fields.get("messages")
-    try:
+    with prefix_errors(where, ValueError):
         if isinstance(row, ValueError):
             raise row
         if isinstance(messages, list) and messages:
             if not all(isinstance(message, dict) for message in messages):
                 raise ValueError("a message is an object with role and content")
-            messages = normalize_messages(messages, "messages")
+            messages = normalize_messages(messages, index_names("messages", len(messages)))
             while messages and messages[-1].get("role") == "assistant":
                 messages = messages[:-1]  # what the model is to say
             text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
@@ -117,7 +118,5 @@ def _read_prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> 
             messages = [{"role": "user", "content": text}]
         messages = tokenizer.convert_messages(messages)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
     assert isinstance(ids, list)
     return SamplePrompt(text, ids)

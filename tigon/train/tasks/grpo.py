@@ -103,10 +103,9 @@ class GRPO(AnswerTask):
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         """Returns a micro-batch's part of the clipped policy-gradient loss, with beta times the
         divergence from the reference, and of the metrics."""
-        known = self.reference_logprobs(inputs) if self.refers else None
-        output = self.forward(model, inputs)
-        assert output.logprobs is not None
-        micro_batch, logprobs, tokens = inputs.micro_batch, output.logprobs, inputs.targets.mask
+        known = self.reference_logprobs(model, inputs) if self.refers else None
+        logprobs, output = self.forward(model, inputs)
+        micro_batch, tokens = inputs.micro_batch, inputs.targets.mask
         sequence = sequence_indices(micro_batch, tokens)
         lengths = sum_per_sequence(micro_batch, tokens).clamp(min=1)
 

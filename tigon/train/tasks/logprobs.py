@@ -84,7 +84,6 @@ class AnswerTask(Task):
             check = partial(check, base=lambda: digest(replace(config, reference="")))
         if self._keeps_to_base(model):
             check(lambda: reference.WITHOUT_ADAPTERS)  # resuming checks the base's weights
-            self.live = lambda inputs: self._base_logprobs(model, inputs)
             return
         weights = check(lambda: digest(config))
         if not all(isinstance(loader.windows, Mixture) for loader in loaders):
@@ -114,12 +113,8 @@ class AnswerTask(Task):
         gc.collect()  # a sharded model refers to itself, and would keep its memory for a while
 
     def rehearse(self, model: CausalLM) -> None:
-        """Puts zeros in place of the reference's log-probabilities, for a dry run's steps, unless
-        the reference is the model without its adapter."""
-        if self._keeps_to_base(model):
-            self.live = lambda inputs: self._base_logprobs(model, inputs)
-        else:
-            self.live = lambda inputs: inputs.micro_batch.input_ids.new_zeros((), dtype=torch.float)
+        """Puts zeros in place of another reference's log-probabilities, for a dry run's steps."""
+        self.live = lambda inputs: inputs.micro_batch.input_ids.new_zeros((), dtype=torch.float)
 
     def meta_frozen_model(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
         """Returns the reference that a stream needs in every step, on the meta device; None if its
@@ -147,15 +142,18 @@ class AnswerTask(Task):
                 other = build_model(config, world).requires_grad_(False).eval()
         return other
 
-    def reference_logprobs(self, inputs: StepInputs) -> Tensor:
+    def reference_logprobs(self, model: CausalLM, inputs: StepInputs) -> Tensor:
         """Returns the reference's log-probabilities, fp32 [B, T]."""
+        if self._keeps_to_base(model):
+            with torch.no_grad(), model.adapters_disabled():
+                return self.forward(model, inputs)[0]
         if self.live is not None:
             return self.live(inputs)
         return inputs.micro_batch.per_token[reference.COLUMN]
 
-    def forward(self, model: CausalLM, inputs: StepInputs) -> CausalLMOutput:
-        """Returns the model's output, with the log-probabilities of learned tokens in `logprobs`:
-        fp32 [B, T], each at the token before."""
+    def forward(self, model: CausalLM, inputs: StepInputs) -> tuple[Tensor, CausalLMOutput]:
+        """Returns the log-probabilities of learned tokens, fp32 [B, T], each at the token before,
+        and the model's output."""
         output = model(
             batch=inputs.batch,
             targets=inputs.targets,
@@ -164,15 +162,9 @@ class AnswerTask(Task):
             return_logits=False,
             logits_bytes=self.setting("logits_bytes", training=inputs.training),
         )
-        return gather_output(model, output, inputs.targets)
-
-    @torch.no_grad()
-    def _base_logprobs(self, model: CausalLM, inputs: StepInputs) -> Tensor:
-        """Returns the log-probabilities of the model without its adapter."""
-        with model.adapters_disabled():
-            logprobs = self.forward(model, inputs).logprobs
-        assert logprobs is not None
-        return logprobs
+        output = gather_output(model, output, inputs.targets)
+        assert output.logprobs is not None
+        return output.logprobs, output
 
     @torch.no_grad()
     def _logprobs_by(self, other: CausalLM, rows: MicroBatch) -> Tensor:
@@ -180,9 +172,8 @@ class AnswerTask(Task):
         training = other.training
         other.eval()
         inputs = Task.resolve(self, other, rows, training=False)  # not the override of a subclass
-        logprobs = self.forward(other, inputs).logprobs
+        logprobs, _ = self.forward(other, inputs)
         other.train(training)
-        assert logprobs is not None
         return logprobs
 
 

@@ -5,7 +5,7 @@ checkpoint when one of its ranks is killed. It must end by itself, go on from th
 half as many ranks and, since these read the same rows, with the same losses; and the model that it
 exports must have the loss that the run found at its end.
 
-    python -m bench killed_run --root DIRECTORY   # about 240 s on four GPUs, and 160 GB of disk
+    python -m bench killed_run --root DIRECTORY   # about 300 s on four GPUs, and 130 GB of files
     python -m bench killed_run --tiny             # four processes on the CPU
     python -m bench killed_run --write-docs       # needs no GPU
 """
@@ -30,7 +30,7 @@ from bench.processes import end_with_parent, environment
 from tigon.train import checkpoint
 from tigon.train.logging import read_metrics
 
-MODEL, SAVED, STEPS, KILLED = "Llama-3.1-8B", 12, 30, 18  # steps; a rank is killed in or after
+MODEL, SAVED, STEPS, KILLED = "Llama-3.1-8B", 15, 30, 21  # steps; a rank is killed in or after
 KILLED_STATUS = 128 + signal.SIGKILL
 LOSSES, EXPORT = 0.2, 1.0  # differences in %: gradients in another order; windows, not rows
 DOCUMENT = "docs/checkpoints.md"
@@ -132,6 +132,7 @@ def run(job: Job) -> None:
         raise SystemExit(f"needs two GPUs or more, and there are {gpus}")
     job.record |= {"machine": f"{gpus} x {job.record.get('gpu', 'CPU')}", "steps": STEPS}
     root = job.options.root or Path(tempfile.mkdtemp())
+    job.record["root"] = str(root)
     shutil.rmtree(root / "run", ignore_errors=True)
     progress("files")
     files.write(files_wanted(root, tiny))
@@ -173,7 +174,8 @@ def show(record: Record) -> str:
         what = "loss of the exported model: apart from the run's by, %"
         said.append(verdict(what, apart, EXPORT, most=True))
     table = markdown(("run", "ranks", "exit code", "seconds"), rows)
-    return "\n\n".join([heading(record, {}) + ".", table, "\n".join(said)])
+    where = f", files in {record['root']}" if "root" in record else ""
+    return "\n\n".join([f"{heading(record, {})}{where}.", table, "\n".join(said)])
 
 
 OPTIONS = (

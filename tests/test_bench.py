@@ -1084,7 +1084,7 @@ def test_steps_for_several_gpus_are_commands(gpus: int) -> None:
 def test_a_killed_run_is_judged_by_steps_made_again() -> None:
     losses = {str(step): 10.0 - step / 10 for step in range(1, killed_run.KILLED + 1)}
     ended = {"ranks": 4, "status": 137, "seconds": 50.0, "losses": losses}
-    after = losses | {"13": losses["13"] * 1.01, "30": 7.0}
+    after = losses | {"16": losses["16"] * 1.01, "30": 7.0}
     resumed = {"ranks": 2, "status": 0, "seconds": 60.0, "losses": after, "eval_loss": 7.0}
     resumed["start"] = killed_run.SAVED
     record = {"machine": "4 x H200", **harness.stamp("0"), "killed": ended, "resumed": resumed}

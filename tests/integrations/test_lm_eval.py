@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,6 +184,19 @@ def test_answers_to_prompts(ours: TigonLM, theirs: HFLM, asked: dict[str, Any]) 
         for lm in (ours, theirs)
     )
     assert found == expected and len(set(found)) > 1
+
+
+def test_a_model_without_an_end(ours: TigonLM, root: Path, tmp_path: Path) -> None:
+    """Some base models have no eos_token_id; a text that ends answers ends them all the same."""
+    folder = shutil.copytree(root / "model", tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        if (path := folder / name).exists():
+            values = json.loads(path.read_text())
+            path.write_text(json.dumps(values | {"eos_token_id": None, "pad_token_id": None}))
+    prompts, asked = ["the model", "a few", "who asked"], {"until": [" ever", " w"]}
+    lm, theirs = TigonLM(folder, **FLOAT), HFLM(str(folder), batch_size=3, **FLOAT)
+    found = answer(lm, *prompts, **asked)
+    assert found == answer(theirs, *prompts, **asked) and len(set(map(len, found))) > 1
 
 
 @pytest.mark.parametrize("size", [1, "3", 100, "auto:4"])

@@ -19,6 +19,7 @@ from tigon.train.compile_step import compile_step, compute_gradients, keep_disti
 from tigon.train.config_file import load
 from tigon.train.distributed import start
 from tigon.train.model import meta_model
+from tigon.train.optim import adamw
 from tigon.train.tasks import find_task
 
 PLAIN = {"attention": "reference", "micro_batch_size": 2, "batch_size": 2}
@@ -31,8 +32,18 @@ def test_a_step_on_fake_tensors_draws_nothing(workspace, monkeypatch, changes):
     config = load(None, workspace.settings("fake", **PLAIN, **changes))
     norms: list[Any] = []
     clip = module.clip
-    monkeypatch.setattr(module, "clip", lambda *given: norms.append(clip(*given)[0]))
     monkeypatch.setattr(precompile, "note_launches", lambda *_: nullcontext())
+    updated: list[Any] = []
+    monkeypatch.setattr(
+        adamw.FusedAdamW, "__call__", lambda _, name, slots, *given: updated.extend(slots)
+    )
+
+    def clip_by_definition(*given: Any) -> Any:
+        norms.append(clip(*given)[0])
+        monkeypatch.setattr(adamw, "_fits_kernel", lambda _: True)
+        return norms[0], None
+
+    monkeypatch.setattr(module, "clip", clip_by_definition)
     sequences: list[Any] = []
     with start("cpu") as world:
         model, task = meta_model(config, torch.float32), find_task("sft")(config, world)
@@ -47,7 +58,9 @@ def test_a_step_on_fake_tensors_draws_nothing(workspace, monkeypatch, changes):
         before = torch.get_rng_state(), random.getstate()
         with precompile.compile_kernels(step):
             pass
-    assert [norm.shape for norm in norms] == [()]  # it came to its end
+    assert [norm.shape for norm in norms] == [()]
+    learned = {p for p in model.parameters() if p.requires_grad}
+    assert {slot.weight for slot in updated} == learned  # it came to its end
     assert not sequences[0].even(2 * config.seq_len)  # which would be rows to attention
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 
@@ -94,8 +107,9 @@ def compile_jobs(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Compiles by these jobs in a process."""
 
     def compiling(jobs: dict[int, Any], run: Any = lambda: None) -> Any:
+        keys = {("kernel", number): job for number, job in jobs.items()}
         monkeypatch.setattr(
-            precompile, "note_launches", lambda noted, _: nullcontext(noted.update(jobs))
+            precompile, "note_launches", lambda noted, _: nullcontext(noted.update(keys))
         )
         return precompile.compile_kernels(run)
 
@@ -115,6 +129,37 @@ def test_compilers_end_with_the_block(tmp_path, compile_jobs):
             pass
         assert file.exists() and compilation.complete == complete
     assert not multiprocessing.active_children()
+
+
+def test_slow_kernels_begin_first(tmp_path, monkeypatch):
+    """And one that takes long keeps no other from being compiled meanwhile."""
+    file, kernels = tmp_path / "begun", [("kernel", n) for n in range(3)]
+    slow, others = tmp_path / "slow", tmp_path / "others"
+
+    def note(name: str) -> None:
+        with file.open("a") as out:
+            out.write(f"{name} ")
+
+    def wait() -> None:
+        note("slow")
+        while not others.exists():
+            time.sleep(0.01)
+        slow.touch()
+
+    def fast(number: int) -> None:
+        note("fast")
+        if number == 2:
+            others.touch()
+
+    jobs: dict[Any, Any] = {key: partial(fast, key[1]) for key in kernels} | {(wait, ""): wait}
+    monkeypatch.setattr(precompile.fa4, "LAUNCHERS", (wait,))
+    monkeypatch.setattr(precompile, "MOST", 2)
+    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(precompile, "note_launches", lambda n, _: nullcontext(n.update(jobs)))
+    with precompile.compile_kernels(lambda: None) as compilation:
+        pass
+    assert compilation.complete and slow.exists()
+    assert "slow" in file.read_text().split()[:2]  # of two processes
 
 
 def test_nothing_that_goes_wrong_ends_a_run(tmp_path, compile_jobs, monkeypatch):

@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tigon.data.messages import normalize_messages, normalize_tools, read_json, read_messages
+from tigon.data.messages import (
+    index_names,
+    normalize_messages,
+    normalize_tools,
+    read_json,
+    read_messages,
+)
 from tigon.tokenizer.chat_template import check_variables
 
 Row = dict[str, Any]
@@ -216,25 +222,20 @@ def parse_chat(row: Row, format: Format) -> WeightedChat | WeightedText:
         names += [format.column("instruction"), format.column("output")]
     else:
         messages = _require_messages(row, format, "messages")
-        if format.kind == "sharegpt":
-            messages = [_convert_sharegpt(i, message) for i, message in enumerate(messages)]
         names = index_names(format.column("messages"), len(messages))
+        if format.kind == "sharegpt":
+            messages = list(map(_convert_sharegpt, messages, names))
     messages = prepend_system(messages, row, format)
     if len(messages) > len(names):
         names = [format.column("system"), *names]
         num_prompt += format.kind == "prompt_completion"
-    messages = normalize_messages(messages, "messages")
+    messages = normalize_messages(messages, names)
     answers = [get_role(message) == "assistant" for message in messages]
     if format.kind != "prompt_completion" and any(answers[:1]) and any(answers[1:]):
         num_prompt = 1  # an opening message of the assistant answers nothing
-    weights = [_pop_weight(i, message) for i, message in enumerate(messages)]
+    weights = list(map(_pop_weight, messages, names))
     tools, variables = read_tools(row, format), read_template_variables(row, format)
     return WeightedChat(messages, weights, names, num_prompt, weight, tools, variables)
-
-
-def index_names(name: str, count: int, start: int = 0) -> list[str]:
-    """Names the messages of a list for errors: messages[0], messages[1] and so on."""
-    return [f"{name}[{i}]" for i in range(start, start + count)]
 
 
 def read_template_variables(row: Row, format: Format) -> dict[str, Any]:
@@ -291,35 +292,35 @@ def _read_weight(row: Row, format: Format) -> float:
     return 1.0 if weight is None else _check_weight(weight, repr(format.column("weight")))
 
 
-def _pop_weight(i: int, message: Any) -> float | None:
+def _pop_weight(message: Any, name: str) -> float | None:
     """Removes `weight` or `train` from a message and returns its loss weight; None if it sets none.
     Raises ValueError for both, or for a bad value."""
     if not isinstance(message, dict):
         return None
     weight, train = message.pop("weight", None), message.pop("train", None)
     if train is not None and not isinstance(train, bool):
-        raise ValueError(f"messages[{i}]['train'] must be true or false, not {train!r:.100}")
+        raise ValueError(f"{name}['train'] must be true or false, not {train!r:.100}")
     if train is not None and weight is not None:
-        raise ValueError(f"messages[{i}] has both 'weight' and 'train': give one of them")
+        raise ValueError(f"{name} has both 'weight' and 'train': give one of them")
     if weight is None:
         return None if train is None else float(train)
-    return _check_weight(weight, f"messages[{i}]['weight']")
+    return _check_weight(weight, f"{name}['weight']")
 
 
-def _convert_sharegpt(i: int, message: Any) -> dict[str, Any]:
+def _convert_sharegpt(message: Any, name: str) -> dict[str, Any]:
     """Converts a message of ShareGPT to one with role and content, or tool_calls; other keys stay.
     Raises ValueError for an unknown speaker."""
     if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
-        raise ValueError(f"messages[{i}] needs the keys 'from' and 'value', got {message!r:.100}")
+        raise ValueError(f"{name} needs the keys 'from' and 'value', got {message!r:.100}")
     speaker, value = message["from"], message["value"]
     role = SHAREGPT_ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
     if role is None:
         choices = ", ".join(SHAREGPT_ROLES)
-        raise ValueError(f"messages[{i}]['from']={speaker!r:.100} is not one of {choices}")
+        raise ValueError(f"{name}['from']={speaker!r:.100} is not one of {choices}")
     rest = {k: v for k, v in message.items() if k not in ("from", "value", "role", "content")}
     if role != "function_call":
         return {"role": role, "content": value, **rest}
-    calls = read_json(value, f"messages[{i}]['value'] of a function_call")
+    calls = read_json(value, f"{name}['value'] of a function_call")
     calls = calls if isinstance(calls, list) else [calls]
     return {"role": "assistant", "tool_calls": calls, **rest}
 

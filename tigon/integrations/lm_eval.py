@@ -351,6 +351,9 @@ class TigonLM(TemplateLM):
             options.pop("temperature", None)
         if gathers_weights(self.model):  # a step at a time, as ranks run equal numbers of them
             options["cache_implementation"] = "dynamic"
+        # What fills short answers is skipped, or comes after a text that ends them
+        fill = (self.tokenizer.pad_token_id, self.eot_token_id, 0)
+        options["pad_token_id"] = next(token for token in fill if token is not None)
         width = max(len(prompt.ids) for prompt in prompts)
         ids = torch.tensor([[0] * (width - len(p.ids)) + p.ids for p in prompts], device="cpu")
         mask = torch.tensor(

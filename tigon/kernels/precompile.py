@@ -60,7 +60,9 @@ def compile_kernels(run: Callable[[], object]) -> Iterator[Compilation]:
             logger.debug("not all kernels of the first step were found", exc_info=True)
         try:
             with mode:  # in which flash-attn-4 compiles and launches nothing
-                for process in side_by_side(list(jobs.values()), fa4.environment()):
+                # flash-attn-4's kernels take four times as long as most of Triton's
+                order = sorted(jobs, key=lambda key: key[0] not in fa4.LAUNCHERS)
+                for process in side_by_side([jobs[key] for key in order], fa4.environment()):
                     process.start()
                     processes.append(process)
         except Exception:  # no memory or no right to fork
@@ -134,14 +136,16 @@ def _compile(
 
 
 def side_by_side(jobs: Sequence[Job], environment: Mapping[str, str]) -> list[Any]:
-    """Returns forked processes, to be started, that run jobs; these cannot use the GPU."""
+    """Returns forked processes, to be started, that run jobs in this order, each the next one that
+    is left; these cannot use the GPU."""
     context, count = get_context("fork"), min(len(jobs), len(os.sched_getaffinity(0)), MOST)
-    shares = [(jobs[i::count], environment, os.getpid()) for i in range(count)]
-    return [context.Process(target=_work, args=share, daemon=True) for share in shares]
+    given = jobs, context.Value("i", 0), environment, os.getpid()
+    return [context.Process(target=_work, args=given, daemon=True) for _ in range(count)]
 
 
-def _work(jobs: Sequence[Job], environment: Mapping[str, str], parent: int) -> None:
-    """Runs jobs and ends the process: with 0 if all have been done."""
+def _work(jobs: Sequence[Job], begun: Any, environment: Mapping[str, str], parent: int) -> None:
+    """Runs jobs, of which `begun` counts those of all processes, until none is left, and ends the
+    process: with 0 if all of its own have been done."""
     os.environ.update(environment)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the real pass says what is wrong
     fake_tensor = sys.modules["torch._subclasses.fake_tensor"]
@@ -150,11 +154,13 @@ def _work(jobs: Sequence[Job], environment: Mapping[str, str], parent: int) -> N
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     failures = 0
-    for job in jobs:
-        if os.getppid() != parent:  # nobody waits any more
+    while os.getppid() == parent:  # else nobody waits any more
+        with begun.get_lock():
+            index, begun.value = begun.value, begun.value + 1
+        if index >= len(jobs):
             break
         try:
-            job()
+            jobs[index]()
         except Exception:
             failures += 1
     os._exit(min(failures, 1))  # nothing of the parent's is cleaned up here

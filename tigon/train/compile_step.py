@@ -29,6 +29,7 @@ from tigon.train.config import micro_batch_rows
 from tigon.train.memory import dummy_batch
 from tigon.train.model import compute_dtype, meta_model, set_fp8, weights_dtype
 from tigon.train.optim import build_optimizer
+from tigon.train.optim.adamw import LowPrecisionOptimizer
 from tigon.train.optim.clip import clip
 from tigon.train.tasks import CrossEntropyTask, Task
 from tigon.version import __version__
@@ -110,7 +111,10 @@ def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None
     )
     inputs = task.resolve(model, batch.to(device))
     task.loss(model, inputs, task.sums(model, inputs)).loss.backward()
-    clip(model, build_optimizer(model, config), config.max_grad_norm)
+    optimizer = build_optimizer(model, config)
+    _, scale = clip(model, optimizer, config.max_grad_norm)
+    if isinstance(optimizer, LowPrecisionOptimizer):
+        optimizer.launch_on_fakes(scale)
 
 
 def keep_distinct_blocks(model: CausalLM) -> None:

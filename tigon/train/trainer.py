@@ -382,8 +382,8 @@ def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
     metadata |= {"base": run.base} if run.base else {}
     if run.tokenizer.strftime_now is not None:
         metadata |= {"strftime_now": run.tokenizer.strftime_now.isoformat()}
-    for name in ("share_prompts", "distinct"):  # which rows a step has depends on them
-        metadata |= {name: True} if getattr(run.task, name) else {}
+    if run.task.share_prompts:  # on which the rows of a step depend
+        metadata |= {"share_prompts": True}
     return metadata
 
 

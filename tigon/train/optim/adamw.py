@@ -192,6 +192,16 @@ class LowPrecisionOptimizer(Optimizer):
             lambda i, states: self._update(*buckets[i], iter(states)),
         )
 
+    @torch.no_grad()
+    def launch_on_fakes(self, scale: Tensor | None) -> None:
+        """Launches the kernel as the first step does, for parameters on which FakeTensorMode is:
+        they have no values, and so their steps cannot be counted."""
+        for i, group in enumerate(self.param_groups):
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if self.uses_kernel(parameters):
+                self.state.update({p: self._zeros(p) | {"step": 1} for p in parameters})
+                self._launch((None, i), group, parameters, scale, None)
+
     def undo_step(self, parameters: Sequence[Tensor]) -> None:
         """Uncounts the last step of parameters, which a scale of NaN left unchanged."""
         if parameters:

@@ -76,18 +76,23 @@ def dequantize(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
 
 
 @cache
-def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns the ascending value of each code [256] and the bounds between them [255], in float32.
-
-    The values are those of a block whose largest is 1: seven decades, each of twice as many values
-    as the one below it.
-    """
+def _code_values(signed: bool) -> list[float]:
+    """Returns the ascending value [256] of each code, for a block whose largest is 1: seven
+    decades, each of twice as many values as the one below it."""
     values = [0.0, 1.0]
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, device="cpu")
         positive = (10 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
         values += positive + [-value for value in positive if signed]
-    table = torch.tensor(sorted(values), device=device)
+    return sorted(values)
+
+
+VALUES = {signed: _code_values(signed) for signed in (True, False)}  # here, for FakeTensorMode
+
+
+def tables(signed: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the value of each code [256] and the bounds between them [255], in float32."""
+    table = torch.tensor(VALUES[signed], device="cpu").to(device)
     return table, (table[:-1] + table[1:]) / 2
 
 
@@ -107,9 +112,3 @@ def write_state(states: States, kind: str, value: Tensor, drawn: Tensor, index: 
         states[f"{kind}_scale"].copy_(scale)
     elif states[kind].dtype == torch.bfloat16:
         states[kind].copy_(round_stochastically(value, take_16_bits(drawn, index)))
-
-
-def state_bytes(states: str) -> float:
-    """Returns the bytes of AdamW's states in `float32`, `bfloat16` or `8bit` for each element of a
-    matrix, with the scales of blocks."""
-    return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]

@@ -62,7 +62,7 @@ class KTO(AnswerTask):
         """Returns a note if desired and other answers of the training data are not balanced."""
         if held_out:
             return []
-        passes, desired, answers = data.order.passes(), 0.0, 0.0
+        passes, desired, answers = data.passes(), 0.0, 0.0
         for part, entry in enumerate(data.entry_of_part):
             columns = data.corpus.open(part).per_example
             if "matched" in columns:  # it has rows

@@ -23,13 +23,11 @@ from tigon.train import reference
 from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
 from tigon.train.model import (
-    base_digest,
     build_model,
     check_frozen,
     load_frozen,
     meta_model,
     meta_model_from_path,
-    sampled_digest,
 )
 from tigon.train.tasks.base import StepInputs, Task
 
@@ -80,8 +78,7 @@ class AnswerTask(Task):
         config, world = self.config, self.world
         if not self.refers:
             return
-        streams = not all(isinstance(loader.windows, Mixture) for loader in loaders)
-        digest = _sample_digest if streams else reference.weights_digest
+        digest = reference.model_digest
         check = partial(reference.shared_digest, config, world, trained=trained)
         if config.lora is not None and config.lora.quantize is None:
             check = partial(check, base=lambda: digest(replace(config, reference="")))
@@ -89,8 +86,8 @@ class AnswerTask(Task):
             check(lambda: reference.WITHOUT_ADAPTERS)  # resuming checks the base's weights
             self.live = lambda inputs: self._base_logprobs(model, inputs)
             return
-        if streams:
-            check(lambda: digest(config))
+        weights = check(lambda: digest(config))
+        if not all(isinstance(loader.windows, Mixture) for loader in loaders):
             other = self._reference_model()
             self.live = lambda inputs: self._logprobs_by(other, inputs.micro_batch)
             return
@@ -105,7 +102,6 @@ class AnswerTask(Task):
             other = load_reference()
             return lambda rows: self._logprobs_by(other, rows)
 
-        weights = check(lambda: digest(config))
         # Training decides by window whether shared prompts pay, and its windows differ from these
         rows = partial(self.rows, least_shared=0.0)
         options: dict[str, Any] = {"shared": self.share_prompts, "distinct": self.distinct}
@@ -188,11 +184,6 @@ class AnswerTask(Task):
         other.train(training)
         assert logprobs is not None
         return logprobs
-
-
-def _sample_digest(config: Config) -> str:
-    """Returns a digest from samples of the weights, so that large ones are not read twice."""
-    return sampled_digest(config.reference) if config.reference else base_digest(config)
 
 
 def answer_mask(inputs: StepInputs) -> Tensor:

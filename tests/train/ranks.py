@@ -129,11 +129,6 @@ def train_on_gpus(settings: list[str]) -> str:
     return Ranks(2, main, settings, on_gpus=True).finish()
 
 
-def main_after(before: str, settings: list[str]) -> None:
-    exec(before, {})
-    main(settings)
-
-
 def _rank(
     environment: dict[str, str],
     threads: int,

@@ -231,7 +231,7 @@ RESUMED = [
     ("average of experts", "fsdp tensor", "one"), ("average of experts", "one", "tensor"),
     ("frozen", "tensor", "one"), ("frozen", "tensor", "tensor"), ("wide 8bit", "tensor", "one"),
     ("wide 8bit", "one", "fsdp tensor"), ("wide 8bit", "tensor", "tensor"),
-    ("qwen3_moe", "expert tensor", "one"),
+    ("qwen2_moe", "expert tensor", "one"),
     ("qwen3_moe", "one", "expert"), ("qwen3_moe", "expert of four", "expert tensor"),
     ("moe 8bit", "expert", "one"), ("lora dropout", "one", "tensor"),
     ("lora dropout", "tensor", "one"), ("lora dora", "fsdp tensor", "one"),

@@ -120,6 +120,8 @@ def test_full_disk_is_a_one_line_error(workspace, monkeypatch):
 
 
 def test_a_disk_without_room_is_known_after_the_first_step(workspace, monkeypatch, capsys):
+    main(workspace.settings("space", steps=1))
+    assert "would end the run" not in capsys.readouterr().out
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 1 << 30, 1 << 19))
     with pytest.raises(SystemExit, match=r"step-00000003 was not written"):
         main(workspace.settings("room", steps=3, log_every=1))

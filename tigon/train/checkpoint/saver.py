@@ -30,7 +30,7 @@ from tigon.train.optim import Ema
 from tigon.utils.json import list_first
 from tigon.utils.memory import CGROUP
 from tigon.weights import WriterGroup
-from tigon.weights.files import new_directory, require_space
+from tigon.weights.files import DiskFullError, new_directory, require_space
 from tigon.weights.write import all_finite
 
 KEEP = KeepPolicy()
@@ -218,9 +218,10 @@ class Saver(BackgroundWriter):
         after a step, which makes the optimizer's states."""
         rows = full_state(model, optimizer, ema).values()
         needed = sum(tensor.numel() * tensor.dtype.itemsize for tensor in rows)
+        place = self.directory if self.directory.exists() else self.directory.parent
         try:
-            require_space(self.directory, needed)
-        except OSError as error:
+            require_space(place, needed)
+        except DiskFullError as error:
             self.world.log_rank0(f"note: {error}, so a checkpoint would end the run")
 
     def _make_directory(self, needed: int) -> Path:

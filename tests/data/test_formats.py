@@ -209,6 +209,18 @@ def test_later_rows_have_the_first_format(first, row, message):
         parse_chat(row, Format().detect(first, CHAT_FORMATS))
 
 
+@pytest.mark.parametrize("row", [{"text": "a"}, {"question": "a"}])
+def test_a_format_of_another_task(row):
+    message = "^format=text is of task=pretrain, and not one of messages, sharegpt, prompt_comple"
+    with pytest.raises(ValueError, match=message):
+        Format("text").detect(row, CHAT_FORMATS)
+
+
+def test_names_of_columns_are_those_of_the_task():
+    with pytest.raises(ValueError, match=r"as in columns=\{text: NAME\}"):
+        Format().detect({"content": "a"}, ("text",))
+
+
 def test_settings_that_name_nothing():
     with pytest.raises(ValueError, match="format='alpaca' is not one of messages, sharegpt"):
         Format("alpaca")

@@ -114,6 +114,11 @@ class Format:
 
     def detect(self, row: Row, accepted: Sequence[str]) -> "Format":
         """Finds the format of the row among `accepted`; ValueError if none or several fit."""
+        if self.kind is not None and self.kind not in accepted:
+            task = TASK_OF_FORMAT.get(self.kind, "sft")
+            raise ValueError(
+                f"format={self.kind} is of task={task}, and not one of {', '.join(accepted)}"
+            )
         columns = dict(self.columns)
         for alias, key in KEY_ALIASES.items():
             if row.get(key) is None and row.get(alias) is not None:
@@ -121,12 +126,12 @@ class Format:
         format = replace(self, columns=columns)
         if self.kind is not None:
             fits = [self.kind] if format._fits(row, self.kind) else []
-            accepted = [kind for kind in accepted if kind == self.kind]
+            accepted = [self.kind]
         else:
             fits = [kind for kind in accepted if format._fits(row, kind)]
             mapped = [kind for kind in fits if self.columns.keys() & set(REQUIRED_KEYS[kind])]
             fits = mapped or fits
-        if len(fits) == 1 and fits[0] in accepted:
+        if len(fits) == 1:
             keys = (*REQUIRED_KEYS[fits[0]], *OPTIONAL_KEYS[fits[0]])
             if self.strict and (unread := self.columns.keys() - set(keys)):
                 text = f"columns: {min(unread)!r} is no key of the format {fits[0]} of these rows"
@@ -154,7 +159,8 @@ class Format:
             pairs = ", ".join(f"{key!r} is called {name!r}" for key, name in self.columns.items())
             hint = f"by columns=, {pairs} (an entry of data or eval_data may have columns too)"
         else:
-            hint = "columns= gives keys of other names, as in columns={messages: dialog}"
+            key = REQUIRED_KEYS[accepted[0]][0]
+            hint = f"columns= gives keys of other names, as in columns={{{key}: NAME}}"
         return f"needs the keys of one of the formats {expected}; its keys are {names}; {hint}"
 
     def _fits(self, row: Row, kind: str) -> bool:

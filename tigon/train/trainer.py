@@ -124,6 +124,8 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
         log.log(metrics_row(run, step, values, seconds, bad_step))
         deadline.warn_once(seconds)
         profiler.step(done)
+        if step == run.start:
+            run.saver.warn_if_full(run.model, run.optimizer, run.ema)
         step = done
         if evaluates and not stop:
             evaluate_once(run, step, log)

@@ -143,7 +143,9 @@ def check_type(name: str, value: Any, hint: Any, parse: Parse | None = None) -> 
     except ConfigError:
         raise
     except (TypeError, ValueError):
-        raise ConfigTypeError(f"{name}={quote(value)} is not {describe_type(hint)}") from None
+        kind = describe_type(hint)
+        empty = f"; {name}=[] is an empty list" if value == "" and "list of" in kind else ""
+        raise ConfigTypeError(f"{name}={quote(value)} is not {kind}{empty}") from None
 
 
 def check_ranges(settings: Any) -> None:

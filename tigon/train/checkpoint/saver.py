@@ -28,7 +28,7 @@ from tigon.train.optim import Ema
 from tigon.utils.json import list_first
 from tigon.utils.memory import CGROUP
 from tigon.weights import WriterGroup
-from tigon.weights.files import new_directory
+from tigon.weights.files import DiskFullError, new_directory, require_space
 from tigon.weights.write import all_finite
 
 KEEP = KeepPolicy()
@@ -210,6 +210,17 @@ class Saver(BackgroundWriter):
         if not in_background:
             self.wait()
         return target
+
+    def warn_if_full(self, model: CausalLM, optimizer: Optimizer, ema: Ema | None) -> None:
+        """Logs a note if a checkpoint does not fit on the disk as it is now. Every rank calls this,
+        after a step, which makes the optimizer's states."""
+        rows = full_state(model, optimizer, ema).values()
+        needed = sum(tensor.numel() * tensor.dtype.itemsize for tensor in rows)
+        place = self.directory if self.directory.exists() else self.directory.parent
+        try:
+            require_space(place, needed)
+        except DiskFullError as error:
+            self.world.log_rank0(f"note: {error}, so a checkpoint would end the run")
 
     def _write(
         self, step: int, target: Path, state: State, describe: Callable[[Path], None]

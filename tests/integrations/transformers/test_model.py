@@ -446,8 +446,11 @@ def test_generation_config_of_the_checkpoint(tmp_path: Path) -> None:
         ({"quantization_config": {"bits": 4}}, "quantization_config: "),
         ({"quantize": "nf4"}, "quantize: "),
         ({"num_labels": 0}, "num_labels=0 is no number of labels"),
+        ({"num_labels": "2"}, "num_labels='2' is no number of labels"),
         ({"device_map": {"a": 0, "b": 1}}, r"device_map=\{'a': 0, 'b': 1\} may spread"),
         ({"device_map": "cuda:77"}, "device 'cuda:77' cannot be used here"),
+        ({"device_map": "gpu0"}, "device 'gpu0' cannot be used here"),
+        ({"device_map": {"": "gpu0"}}, "device 'gpu0' cannot be used here"),
         ({"tigon_options": {"loss_reduction": "sum"}}, "loss_reduction='sum' is not one of"),
     ],
     ids=str,
@@ -463,6 +466,7 @@ def test_values_of_loading(options: dict[str, Any], message: str) -> None:
         ({"dtyp": "float32"}, "unexpected keyword argument 'dtyp'"),
         ({"tigon_options": {"metric": "nll"}}, "tigon_options has 'metric', .* 'metrics'"),
         ({"tigon_options": {"z_loss": "much"}}, "z_loss='much' has another type"),
+        ({"tigon_options": ("nll",)}, r"tigon_options=\('nll',\) is no mapping"),
     ],
     ids=str,
 )
@@ -488,8 +492,10 @@ def test_keywords_of_configs() -> None:
 def test_keywords_that_ask_for_nothing() -> None:
     """Scripts of transformers, TRL and lm-eval hand on the defaults of their own arguments."""
     path = checkpoint("llama")
-    flags = dict.fromkeys(("from_tf", "force_download", "ignore_mismatched_sizes"), False)
-    unset = dict.fromkeys(("max_memory", "quantization_config", "tp_plan", "variant", "state_dict"))
+    names = "from_tf", "force_download", "ignore_mismatched_sizes", "output_attentions"
+    flags = dict.fromkeys(names, False)
+    names = "max_memory", "quantization_config", "tp_plan", "variant", "state_dict"
+    unset = dict.fromkeys((*names, "experts_implementation"))
     options = {**flags, **unset, "revision": "main", "weights_only": True}
     assert from_pretrained(path, **options).config.name_or_path == str(path)
     for name in ("tp_plan", "state_dict"):
@@ -504,11 +510,13 @@ def test_attention_of_transformers_is_said_to_have_no_effect(auto: bool, recwarn
         register()
     try:
         for kind in ("flash_attention_2", "sdpa", "eager", None):
-            make(checkpoint("llama"), attn_implementation=kind)
+            model = make(checkpoint("llama"), attn_implementation=kind)
     finally:
         unregister()
+    for kind in ("sdpa", "eager", "flash_attention_2"):
+        model.set_attn_implementation(kind)
     said = [str(w.message) for w in recwarn if "attn_implementation" in str(w.message)]
-    assert said == [
+    assert said == 2 * [
         "attn_implementation='flash_attention_2' has no effect: attention= chooses Tigon's kernels"
     ]
 
@@ -580,6 +588,9 @@ def test_calls(call: str) -> None:
         called(ids, output_attentions=True)
     with pytest.raises(TypeError, match="unexpected keyword argument 'labls'"):
         called(ids, labls=ids)
+    loaded = from_pretrained(checkpoint("llama"), output_attentions=True)
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        (loaded if call == "model" else loaded.base_model)(ids)
     called(ids, token_type_ids=torch.zeros_like(ids))
     model.config.output_attentions = True
     with pytest.raises(ValueError, match="output_attentions=True"):

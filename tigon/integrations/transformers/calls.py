@@ -37,8 +37,10 @@ REDUCTIONS = ("token", "sequence")  # those that Trainer's accumulation goes wit
 
 
 def check_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns a copy of `tigon_options`; TypeError for an unknown name or a value that is none of
-    its kind, ValueError for a loss_reduction that is no mean."""
+    """Returns a copy of `tigon_options`; TypeError for what is no mapping, for an unknown name or a
+    value that is none of its kind, ValueError for a loss_reduction that is no mean."""
+    if not isinstance(options, Mapping | None):
+        raise TypeError(f'tigon_options={options!r} is no mapping: give {{"metrics": "accuracy"}}')
     options = dict(options or {})
     for name, value in options.items():
         if name not in DEFAULTS:

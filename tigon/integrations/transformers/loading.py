@@ -17,7 +17,8 @@ from tigon.models.pretrained.names import MULTIMODAL, TEXT_ALONE
 # Of transformers' configs, what changes no layer
 FIELDS = frozenset(
     (
-        *("use_cache", "output_hidden_states", "output_router_logits", "router_aux_loss_coef"),
+        *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("router_aux_loss_coef",),
         *("bos_token_id", "eos_token_id", "pad_token_id", "return_dict"),
         *("id2label", "label2id", "problem_type"),
     )

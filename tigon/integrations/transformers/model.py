@@ -271,6 +271,10 @@ class TigonPreTrainedModel(PreTrainedModel):
         self.config.get_text_config().update(sizes)
         return embedding
 
+    def set_attn_implementation(self, attn_implementation: Any, *args: Any, **kwargs: Any) -> None:
+        """Has no effect, which a warning says of all but sdpa and eager: Tigon's kernels stay."""
+        warn_of_attention(attn_implementation, None)
+
     def get_decoder(self) -> nn.Module:
         """Returns the decoder, which transformers' method looks for in names that it has not."""
         return cast(nn.Module, self.model)

@@ -25,7 +25,8 @@ IGNORED = frozenset(
 # Keywords of transformers that nothing here stands for; scripts give them as None or False
 UNSUPPORTED = frozenset(
     (
-        *("device_mesh", "distributed_config", "fusion_config", "kernel_config", "use_kernels"),
+        *("device_mesh", "distributed_config", "experts_implementation", "fusion_config"),
+        *("kernel_config", "use_kernels"),
         *("force_download", "from_flax", "from_tf", "mirror", "proxies", "resume_download"),
         *("generation_config", "ignore_mismatched_sizes", "key_mapping", "output_loading_info"),
         *("max_memory", "offload_buffers", "offload_folder", "offload_state_dict", "state_dict"),
@@ -70,8 +71,8 @@ def load_native(
             "peft.PeftModel.from_pretrained(model, adapter), or AutoPeftModelForCausalLM after "
             "register()"
         )
-    if num_labels is not None and num_labels < 1:
-        raise ValueError(f"num_labels={num_labels} is no number of labels: leave it out for none")
+    if num_labels is not None and not (isinstance(num_labels, int) and num_labels > 0):
+        raise ValueError(f"num_labels={num_labels!r} is no number of labels: leave it out for none")
     if options.get("revision") == "main" and os.path.isdir(path_or_repo):
         del options["revision"]  # transformers' default, of a directory too
     unset = {name for name in UNSUPPORTED & {*options} if options[name] in (None, False)}
@@ -83,7 +84,7 @@ def load_native(
     )
 
 
-def warn_of_attention(name: str | None, config: PreTrainedConfig | None) -> None:
+def warn_of_attention(name: Any, config: PreTrainedConfig | None) -> None:
     """Warns of an attn_implementation, by keyword or in a config, where Auto classes put it; not of
     transformers' two defaults, which stand for no wish."""
     name = name or getattr(config, "_attn_implementation", None)
@@ -94,7 +95,7 @@ def warn_of_attention(name: str | None, config: PreTrainedConfig | None) -> None
         )
 
 
-def find_device(device_map: Any) -> torch.device:
+def find_device(device_map: Any) -> torch.device | str:
     """The device of a `device_map`, by default the CPU; ValueError if that means several."""
     named = device_map
     if isinstance(device_map, Mapping):
@@ -110,7 +111,7 @@ def find_device(device_map: Any) -> torch.device:
             f"device_map={device_map!r} may spread the layers over several devices, which Tigon "
             'does not: name one, as device_map="cuda:0"; torchrun and accelerate use several'
         )
-    return torch.device(named)
+    return torch.device(named) if isinstance(named, int) else named  # a name is checked on loading
 
 
 def check_config(native: CausalLM, config: PreTrainedConfig) -> None:

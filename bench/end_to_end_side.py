@@ -31,7 +31,7 @@ CLOCKS = {
     "tigon": {
         "tigon.train.build:load_tokenizer": DATA,
         "tigon.train.build:build_loader": DATA,
-        "tigon.train.overlap:TokenizerProcess.wait": DATA,
+        "multiprocess.process:BaseProcess.join": DATA,
         "tigon.train.compile_step:compute_gradients": STEPS,
         "tigon.train.build:build_model": MODEL,
         "tigon.train.build:build_optimizer": MODEL,

@@ -194,7 +194,7 @@ def timed(step: Callable[[], None], world: World, count: int) -> Record:
         if gpu and number == 1:  # the states are there
             torch.cuda.reset_peak_memory_stats()
         step()
-    world.barrier()
+    dist.barrier()
     times = laps(lambda: step() or torch.empty(0), count)
     own = [median(times)]
     own += [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()] if gpu else [0, 0]

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.gguf_files import write_gguf
 from tests.support.benchmarks import write_tasks
+from tests.support.commands import tigon
 from tests.support.hub_server import HubServer, hub
 from tests.support.small import CHATML, write_chats, write_model
 from tigon import from_pretrained
@@ -21,7 +22,7 @@ from tigon.eval import perplexity
 from tigon.tokenizer import Tokenizer
 from tigon.train import main as train
 
-__all__ = ["hub"]
+__all__ = ["hub", "tigon"]
 
 QUESTION = "the model reads these words"
 CHAT = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -34,20 +35,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(
         tmp_path_factory.mktemp("cli") / "model", eos_token_id=None, tie_word_embeddings=False
     )
-
-
-@pytest.fixture
-def tigon(capfd: pytest.CaptureFixture[str]) -> Any:
-    """Runs a command that succeeds; what it prints."""
-
-    def run(*arguments: object) -> str:
-        capfd.readouterr()
-        status = main([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        assert (status, err) == (0, "")
-        return out
-
-    return run
 
 
 def continuation(directory: Path, prompt: str, new_tokens: int, **options: Any) -> list[int]:

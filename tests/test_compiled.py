@@ -35,12 +35,9 @@ def compiled(*options: str) -> dict[str, Any]:
     return run("tests.compiled", *options)["compiled"]
 
 
-@pytest.mark.timeout(1200)  # two minutes of both cores, more beside other tests
-@pytest.mark.parametrize(
-    "options", [["--quick"], pytest.param([], marks=slow)], ids=["quick", "all"]
-)
-def test_kernels_compile_for_hopper_with_wide_accesses(options: list[str]) -> None:
-    found = compiled(*options)
+@pytest.mark.timeout(1200)  # --slow: two minutes of both cores, more beside other tests
+def test_kernels_compile_for_hopper_with_wide_accesses(request: pytest.FixtureRequest) -> None:
+    found = compiled(*([] if request.config.option.slow else ["--quick"]))
     wide = {name: [counts.get("16", 0) for counts in found[name]] for name in WIDE}
     assert {name: len(each) for name, each in wide.items()} == {k: len(v) for k, v in WIDE.items()}
     short = {

@@ -299,6 +299,13 @@ def test_folders_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     assert main(["info", str(tmp_path / "run")]) == 1  # it has no checkpoint
     assert "has no file config.json" in capsys.readouterr().err
+    (tmp_path / "run/config.yaml").touch()
+    for command in (["info"], ["generate", "hi"], ["export", str(tmp_path / "export")]):
+        assert main([command[0], str(tmp_path / "run"), *command[1:]]) == 1
+        assert "run is a run without a checkpoint: save_every says when" in capsys.readouterr().err
+    (tmp_path / "run/hf").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"without a checkpoint: its export is .*run/hf"):
+        describe(str(tmp_path / "run"))
     for read in (describe, summarize):
         with pytest.raises(FileNotFoundError, match=r"has no file config.json"):
             read(str(tmp_path))

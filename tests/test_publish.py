@@ -193,14 +193,12 @@ def test_base_model_and_data_of_the_hub(run: Path, tmp_path: Path) -> None:
         def is_public(name: str, kind: str) -> bool:
             return (name, kind) in (("lab/base", "model"), ("lab/rows", "dataset"))
 
-        made = publish.run_card(tmp_path / "run", tmp_path / "run/hf", NAME, "1", is_public)
+        made = publish.run_card(tmp_path / "run", tmp_path / "run/hf", NAME, is_public)
         data: Any = ModelCard(made).data
         assert (data.base_model, data.datasets) == ("lab/base", ["lab/rows"])
         assert "fine-tuned from [lab/base](https://huggingface.co/lab/base)" in made
         assert "hidden" not in made and "secret" not in made and "rows.jsonl" in made
-        unknown = publish.run_card(
-            tmp_path / "run", tmp_path / "run/hf", NAME, "1", lambda *_: False
-        )
+        unknown = publish.run_card(tmp_path / "run", tmp_path / "run/hf", NAME, lambda *_: False)
         assert "lab/" not in unknown and "a checkpoint that is not on the hub" in unknown
 
 
@@ -215,7 +213,7 @@ def test_a_card_cannot_be_made_to_say_something_else(run: Path, tmp_path: Path) 
     (tmp_path / "run/config.yaml").write_text(json.dumps(settings))
     rows = [{"step": 1, "loss": 1.0, "eval_loss/<img>|x": 2.0, "eval_loss": 2.0}]
     (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    made = publish.run_card(tmp_path / "run", tmp_path / "run/hf", NAME, "1", lambda *_: True)
+    made = publish.run_card(tmp_path / "run", tmp_path / "run/hf", NAME, lambda *_: True)
     assert ModelCard(made).data.tags == ["tigon"]
     assert "<script>" not in made and "http://y" not in made
     assert r"| best | 1 | \<img\>\|x | 2.0000 |" in made

@@ -25,6 +25,7 @@ from tigon.utils.json import quote
 from tigon.utils.paths import expand_user
 
 TIMEOUT = 5.0  # seconds for the hub's first answer, unless HF_HUB_ETAG_TIMEOUT is set
+LFS_POINTER, MAX_POINTER = b"version https://git-lfs", 1024  # how one begins, its bytes at most
 
 
 class HubOptions(TypedDict, total=False):
@@ -282,8 +283,9 @@ def _check_relative(name: str, label: str = "the file") -> str:
 def contains_file(folder: Path, name: str) -> bool:
     """Returns whether the folder has a file of this name.
 
-    Raises ValueError for a link that leaves the folder, a pipe or a device. The folder itself may
-    be a link, and one of the hub's cache (snapshots/COMMIT) has links to its blobs.
+    Raises ValueError for a link that leaves the folder, a pipe, a device or a pointer of Git LFS.
+    The folder itself may be a link, and one of the hub's cache (snapshots/COMMIT) has links to its
+    blobs.
     """
     path = folder / _check_relative(name)
     if not os.path.lexists(path):
@@ -296,9 +298,11 @@ def contains_file(folder: Path, name: str) -> bool:
     if not target.is_relative_to(root) and not _is_blob(target, root):
         text = f"{path} is a link to {target}, outside of {folder}: it is not read"
         raise ValueError(f"{text}. If you trust it, put a copy of that file in its place")
-    mode = target.stat().st_mode
+    mode, size = (status := target.stat()).st_mode, status.st_size
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise ValueError(f"{path} is no file but a pipe, a socket or a device: remove it")
+    if stat.S_ISREG(mode) and size < MAX_POINTER and target.read_bytes().startswith(LFS_POINTER):
+        raise ValueError(f"{path} is a pointer of Git LFS: `git lfs pull` puts the file there")
     return stat.S_ISREG(mode)
 
 

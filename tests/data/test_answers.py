@@ -259,7 +259,7 @@ REFUSED = [
     ),
     (PairEncoder, GOOD | {"chosen": [ASK, HO]}, "'chosen' begins with a message of 'user'"),
     (PairEncoder, GOOD | {"rejected": "ha"}, "'chosen' is list and 'rejected' is str"),
-    (PairEncoder, PAIR_TEXTS | {"prompt": [ASK]}, "'prompt' is list and 'the answers' is str"),
+    (PairEncoder, PAIR_TEXTS | {"prompt": [ASK]}, "'prompt' is list and 'chosen' is str"),
     (PairEncoder, GOOD | {"chosen": 3}, "must be a text or a list of messages, not int"),
     *((PairEncoder, GOOD | {"margin": m}, "finite number") for m in ("much", 1e39, 10**400)),
     *(

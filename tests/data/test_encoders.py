@@ -306,8 +306,9 @@ def test_named_columns_and_groups(encode):
     assert both.groups is not None and both.groups.tolist() == [0, 2, 4, 6, 8]
     assert both.offsets.tolist() == list(range(0, 18, 2)) and both.files == examples.files
     # Examples without a column get its value
-    rewards = join([replace(examples, per_example={}), examples]).per_example["reward"]
-    np.testing.assert_array_equal(rewards, [np.nan] * 4 + examples.per_example["reward"].tolist())
+    columns = examples.per_token | {"loss_weights": np.full(8, 0.5, np.float32)}
+    weights = join([examples, replace(examples, per_token=columns)]).per_token["loss_weights"]
+    assert weights.tolist() == [1] * 8 + [0.5] * 8
 
 
 class Given(Encoder):

@@ -160,15 +160,33 @@ def test_weights_of_messages_and_rows():
         ({"messages": [{**HI[0], "train": True, "weight": 1}]}, "both 'weight' and 'train'"),
         (
             {"conversations": [{"from": "elf", "value": ""}]},
-            r"messages\[0\]\['from'\]='elf' is not",
+            r"conversations\[0\]\['from'\]='elf' is not",
         ),
-        ({"conversations": [{"from": "gpt"}]}, r"messages\[0\] needs the keys 'from' and 'value'"),
+        ({"conversations": [{"from": "gpt"}]}, r"conversations\[0\] needs the keys 'from' and "),
         ({"messages": HI, "chat_template_kwargs": {"messages": 1}}, "'chat_template_kwargs' must"),
     ],
 )
 def test_rows_that_fit_no_format(row, message):
     with pytest.raises(ValueError, match=message):
         chat(row)
+
+
+IMAGE = {"role": "user", "content": [{"type": "image"}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"system": "be", "messages": [HI[0], {**HI[1], "train": 1}]}, r"messages\[1\]\['train'\]"),
+        ({"system": "be", "messages": [IMAGE, HI[1]]}, r"messages\[0\]\['content'\]\[0\] has the"),
+        ({"prompt": HI[:1], "completion": [IMAGE]}, r"completion\[0\]\['content'\]\[0\] has the"),
+        ({"prompt": HI[:1], "completion": [{**HI[1], "weight": -1}]}, r"completion\[0\]\['weight"),
+        ({"dialog": [HI[0], {**HI[1], "tool_calls": 1}]}, r"dialog\[1\]\['tool_calls'\] must be"),
+    ],
+)
+def test_errors_name_messages_as_the_row_does(row, name):
+    with pytest.raises(ValueError, match=f"^{name}"):
+        chat(row, messages="dialog") if "dialog" in row else chat(row)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +207,18 @@ def test_rows_that_fit_no_format(row, message):
 def test_later_rows_have_the_first_format(first, row, message):
     with pytest.raises(ValueError, match=message):
         parse_chat(row, Format().detect(first, CHAT_FORMATS))
+
+
+@pytest.mark.parametrize("row", [{"text": "a"}, {"question": "a"}])
+def test_a_format_of_another_task(row):
+    message = "^format=text is of task=pretrain, and not one of messages, sharegpt, prompt_comple"
+    with pytest.raises(ValueError, match=message):
+        Format("text").detect(row, CHAT_FORMATS)
+
+
+def test_names_of_columns_are_those_of_the_task():
+    with pytest.raises(ValueError, match=r"as in columns=\{text: NAME\}"):
+        Format().detect({"content": "a"}, ("text",))
 
 
 def test_settings_that_name_nothing():

@@ -20,7 +20,7 @@ from tigon.data import (
     pack_examples,
     tokenize,
 )
-from tigon.data.mixture import DrawPattern, GroupOrder
+from tigon.data.mixture import DrawPattern
 
 SHAPE = {"batch_size": 8, "micro_batch_size": 2, "seed": 1}
 ROWS = partial(pack_examples, seq_len=40)
@@ -192,10 +192,12 @@ def test_entries_have_their_shares_of_every_stretch():
     for start in (0, 7, 123):
         drawn = pattern.count_drawn(start)
         assert drawn.tolist() == [sum(k[1] == i for k in keys[:start]) for i in range(3)]
-    order = GroupOrder((4, 9, 5), tuple(weights))
-    groups = order(18, 36)  # the second epoch goes on where the first has ended
-    first = [g for g in order(0, 36).tolist() if g < 4]
-    assert first == [i % 4 for i in range(18)]
-    assert np.bincount(groups, minlength=18).sum() == 18
-    assert order.passes() == pytest.approx([9 / 4, 18 * 0.2 / 9, 18 * 0.3 / 5])
+    tokens = [np.zeros(n, np.int32) for n in (4, 9, 5)]  # an example each
+    parts = [Examples(x, np.arange(len(x) + 1), np.zeros((len(x), 2)), ("",), {}) for x in tokens]
+    mixture = Mixture([[part] for part in parts], size=18, weights=weights)
+    # The second epoch goes on where the first has ended
+    drawn = np.concatenate([mixture.window(epoch).starts for epoch in range(2)])
+    assert [g for g in drawn.tolist() if g < 4] == [i % 4 for i in range(18)]
+    assert len(drawn) == 36
+    assert mixture.passes() == pytest.approx([9 / 4, 18 * 0.2 / 9, 18 * 0.3 / 5])
     assert DrawPattern([1 / 3, 1 / 3, 1 / 3]).shares == [1, 1, 1]

@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -12,11 +9,11 @@ import numpy as np
 import pytest
 
 from tests.data.rows import Count, File, write_rows
+from tests.train.ranks import Ranks
 from tigon.cli import main as tigon
 from tigon.data import Block, Examples, Format, cache, clean_cache, join, tokenize, tokenized
 from tigon.weights import files
 
-ROOT = Path(__file__).parents[2]
 pytest.importorskip("datasets", reason="needs tigon[train]")
 
 
@@ -119,35 +116,29 @@ def test_damaged_data_is_made_anew(source, root, damage):
     assert directories(root) == [directory]
 
 
-SLOW = """
-    import os, sys, time
-    from tests.data.rows import Count, File
-    from tigon.data import Format, tokenize
+class Slow(Count):
+    """Says which process makes each block, and takes time for it."""
 
-    class Slow(Count):
-        def __call__(self, block):
-            print("block", os.getpid(), flush=True)
-            time.sleep(float(sys.argv[2]))
-            return super().__call__(block)
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
 
-    if __name__ == "__main__":
-        parts = tokenize([File(sys.argv[1], Format())], Slow(), workers=int(sys.argv[3]))
-        print("made", sum(map(len, parts)), flush=True)
-"""
+    def __call__(self, block: Block) -> Examples:
+        print("block", os.getpid(), flush=True)
+        time.sleep(self.seconds)
+        return super().__call__(block)
 
 
-def slow(tmp_path: Path, source: File, seconds: float, workers: int = 0) -> subprocess.Popen:
-    script = tmp_path / "slow.py"
-    script.write_text(textwrap.dedent(SLOW))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(script), source.name, str(seconds), str(workers)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+def tokenize_slowly(source: File, seconds: float, workers: int) -> None:
+    parts = tokenize([source], Slow(seconds), workers=workers)
+    print("made", sum(map(len, parts)), flush=True)
 
 
 @pytest.mark.slow
 def test_second_process_waits_for_the_first(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", 40)
-    outputs = [p.communicate(timeout=200)[0] for p in [slow(tmp_path, source, 0.2) for _ in "ab"]]
+    both = [Ranks(1, tokenize_slowly, source, 0.2, 0) for _ in "ab"]
+    outputs = [process.finish() for process in both]
     blocks = [output.count("block") for output in outputs]
     assert sorted(blocks) == [0, 6]
     assert len({output.splitlines()[-1] for output in outputs}) == 1
@@ -156,15 +147,16 @@ def test_second_process_waits_for_the_first(tmp_path):
 @pytest.mark.slow
 def test_killed_process_leaves_nothing_in_the_way(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", 60)
-    process = slow(tmp_path, source, 0.3, workers=2)
-    assert process.stdout is not None
-    lines = [process.stdout.readline() for _ in range(3)]
-    children = {int(line.split()[1]) for line in lines if line.startswith("block")}
+    running = Ranks(1, tokenize_slowly, source, 0.3, 2)
+    (process,), deadline = running.processes, time.monotonic() + 60
+    while (printed := running.printed).count("\n") < 3:
+        assert time.monotonic() < deadline and process.is_alive(), running.errors
+        time.sleep(0.02)
+    children = {int(line.split()[1]) for line in printed.splitlines()[:3] if "block" in line}
     assert children and process.pid not in children
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
     for child in children:  # its workers end with it
-        deadline = time.monotonic() + 60
         while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not Path(f"/proc/{child}").exists()

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tigon
-from tests.support.small import write_model
+from tests.models.tiny import CASES, reference
+from tests.support.small import write_model, write_tokenizer
 from tigon.eval import Parity, parity, report
 from tigon.eval.parity import _count_equal_tokens
 
@@ -44,6 +45,16 @@ def test_same_model(directory: Path) -> None:
     assert result.largest_logit == out.logits.abs().max().item()
     assert result.bf16_spread == (theirs["eager"] - theirs["sdpa"]).abs().max().item() > 0
     assert result.bf16_error == (ours - theirs["sdpa"]).abs().max().item()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "granite_swa"])
+def test_families_without_sdpa_in_transformers(family: str, tmp_path: Path) -> None:
+    theirs = reference(family, next(iter(CASES[family].values())) | {"vocab_size": 300}, tmp_path)
+    assert not theirs._supports_sdpa
+    write_tokenizer(tmp_path)
+    result = parity(str(tmp_path), text=TEXT, new_tokens=12)
+    assert result.failures == []
+    assert min(result.bf16_error, result.bf16_spread) > 0
 
 
 def test_altered_weights_fail_every_check(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from tests.generation.common import Counted, blurred, padded, some_ends
 from tests.models.tiny import CASES, EVERY, FIRST, reference
 from tests.support.contract import V, tiny_llama
 from tigon.generation import steps
-from tigon.generation.steps import pack_rows
 from tigon.models import from_pretrained
 from tigon.utils import graph_capture
+from tigon.utils.memory import split_by_size
 
 NEW = 24  # past the windows of 7
 CAUSAL = [(m, c) for m, c in EVERY if "use_bidirectional_attention" not in CASES[m][c]]
@@ -146,10 +146,10 @@ def test_padding_inside_a_prompt(model: tigon.Llama, ragged: dict[str, Tensor]) 
 
 
 def test_packs() -> None:
-    assert list(pack_rows([3, 4, 5, 20, 1, 1], 8)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
-    assert list(pack_rows([9], 8)) == [(0, 1)]
-    assert list(pack_rows([4, 4], 8)) == [(0, 2)]
-    assert list(pack_rows([1, 1, 1], 1)) == [(0, 1), (1, 2), (2, 3)]
+    assert [*split_by_size([3, 4, 5, 20, 1, 1], int, 8)] == [[3, 4], [5], [20], [1, 1]]
+    assert [*split_by_size([9], int, 8)] == [[9]]
+    assert [*split_by_size([4, 4], int, 8)] == [[4, 4]]
+    assert [*split_by_size([1, 1, 1], int, 1)] == [[1], [1], [1]]
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -9,7 +9,7 @@ import importlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -169,9 +169,16 @@ def assert_right(function: Any, case: str, kv_heads: int, backend: str = "auto")
     assert q._version == k._version == v._version == 0
 
 
+GROUPED = ("causal", "packed with a window", "sinks, packed evenly", "both sides")
+
+
+def with_heads(cases: Iterable[str]) -> list[tuple[str, int]]:
+    """Cases and numbers of kv heads: others than 2 where a few cases show what becomes of them."""
+    return [(case, n) for case in cases for n in (1, 2, 6) if n == 2 or case in GROUPED]
+
+
 @FUNCTIONS
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "kv_heads"), with_heads(CASES))
 def test_forward_and_gradients(function: Any, case: str, kv_heads: int) -> None:
     assert_right(function, case, kv_heads)
 
@@ -179,14 +186,15 @@ def test_forward_and_gradients(function: Any, case: str, kv_heads: int) -> None:
 CUDNN = ("causal", "window 9", "scale", "packed in threes", "both sides")  # all it can do
 
 
+WITHOUT_SOFTCAP = [case for case, (_, options) in CASES.items() if "softcap" not in options]
+TOLD = {"fa4": WITHOUT_SOFTCAP, "flash": WITHOUT_SOFTCAP, "cudnn": CUDNN}
+TOLD["triton"] = [case for case in WITHOUT_SOFTCAP if "sinks" not in CASES[case][1]]  # interpreted
+
+
 @pytest.mark.usefixtures("played")
-@pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize(
-    ("backend", "case"),
-    [(name, case) for name in ("fa4", "flash") for case in CASES if "softcap" not in CASES[case][1]]
-    + [("cudnn", case) for case in CUDNN]
-    # Under the interpreter
-    + [("triton", case) for case in CASES if not {"softcap", "sinks"} & CASES[case][1].keys()],
+    ("backend", "case", "kv_heads"),
+    [(name, *pair) for name, cases in TOLD.items() for pair in with_heads(cases)],
 )
 def test_what_gpu_backends_are_told(backend: str, case: str, kv_heads: int) -> None:
     assert_right(attention, case, kv_heads, backend)
@@ -420,9 +428,8 @@ def test_parts_add_up_to_the_whole(function: Any, case: str) -> None:
 
 
 @pytest.mark.usefixtures("played")
-@pytest.mark.parametrize("kv_heads", [1, 6])
 @pytest.mark.parametrize("backend", ["fa4", "flash"])
-@pytest.mark.parametrize("case", [n for n in CASES if "softcap" not in CASES[n][1]])
+@pytest.mark.parametrize(("case", "kv_heads"), with_heads(WITHOUT_SOFTCAP))
 def test_what_gpu_backends_are_told_of_parts(backend: str, case: str, kv_heads: int) -> None:
     if case not in TURNED:
         assert_right(divided(attention), case, kv_heads, backend)

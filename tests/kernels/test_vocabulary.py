@@ -36,7 +36,6 @@ from tigon.layers import LMHead
 N, C, D, V, K = 23, 8, 5, 131, 6
 CAPPED = Options(softcap=4.0, logit_scale=0.7)
 WIDTHS = {2: 66, 4: 44}  # W by the number of ranks: the last of four has no row but padding
-PER_ROW = ("nll", "z", "max_logit", "entropy")
 
 
 class Batch:

@@ -288,7 +288,6 @@ BIASES = {
     "seed_oss": ("v", "v"),
     "smollm3": ("v", "v"),
 }
-MLP_BIASES = ("mlp.gate_proj.bias", "mlp.up_proj.bias", "mlp.down_proj.bias")
 CONVOLUTION_BIASES = ("conv.conv.bias", "conv.in_proj.bias", "conv.out_proj.bias")
 # Beside PLAIN and AROUND
 LAYERS: dict[str, dict[str, str]] = {

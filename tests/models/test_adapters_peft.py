@@ -175,9 +175,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+# Every family with all of its layers, and with each of the other options in turn
+TURNS = [("all linear", [*CONFIGS][1 + i % 3]) for i in range(len(FIRST))]
+
+
 @pytest.mark.slow(first=10)
-@pytest.mark.parametrize("options", CONFIGS)
-@pytest.mark.parametrize(("model_type", "case"), FIRST)
+@pytest.mark.parametrize(
+    ("model_type", "case", "options"),
+    [(*row, options) for row, turn in zip(FIRST, TURNS, strict=True) for options in turn],
+)
 def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -> None:
     given = {"target_modules": list(some(model_type))} | CONFIGS[options]
     if given["target_modules"] == "all-linear":
@@ -189,8 +195,9 @@ def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -
 
 
 @pytest.mark.slow(first=10)
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize(("model_type", "case"), FIRST)
+@pytest.mark.parametrize(
+    ("model_type", "case", "dora"), [(*row, i % 2 == 0) for i, row in enumerate(FIRST)]
+)
 def test_ours_there(model_type: str, case: str, dora: bool, tmp_path: Path) -> None:
     base = reference(model_type, CASES[model_type][case], tmp_path / "base")
     decoder, out = MODELS[model_type].checkpoint_names.decoder, OUT.get(model_type, "o_proj")

@@ -7,25 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models.test_contract_inputs import IDS, LABELS, changed
 from tests.support.contract import tiny_llama
 from tigon.kernels import KL, CrossEntropy, LogProbs
 from tigon.models import Batch, CausalLM, Targets
 from tigon.models.inputs import check_prefixes
 
 t = torch.tensor
-IDS, LABELS = torch.arange(26).view(2, 13), torch.arange(26).view(2, 13) + 40
 HIDDEN = torch.zeros(2, 13, 56)
 THREE = t([0, 13, 20, 26])
 RESTARTS = t([[*range(13)], [*range(8), *range(5)]])
 LABELED = {"labels": LABELS}
 COEFFICIENT = torch.ones((), requires_grad=True)
 HALF_PADDED = torch.ones(2, 13).index_fill(1, torch.arange(9, 13), 0)
-
-
-def changed(row: int, column: int, value: int) -> torch.Tensor:
-    labels = LABELS.clone()
-    labels[row, column] = value
-    return labels
 
 
 def mask_of(value: float) -> torch.Tensor:

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
 from tests.support.contract import gradients
 from tests.support.recompute import recompute_above
+from tests.support.saved import saved_storages
 from tigon.kernels import qk_norm_rope, rms_norm, runtime, use
 from tigon.layers import GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
-from tigon.train.memory_tracker import Ledger, MemoryTracker
+from tigon.train.memory_tracker import Ledger, MemoryTracker, model_tensors
 
 CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]
@@ -108,17 +108,8 @@ B, T = 2, 4096
 
 def saved(model: CausalLM) -> int:
     """Bytes that a graph keeps, each memory once."""
-    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-    kept: dict[int, Any] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage
-        return x.detach()
-
     ids = torch.zeros(B, T, dtype=torch.int64, device="meta")
-    with use("triton"), saved_tensors_hooks(pack, lambda x: x):
+    with use("triton"), saved_storages(*model_tensors(model)) as kept:
         model(ids, labels=ids)
     return sum(storage.nbytes() for storage in kept.values())
 

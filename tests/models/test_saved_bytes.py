@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.test_rebuilt import assert_same, interpreted, step
 from tests.models.tiny import CASES, SIZES
 from tests.support.contract import gradients
 from tests.support.recompute import recompute_above
+from tests.support.saved import saved_storages
 from tigon.kernels import use
 from tigon.models import MODELS, CausalLM
 from tigon.models.config import FULL, SLIDING
@@ -76,16 +75,12 @@ def test_bytes_of_one_more_layer(model_type: str) -> None:
 
 def test_the_second_embedding_is_not_kept() -> None:
     """It comes beside the first one, of which the first block's stream is."""
-    model, kept = make("gemma4_text", 2, KEPT["gemma4_text"][0]), set[int]()
+    model = make("gemma4_text", 2, KEPT["gemma4_text"][0])
     ids = torch.zeros(B, T, dtype=torch.int64, device="meta")
-
-    def pack(x: Tensor) -> Tensor:
-        kept.add(x.untyped_storage().nbytes() // (2 * B * T))
-        return x.detach()
-
-    with use("triton"), saved_tensors_hooks(pack, lambda x: x):
+    with use("triton"), saved_storages() as kept:
         model(ids, labels=ids)
-    assert C in kept and C + 2 * P not in kept
+    numbers = {storage.nbytes() // (2 * B * T) for storage in kept.values()}
+    assert C in numbers and C + 2 * P not in numbers
 
 
 class Readings(TorchDispatchMode):

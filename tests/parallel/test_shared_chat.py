@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import tigon
 from tests.support.small import write_model
+from tests.test_chat import say
 from tests.train.ranks import Ranks
 from tigon.cli import main
 from tigon.cli.chat import Chat
@@ -43,12 +44,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(directory: Path) -> Chat:
     model = tigon.from_pretrained(directory)
     return Chat(model, tigon.Tokenizer.from_pretrained(directory), max_new_tokens=NEW)
-
-
-def say(chat: Chat, text: str) -> str:
-    said: list[str] = []
-    chat.answer(text, said.append)
-    return "".join(said)
 
 
 def converse(typed: str, settings: list[str], seconds: float = 0) -> None:

@@ -51,8 +51,9 @@ def started(
         process.wait()
 
 
-def test_a_signal_lets_running_requests_end(directory: Path) -> None:
-    with started(directory, TIGON_API_KEY="sesame") as (url, process):
+def test_a_signal_lets_running_requests_end(directory: Path, tmp_path: Path) -> None:
+    (link := tmp_path / "link").symlink_to(directory)  # requests have the name that was given
+    with started(link, TIGON_API_KEY="sesame") as (url, process):
         assert httpx.get(url + "/v1/models", timeout=60).status_code == 401
         headers = {"authorization": "Bearer sesame"}
         body = {"prompt": [5], "max_tokens": 250, "stream": True, "temperature": 1.0, "top_k": 0}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from tigon.train import main
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([__name__])
+CONTEXT.set_forkserver_preload(["tests.train.preload"])
 OUT, ERR = "stdout", "stderr"
 VIEWS = "returned a view tensor"  # FSDP2 warns of it, and of wrong gradients
 # What torchrun sets in the first of two processes, which it has on one host
@@ -127,11 +127,6 @@ def train_on(count: int, settings: list[str], **environment: str) -> str:
 def train_on_gpus(settings: list[str]) -> str:
     """A run on two ranks, on two GPUs if there are as many; what it prints."""
     return Ranks(2, main, settings, on_gpus=True).finish()
-
-
-def main_after(before: str, settings: list[str]) -> None:
-    exec(before, {})
-    main(settings)
 
 
 def _rank(

@@ -19,7 +19,6 @@ from tigon.train.export import load_checkpoint
 from tigon.train.vocabulary import add_stop_tokens
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-EOS = PLAIN.replace("\n{%", "{{ eos_token if m.role == 'assistant' }}\n{%")
 PROMPT = "{% if add_generation_prompt %}assistant: {% endif %}"
 UNMARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"

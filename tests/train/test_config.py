@@ -114,6 +114,8 @@ def test_help_names_settings_defaults_and_values():
         ("packing=yes please", "packing='yes please' is not true or false"),
         ("schedule=cosin", "schedule='cosin' is not one of cosine, linear, constant, wsd"),
         ("data=[1, 2]", r"data=.\[1, 2\]. is not text or a group of settings or a list of texts"),
+        ("eval_data=", r"eval_data='' is not text .*; eval_data=\[\] is an empty list$"),
+        ("loss=x", "unknown setting 'loss'; here: nothing to set: task says which loss"),
         ("data=[a, {weight: 1}]", r"data\[1\] needs .path.; it has weight"),
         ("push_to_hub=False", "push_to_hub=False is no repository"),
         # Values out of range
@@ -231,6 +233,7 @@ SAMPLES = {
     **{"push_to_hub": "a/b", "momentum": "0.9", "momentum>0": "0.9", "nesterov": "false"},
     **{"ns_steps": "6", "adjust_lr_fn": "original", "adamw_lr": "1", "adamw_lr>0": "1"},
     **{"lr>0": "1", "decay_steps": "9", "decay_type": "sqrt"},
+    **{"logits_to_keep": "4", "eval_logits_to_keep>0": "4"},
 }
 UNFULFILLED = {
     "export=true": "export=false",

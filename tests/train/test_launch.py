@@ -63,7 +63,7 @@ def launch_two(tmp_path, monkeypatch, capfd) -> Iterator[Launch]:
         write_rank_one_code(tmp_path, code)
         for name, value in environment(tmp_path).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "5")
+        monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
         with pytest.raises(SystemExit) as ended:
             main(["--nproc", "2", *settings])
         return ended.value.code, capfd.readouterr().err

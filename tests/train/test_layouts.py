@@ -54,7 +54,6 @@ MODEL_CHANGES: dict[str, dict[str, Any]] = FAMILIES | {
     "teacher": {"num_hidden_layers": 1},
     "few": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "one head": {"num_attention_heads": 1, "num_key_value_heads": 1},
-    # Eight ranks have a query head each, and four of them the same kv head
     "eight heads": {"num_attention_heads": 8, "hidden_size": 48, "head_dim": 6},
     "wide": {"head_dim": 128, "intermediate_size": 512},
     "untied": {"tie_word_embeddings": False},
@@ -66,7 +65,7 @@ MODEL_CHANGES: dict[str, dict[str, Any]] = FAMILIES | {
 SAME = {"steps": 3, "seq_len": 67, "batch_size": 2, "max_grad_norm": 0.1}  # odd
 # Adam divides a gradient by its size: where that is near eps, its rounding errors are as large as
 # the step. They are not with a larger eps.
-LONG = {"steps": 5, "warmup_steps": 2, "export": "true", "eps": 1e-6, "save_every": 2}
+LONG = {"steps": 4, "warmup_steps": 2, "export": "true", "eps": 1e-6, "save_every": 2}
 LONG |= {"keep_last": 0, "batch_size": 8}
 MOE = {"batch_size": 8, "export": "true", "router_aux_loss_coef": 0.5, "ema_decay": 0.5}
 MOE |= {"save_every": 2, "keep_last": 0, "model": "qwen3_moe"}
@@ -103,7 +102,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "zero": {"sharding": "gradients"},
     "dpo zero": DPO | {"sharding": "gradients", "reference": "teacher"},
     "kto zero": {"task": "kto", "data": "kto", "sharding": "gradients", "reference": "teacher"},
-    "dpo stream": DPO | {"streaming": "true", "shuffle_window": 64, "reference": "teacher"},
+    "dpo stream": DPO
+    | {"streaming": "true", "shuffle_window": 64, "reference": "teacher", "workers": 0},
     # A teacher whose heads are divided in another way
     "few heads": DISTILLED | {"model": "few"} | RECOMPUTED,
     "few heads dpo": DPO | {"model": "few", "reference": "one head"},
@@ -197,21 +197,16 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     ),
     "expert of four": (4, {"expert": 2}, ["qwen3_moe"]),
     "expert all": (4, {"expert": 4}, ["qwen3_moe"]),
-    "expert replicas": (4, {"replicate": 2, "expert": 2}, ["qwen3_moe", "moe recomputed"]),
-    "expert context": (4, {"context": 2, "expert": 2}, ["qwen3_moe", "moe muon"]),
+    "expert replicas": (4, {"replicate": 2, "expert": 2}, ["moe recomputed"]),
+    "expert context": (4, {"context": 2, "expert": 2}, ["moe muon"]),
     "expert tensor": (
         4, {"tensor": 2, "expert": 4},
-        [*FAMILIES, "moe of latents", "moe dpo", "moe recomputed", "moe muon", "moe in backward",
-         "lora experts", "lora of latents",
-         "lora dense experts"],
+        ["qwen2_moe", "moe of latents", "moe dpo", "moe recomputed", "moe muon", "moe in backward",
+         "lora experts", "lora of latents", "lora dense experts"],
     ),
     # Dense layers without FSDP, and experts that two ranks have
     "expert tensor alone": (4, {"tensor": 4, "expert": 2}, ["qwen2_moe", "lora experts"]),
-    "eight tensor": (8, {"tensor": 8}, ["eight heads"]),
-    "eight fsdp tensor": (8, {"fsdp": 4, "tensor": 2}, ["eight heads"]),
     "eight all": (8, {"fsdp": 2, "context": 2, "tensor": 2}, ["eight heads"]),
-    "eight expert": (8, {"expert": 8}, ["qwen3_moe"]),
-    "eight expert tensor": (8, {"fsdp": 4, "tensor": 2, "expert": 4}, ["qwen3_moe"]),
     # Experts that two ranks of each replica have
     "eight every one": (
         8, {"replicate": 2, "context": 2, "tensor": 2, "expert": 2}, ["qwen3_moe"],
@@ -233,11 +228,10 @@ RESUMED = [
     ("muon", "replicas", "fsdp"), ("muon", "tensor of four", "one"),
     ("muon", "one", "fsdp tensor"), ("average zero", "fsdp tensor", "one"),
     ("average zero", "one", "fsdp tensor"),
-    ("average", "fsdp tensor", "one"), ("average", "one", "tensor"),
     ("average of experts", "fsdp tensor", "one"), ("average of experts", "one", "tensor"),
     ("frozen", "tensor", "one"), ("frozen", "tensor", "tensor"), ("wide 8bit", "tensor", "one"),
-    ("wide 8bit", "one", "tensor"), ("wide 8bit", "one", "fsdp tensor"),
-    ("wide 8bit", "tensor", "tensor"), ("qwen3_moe", "expert tensor", "one"),
+    ("wide 8bit", "one", "fsdp tensor"), ("wide 8bit", "tensor", "tensor"),
+    ("qwen2_moe", "expert tensor", "one"),
     ("qwen3_moe", "one", "expert"), ("qwen3_moe", "expert of four", "expert tensor"),
     ("moe 8bit", "expert", "one"), ("lora dropout", "one", "tensor"),
     ("lora dropout", "tensor", "one"), ("lora dora", "fsdp tensor", "one"),
@@ -316,8 +310,8 @@ def test_other_layouts_resume(workspace, make, kind, before, after):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "kind"),
-    [("expert tensor", "mixtral"), ("expert tensor", "moe of latents"), ("fsdp tensor", "average"),
-     ("fsdp tensor", "lora dora"), ("expert tensor", "lora experts")],
+    [("expert tensor", "qwen2_moe"), ("expert tensor", "moe of latents"),
+     ("fsdp tensor", "average"), ("fsdp tensor", "lora dora"), ("expert tensor", "lora experts")],
 )  # fmt: skip
 def test_converted_checkpoint_equals_export(workspace, make, way, kind, tmp_path):
     run = workspace.root / make(way, kind)

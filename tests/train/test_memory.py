@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from tests.models.tiny import CASES, FIRST, SIZES
+from tests.support.saved import saved_storages
 from tests.support.small import EXPERTS, LLAMA, write_model
 from tigon.data.packing import MAX_KEY_COPIES
 from tigon.kernels import runtime, use
@@ -54,17 +53,8 @@ def planned(model: CausalLM, gpus: int = 1, compute: Any = torch.bfloat16, **cha
 
 def saved_by(model: CausalLM, device: str) -> int:
     """Bytes of all tensors that autograd keeps after a forward, without those of the model."""
-    own = {t.untyped_storage()._cdata for t in model_tensors(model)}
-    kept: dict[int, Any] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        if storage._cdata not in own:
-            kept[storage._cdata] = storage  # kept, so that no other has its place
-        return x.detach()
-
     ids = torch.zeros(1, SHORT, dtype=torch.int64, device=device)
-    with use("triton"), saved_tensors_hooks(pack, lambda x: x):
+    with use("triton"), saved_storages(*model_tensors(model)) as kept:
         model(ids, labels=ids)
     return sum(storage.nbytes() for storage in kept.values())
 

@@ -73,7 +73,7 @@ def held(*modules: nn.Module, ranks: int = 1) -> int:
 
 
 def gathered(*modules: nn.Module, ranks: int) -> int:
-    return ranks * held(*modules, ranks=ranks)
+    return -(-ranks * held(*modules, ranks=ranks) // BLOCK) * BLOCK  # one buffer
 
 
 HIDDEN = B * T * LARGE["hidden_size"] * 2

@@ -124,12 +124,13 @@ def test_processes_end_with_the_run(workspace, monkeypatch):
         time.sleep(60)
 
     monkeypatch.setattr(overlap, "tokenize_entries", lasts)
+    monkeypatch.setattr(overlap, "SMALL", 0)
     with start("cpu") as world:
         task = find_task("sft")(config, world)
         began = time.monotonic()
         with (
             pytest.raises(ValueError, match="stop"),
-            overlap.TokenizerProcess(task, load_tokenizer(config)),
+            overlap.tokenizer_process(task, load_tokenizer(config)),
         ):
             os.read(read, 1)
             os.close(write)

@@ -60,9 +60,9 @@ def test_the_product_is_the_number_of_ranks():
     assert Parallel(replicate=2).sizes(8) == MeshSizes(2, 4)
     assert Parallel(replicate=2, fsdp=2, tensor=2).sizes(8) == MeshSizes(2, 2, 1, 2)
     for settings, ranks, said in (
-        (Parallel(replicate=2, fsdp=3), 4, "2 x fsdp 3 = 6 is not the number of ranks, 4: start 6"),
-        (Parallel(replicate=3), 4, "3 does not divide the number of ranks, 4: start a multiple"),
-        (Parallel(fsdp=2), 1, "fsdp 2 is not the number of ranks, 1: start 2 processes"),
+        (Parallel(replicate=2, fsdp=3), 4, "2 x fsdp 3 is for 6 ranks, and there are 4: start 6"),
+        (Parallel(replicate=3), 4, "3 is for 3 ranks, and there are 4: start a multiple of 3"),
+        (Parallel(fsdp=2), 1, "fsdp 2 is for 2 ranks, and there are 1: start 2 processes"),
         (Parallel(expert=2), 1, r"expert=2 must divide .*, 1 \(.*: start more processes \(--nproc"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -70,20 +70,20 @@ def test_the_product_is_the_number_of_ranks():
 
 
 def test_wrong_sizes_are_named_once(workspace, monkeypatch):
-    with pytest.raises(SystemExit, match=r"parallel: replicate 2 does not divide the number"):
+    with pytest.raises(SystemExit, match=r"parallel: replicate 2 is for 2 ranks"):
         main(workspace.settings("none", **{"parallel.replicate": 2}))
     assert not (workspace.root / "none").exists()
     monkeypatch.setattr(sys.modules["tigon.train.launch"], "elastic_launch", pytest.fail)
     given = workspace.settings("none", **{"parallel.tensor": 3})
-    with pytest.raises(SystemExit, match="tensor 3 does not divide the number of ranks, 2"):
+    with pytest.raises(SystemExit, match="tensor 3 is for 3 ranks, and there are 2"):
         main(["--nproc", "2", *given])
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit, match="rank 1: parallel: tensor 3 does not divide"):
+    with pytest.raises(SystemExit, match="rank 1: parallel: tensor 3 is for 3 ranks"):
         main(given)  # started by hand: nobody else says it
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    for rank, said in (("0", "tensor 3 does not divide"), ("1", "^1$")):
+    for rank, said in (("0", "tensor 3 is for 3 ranks"), ("1", "^1$")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit, match=said):
             main(given)

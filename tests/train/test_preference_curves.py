@@ -14,7 +14,6 @@ from tests.train import preferences
 from tigon.data.encode_answers import compute_advantages
 from tigon.models.adapters.adapters import init_adapter
 from tigon.train import main
-from tigon.train.tasks import losses
 
 datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
@@ -110,7 +109,7 @@ REWARDS = (
 
 @pytest.mark.slow(first=1)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("loss_type", losses.DPO)
+@pytest.mark.parametrize("loss_type", ["sigmoid", "robust"])  # the others: test_losses.py
 def test_dpo(workspace: Any, loss_type: str) -> None:
     rows = preferences.pairs(ROWS)
     smoothing = 0.1 if loss_type == "robust" else 0.0
@@ -154,9 +153,8 @@ def test_dpo_with_an_adapter(workspace: Any, case: str) -> None:
     assert_same(workspace, run, found, *REWARDS)
 
 
-@pytest.mark.slow(first=2)
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo", "ipo", "hinge"])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "simpo"])
 def test_cpo_and_simpo(workspace: Any, loss_type: str) -> None:
     module = pytest.importorskip("trl.experimental.cpo")
     rows = preferences.text_pairs(ROWS, 1)  # TRL's adds eos to chats too, behind their last turn
@@ -245,14 +243,10 @@ def given_answers(rows: list[dict[str, Any]]) -> Any:
     return Trainer
 
 
-@pytest.mark.slow(first=4)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("loss_type", "level"),
-    [
-        *(("dapo", "token"), ("grpo", "token"), ("grpo", "sequence"), ("dr_grpo", "token")),
-        ("cispo", "token"),
-    ],
+    [("dapo", "token"), ("grpo", "sequence"), ("dr_grpo", "token"), ("cispo", "token")],
 )
 def test_policy_gradients(workspace: Any, loss_type: str, level: str) -> None:
     rows = preferences.rewarded(ROWS // G, each=G)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small import LLAMA, write_chats
+from tests.support.small import CHATML, LLAMA, write_chats
 from tests.train.adapters import assert_same_curve
 from tests.train.ranks import Ranks
 from tigon.train import load, logging, main
@@ -107,6 +107,10 @@ def test_another_data_stream_is_refused(workspace, whole, tmp_path):
     other = write_chats(tmp_path / "other.jsonl", 43, seed=9)
     with pytest.raises(SystemExit, match=r"made with other data than .*other\.jsonl"):
         main([*settings, "resume=auto", f"data={other}"])
+    (template := tmp_path / "chat.jinja").write_text(CHATML + "{# another #}")
+    message = r"or by an earlier version of Tigon \(settings that differ: chat_template .* -> "
+    with pytest.raises(SystemExit, match=message):
+        main([*settings, "resume=auto", f"chat_template={template}"])
 
 
 def test_an_existing_run_is_never_overwritten(workspace, whole, tmp_path):

@@ -113,11 +113,11 @@ def test_bad_prompts_are_named_before_the_first_step(workspace, tmp_path):
     file = tmp_path / "prompts.jsonl"
     for text, message in (
         ('{"text": "a"}\n', r'prompts.jsonl:1: a prompt has "prompt", a text, or "messages"'),
-        ('{"prompt": "a"}\n[', "prompts.jsonl:2 is not valid JSON"),
+        ('{"prompt": "a"}\n[', "prompts.jsonl:2: not valid JSON"),
         ('{"prompt": "a"}\n' * 65, "sample_prompts has 65 prompts: give at most 64"),
         (json.dumps({"prompt": "back " * 600}), "a prompt of .* the model reads 512 at most"),
         ('{"messages": ["a"]}', "prompts.jsonl:1: a message is an object with role and content"),
-        ("[" * 100_000, "prompts.jsonl:1 is (not valid JSON|nested deeper)"),
+        ("[" * 100_000, "prompts.jsonl:1: not valid JSON"),
         (" \n", "prompts.jsonl has no prompts"),
     ):
         file.write_text(text)

@@ -119,6 +119,17 @@ def test_full_disk_is_a_one_line_error(workspace, monkeypatch):
     assert list((workspace.root / "full/checkpoints").iterdir()) == []
 
 
+def test_a_disk_without_room_is_known_after_the_first_step(workspace, monkeypatch, capsys):
+    main(workspace.settings("space", steps=1))
+    assert "would end the run" not in capsys.readouterr().out
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 1 << 30, 1 << 19))
+    with pytest.raises(SystemExit, match=r"step-00000003 was not written"):
+        main(workspace.settings("room", steps=3, log_every=1))
+    lines = capsys.readouterr().out.splitlines()
+    (note,) = (i for i, line in enumerate(lines) if "too full: 0.9 MiB needed, 0.5" in line)
+    assert lines[note].startswith("note: the disk of ") and lines[note + 1].startswith("step 2/3")
+
+
 def test_nearly_equal_sizes_are_given_in_bytes(tmp_path, monkeypatch):
     free = 987_654
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1 << 30, 1 << 30, free))

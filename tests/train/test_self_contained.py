@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.commands import tigon
 from tests.support.small import EXPERTS, write_model
 from tests.train.checkpoints import assert_equal
 from tests.train.layouts import assert_same_tensors
@@ -14,6 +15,8 @@ from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.train import checkpoint, main
 from tigon.train.export import load_checkpoint
+
+__all__ = ["tigon"]
 
 
 @pytest.fixture(scope="module")
@@ -24,18 +27,6 @@ def run(workspace, tmp_path_factory) -> Path:
     main(workspace.settings("self-contained", **changes))
     shutil.rmtree(base)
     return workspace.root / "self-contained"
-
-
-@pytest.fixture
-def tigon(capfd):
-    def call(*arguments: object) -> str:
-        capfd.readouterr()
-        status = command([str(argument) for argument in arguments])
-        out, err = capfd.readouterr()
-        assert (status, err) == (0, "")
-        return out
-
-    return call
 
 
 def test_every_command_takes_a_run_or_a_checkpoint(run, tigon, tmp_path, workspace):

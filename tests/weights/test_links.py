@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return write_model(tmp_path / "folder")
 
 
-WRONG: dict[str, tuple[Callable[[Path, Path], None], str]] = {
+WRONG: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "absolute": (lambda place, secret: place.symlink_to(secret), "is a link to {secret}, outside"),
     "relative": (
         lambda place, secret: place.symlink_to(os.path.relpath(secret, place.parent)),
@@ -37,6 +37,10 @@ WRONG: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "device": (lambda place, _: place.symlink_to("/dev/zero"), "is a link to /dev/zero, outside"),
     "pipe": (lambda place, _: os.mkfifo(place), "is no file but a pipe"),  # would be waited for
     "nowhere": (lambda place, _: place.symlink_to("none"), "cannot be followed: No such file"),
+    "pointer": (
+        lambda place, _: place.write_text("version https://git-lfs.github.com/spec/v1\noid a"),
+        "is a pointer of Git LFS: `git lfs pull`",
+    ),
     "itself": (lambda place, _: place.symlink_to(place), "cannot be followed: .*symbolic links"),
 }
 TOKENIZER = ["vocab.json", "tokenizer.json", "additional_chat_templates/a.jinja"]

@@ -40,6 +40,7 @@ from tigon.train.export import (
     is_adapter,
 )
 from tigon.train.publish import push as push_folder
+from tigon.utils.config import prefix_errors
 from tigon.utils.terminal import one_line, raw_stream
 from tigon.weights import Repository
 
@@ -89,12 +90,10 @@ def chat(args: Namespace, world: World) -> int:
     with world.raise_on_all_ranks():
         model, tokenizer = load_model_and_tokenizer(args, world)
         check_sequences(model)
-        try:
-            settings = _sampling_settings(args) | {"eos_token_id": end_tokens(model, tokenizer)}
-            sizes = {"system": args.system, "max_new_tokens": args.max_new_tokens}
+        settings = _sampling_settings(args) | {"eos_token_id": end_tokens(model, tokenizer)}
+        sizes = {"system": args.system, "max_new_tokens": args.max_new_tokens}
+        with prefix_errors(args.model, ValueError):
             conversation = Chat(model, tokenizer, **sizes, settings=settings)
-        except ValueError as error:
-            raise ValueError(f"{args.model}: {error}") from None
     if world.size == 1:
         talk(conversation, args.model)
     else:

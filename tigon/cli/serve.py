@@ -34,7 +34,7 @@ def serve(args: Namespace) -> int:
             raise ValueError(f"{args.model} scores sequences and cannot write any")
         check_sequences(model)
         place, adapters = Path(args.model), dict(args.adapter)
-        name = args.name or (place.resolve().name if place.exists() else args.model)
+        name = args.name or (Path(os.path.abspath(place)).name if place.exists() else args.model)
         if name in adapters or len(adapters) < len(args.adapter):
             raise ValueError(f"--adapter: names must differ, also from the model's, {name}")
         load_adapters(model, adapters)

@@ -16,13 +16,12 @@ from tigon.data.formats import (
     Messages,
     Row,
     get_role,
-    index_names,
     prepend_system,
     read_template_variables,
     read_tools,
     type_name,
 )
-from tigon.data.messages import normalize_messages, read_json, read_messages
+from tigon.data.messages import index_names, normalize_messages, read_json, read_messages
 from tigon.tokenizer import common_prefix_length
 
 TextOrMessages = str | Messages
@@ -60,7 +59,7 @@ def parse_pair(row: Row, format: Format, *, shared_prompt: bool = True) -> Answe
     if prompt is not None:
         prompt = _text_or_messages(prompt, format.column("prompt"))
     if isinstance(prompt, list) and isinstance(chosen, str):
-        _check_same_kind((format.column("prompt"), "the answers"), (prompt, ""))
+        _check_same_kind((format.column("prompt"), names[0]), (prompt, chosen))
     if chosen == rejected:
         raise ValueError(f"{names[0]!r} and {names[1]!r} are equal")
     start = 0  # the index of an answer's first message in the row
@@ -223,8 +222,10 @@ def _build_sample(
 
 def _text_or_messages(value: Any, name: str) -> TextOrMessages:
     """The value, a text or normalized messages; raises ValueError for anything else."""
-    if isinstance(value, str | list):
-        return value if isinstance(value, str) else normalize_messages(value, name)
+    if isinstance(value, list):
+        return normalize_messages(value, index_names(name, len(value)))
+    if isinstance(value, str):
+        return value
     raise ValueError(f"{name!r} must be a text or a list of messages, not {type_name(value)}")
 
 

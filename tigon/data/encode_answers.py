@@ -210,7 +210,7 @@ class RewardedEncoder(AnswerEncoder):
         self.scale = scale
 
     def options(self) -> dict[str, Any]:
-        return super().options() | {"scale": self.scale}
+        return super().options() | {"scale": self.scale, "columns": sorted(self.per_example)}
 
     def row(self, row: Row, format: Format) -> Sequence[Example]:
         """Makes an example of each answer, with advantage and reward, NaN if unknown."""

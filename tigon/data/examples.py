@@ -21,7 +21,7 @@ from tigon.utils.json import escape
 SUPERVISED_COLUMN = {"supervised": np.bool_}  # the column of the tokens that are to be learned
 # A column that only some examples have, and what it is for the others. Examples in which it would
 # say nothing else have no such column.
-FILL_VALUES = {"loss_weights": 1.0, "reward": np.nan}
+FILL_VALUES = {"loss_weights": 1.0}
 WEIGHTED_COLUMNS = {**SUPERVISED_COLUMN, "loss_weights": np.float32}
 NO_COLUMNS: Mapping[str, Any] = MappingProxyType({})
 TOKEN_COLUMNS = ("teacher_tokens",)  # columns of tokens, besides those of the sequences
@@ -174,8 +174,7 @@ class Examples:
         columns: Mapping[str, np.ndarray] = getattr(self, kind)
         if name in columns or name not in FILL_VALUES:
             return columns[name]
-        count = len(self.tokens) if kind == "per_token" else len(self)
-        return np.broadcast_to(np.float32(FILL_VALUES[name]), count)
+        return np.broadcast_to(np.float32(FILL_VALUES[name]), len(self.tokens))
 
     def index(self, positions: np.ndarray) -> np.ndarray:
         """The index of the example that holds each token position."""

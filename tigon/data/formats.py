@@ -8,7 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from tigon.data.messages import normalize_messages, normalize_tools, read_json, read_messages
+from tigon.data.messages import (
+    index_names,
+    normalize_messages,
+    normalize_tools,
+    read_json,
+    read_messages,
+)
 from tigon.tokenizer.chat_template import check_variables
 
 Row = dict[str, Any]
@@ -108,6 +114,11 @@ class Format:
 
     def detect(self, row: Row, accepted: Sequence[str]) -> "Format":
         """Finds the format of the row among `accepted`; ValueError if none or several fit."""
+        if self.kind is not None and self.kind not in accepted:
+            task = TASK_OF_FORMAT.get(self.kind, "sft")
+            raise ValueError(
+                f"format={self.kind} is of task={task}, and not one of {', '.join(accepted)}"
+            )
         columns = dict(self.columns)
         for alias, key in KEY_ALIASES.items():
             if row.get(key) is None and row.get(alias) is not None:
@@ -115,12 +126,12 @@ class Format:
         format = replace(self, columns=columns)
         if self.kind is not None:
             fits = [self.kind] if format._fits(row, self.kind) else []
-            accepted = [kind for kind in accepted if kind == self.kind]
+            accepted = [self.kind]
         else:
             fits = [kind for kind in accepted if format._fits(row, kind)]
             mapped = [kind for kind in fits if self.columns.keys() & set(REQUIRED_KEYS[kind])]
             fits = mapped or fits
-        if len(fits) == 1 and fits[0] in accepted:
+        if len(fits) == 1:
             keys = (*REQUIRED_KEYS[fits[0]], *OPTIONAL_KEYS[fits[0]])
             if self.strict and (unread := self.columns.keys() - set(keys)):
                 text = f"columns: {min(unread)!r} is no key of the format {fits[0]} of these rows"
@@ -148,7 +159,8 @@ class Format:
             pairs = ", ".join(f"{key!r} is called {name!r}" for key, name in self.columns.items())
             hint = f"by columns=, {pairs} (an entry of data or eval_data may have columns too)"
         else:
-            hint = "columns= gives keys of other names, as in columns={messages: dialog}"
+            key = REQUIRED_KEYS[accepted[0]][0]
+            hint = f"columns= gives keys of other names, as in columns={{{key}: NAME}}"
         return f"needs the keys of one of the formats {expected}; its keys are {names}; {hint}"
 
     def _fits(self, row: Row, kind: str) -> bool:
@@ -216,25 +228,20 @@ def parse_chat(row: Row, format: Format) -> WeightedChat | WeightedText:
         names += [format.column("instruction"), format.column("output")]
     else:
         messages = _require_messages(row, format, "messages")
-        if format.kind == "sharegpt":
-            messages = [_convert_sharegpt(i, message) for i, message in enumerate(messages)]
         names = index_names(format.column("messages"), len(messages))
+        if format.kind == "sharegpt":
+            messages = list(map(_convert_sharegpt, messages, names))
     messages = prepend_system(messages, row, format)
     if len(messages) > len(names):
         names = [format.column("system"), *names]
         num_prompt += format.kind == "prompt_completion"
-    messages = normalize_messages(messages, "messages")
+    messages = normalize_messages(messages, names)
     answers = [get_role(message) == "assistant" for message in messages]
     if format.kind != "prompt_completion" and any(answers[:1]) and any(answers[1:]):
         num_prompt = 1  # an opening message of the assistant answers nothing
-    weights = [_pop_weight(i, message) for i, message in enumerate(messages)]
+    weights = list(map(_pop_weight, messages, names))
     tools, variables = read_tools(row, format), read_template_variables(row, format)
     return WeightedChat(messages, weights, names, num_prompt, weight, tools, variables)
-
-
-def index_names(name: str, count: int, start: int = 0) -> list[str]:
-    """Names the messages of a list for errors: messages[0], messages[1] and so on."""
-    return [f"{name}[{i}]" for i in range(start, start + count)]
 
 
 def read_template_variables(row: Row, format: Format) -> dict[str, Any]:
@@ -291,35 +298,35 @@ def _read_weight(row: Row, format: Format) -> float:
     return 1.0 if weight is None else _check_weight(weight, repr(format.column("weight")))
 
 
-def _pop_weight(i: int, message: Any) -> float | None:
+def _pop_weight(message: Any, name: str) -> float | None:
     """Removes `weight` or `train` from a message and returns its loss weight; None if it sets none.
     Raises ValueError for both, or for a bad value."""
     if not isinstance(message, dict):
         return None
     weight, train = message.pop("weight", None), message.pop("train", None)
     if train is not None and not isinstance(train, bool):
-        raise ValueError(f"messages[{i}]['train'] must be true or false, not {train!r:.100}")
+        raise ValueError(f"{name}['train'] must be true or false, not {train!r:.100}")
     if train is not None and weight is not None:
-        raise ValueError(f"messages[{i}] has both 'weight' and 'train': give one of them")
+        raise ValueError(f"{name} has both 'weight' and 'train': give one of them")
     if weight is None:
         return None if train is None else float(train)
-    return _check_weight(weight, f"messages[{i}]['weight']")
+    return _check_weight(weight, f"{name}['weight']")
 
 
-def _convert_sharegpt(i: int, message: Any) -> dict[str, Any]:
+def _convert_sharegpt(message: Any, name: str) -> dict[str, Any]:
     """Converts a message of ShareGPT to one with role and content, or tool_calls; other keys stay.
     Raises ValueError for an unknown speaker."""
     if not isinstance(message, dict) or not {"from", "value"} <= message.keys():
-        raise ValueError(f"messages[{i}] needs the keys 'from' and 'value', got {message!r:.100}")
+        raise ValueError(f"{name} needs the keys 'from' and 'value', got {message!r:.100}")
     speaker, value = message["from"], message["value"]
     role = SHAREGPT_ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
     if role is None:
         choices = ", ".join(SHAREGPT_ROLES)
-        raise ValueError(f"messages[{i}]['from']={speaker!r:.100} is not one of {choices}")
+        raise ValueError(f"{name}['from']={speaker!r:.100} is not one of {choices}")
     rest = {k: v for k, v in message.items() if k not in ("from", "value", "role", "content")}
     if role != "function_call":
         return {"role": role, "content": value, **rest}
-    calls = read_json(value, f"messages[{i}]['value'] of a function_call")
+    calls = read_json(value, f"{name}['value'] of a function_call")
     calls = calls if isinstance(calls, list) else [calls]
     return {"role": "assistant", "tool_calls": calls, **rest}
 

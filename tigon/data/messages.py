@@ -6,6 +6,7 @@ arguments as an object, as transformers documents it.
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from tigon.utils.json import object_from_pairs
@@ -15,11 +16,17 @@ ROLE_ALIASES = {"function": "tool", "human": "user", "gpt": "assistant"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in OpenAI's APIs
 
 
-def normalize_messages(messages: list[Any], name: str) -> list[Any]:
-    """Converts messages, but those that are no objects, to one form; ValueError names one."""
+def index_names(name: str, count: int, start: int = 0) -> list[str]:
+    """Names the messages of a list for errors: messages[0], messages[1] and so on."""
+    return [f"{name}[{i}]" for i in range(start, start + count)]
+
+
+def normalize_messages(messages: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    """Converts messages, but those that are no objects, to one form; ValueError for one that has
+    none, which it calls by its name in `names`."""
     return [
-        _normalize_message(message, f"{name}[{i}]") if isinstance(message, dict) else message
-        for i, message in enumerate(messages)
+        _normalize_message(message, name) if isinstance(message, dict) else message
+        for message, name in zip(messages, names, strict=True)
     ]
 
 

@@ -28,6 +28,7 @@ class Corpus:
         FILL_VALUES that are in `extra_columns` exist even if no part has them."""
         self.parts = tuple(parts)
         self.first_token = _offsets([len(part.tokens) for part in parts])
+        self.num_tokens = int(self.first_token[-1])
         self.first_group = _offsets([part.num_groups for part in parts])
         self.columns: dict[str, dict[str, np.ndarray]] = {"per_token": {}, "per_example": {}}
         for kind, columns in self.columns.items():
@@ -172,35 +173,6 @@ class WindowSource:
         """Ends a process that tokenizes; here there is none."""
 
 
-class GroupOrder:
-    """An endless order of groups, numbered through entries of these sizes.
-
-    With weights, entry i has its share w_i / sum(w) of every stretch of the order, and begins again
-    when it ends. Without, the entries follow each other. An epoch is as many groups as all have.
-    """
-
-    def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None = None):
-        self.sizes, self.epoch = tuple(sizes), sum(sizes)
-        self.weights = None if weights is None else tuple(weights)
-        self.pattern = None if weights is None else DrawPattern(weights)
-
-    def __call__(self, start: int, stop: int) -> np.ndarray:
-        """Returns int64, the groups at the places from `start` to `stop`."""
-        positions = np.arange(start, stop)
-        if self.pattern is None:
-            return positions % self.epoch
-        entry, index = self.pattern(positions)
-        return _offsets(self.sizes)[entry] + index % np.array(self.sizes)[entry]
-
-    def passes(self) -> list[float]:
-        """Counts how often an epoch goes through each entry."""
-        if self.pattern is None:
-            return [1.0] * len(self.sizes)
-        total = sum(self.pattern.shares)
-        draws = [self.epoch * share / total for share in self.pattern.shares]
-        return [drawn / size for drawn, size in zip(draws, self.sizes, strict=True)]
-
-
 class DrawPattern:
     """Interleaves entries by weight: the j-th draw of entry i has the key (j + 1/2) / w_i, and
     draws are sorted by key. Weights are rounded to whole shares, so the pattern repeats."""
@@ -229,7 +201,12 @@ class DrawPattern:
 
 
 class Mixture(WindowSource):
-    """Windows of a corpus that is complete, in memory or in the cache; see Stream for others."""
+    """Windows of a corpus that is complete, in memory or in the cache; see Stream for others.
+
+    With weights, entry i has its share w_i / sum(w) of every stretch of the groups, and begins
+    again when it ends. Without, the entries follow each other. An epoch is as many groups as all
+    have.
+    """
 
     def __init__(
         self,
@@ -241,20 +218,29 @@ class Mixture(WindowSource):
         """`entries`: the parts of each entry, which has one weight; `size`: groups in a window."""
         self.corpus = Corpus([part for parts in entries for part in parts])
         self.entry_of_part = [i for i, parts in enumerate(entries) for _ in parts]
-        sizes = [sum(part.num_groups for part in parts) for parts in entries]
-        self.order = GroupOrder(sizes, weights)
+        self.sizes = tuple(sum(part.num_groups for part in parts) for parts in entries)
+        self.weights = None if weights is None else tuple(weights)
+        self.pattern = None if weights is None else DrawPattern(weights)
         self.size = size
         self.repeats = weights is None
-        self.per_epoch: int = -(-self.order.epoch // size)
+        self.per_epoch: int = -(-sum(self.sizes) // size)
 
     def window(self, number: int) -> Window:
         """Makes window `number`, counted through all epochs."""
-        epoch, index = divmod(number, self.per_epoch)
-        start = index * self.size
-        stop = min(start + self.size, self.order.epoch)
-        groups = self.order(epoch * self.order.epoch + start, epoch * self.order.epoch + stop)
+        (epoch, index), total = divmod(number, self.per_epoch), sum(self.sizes)
+        groups = np.arange(index * self.size, min((index + 1) * self.size, total))
+        if self.pattern is not None:
+            entry, draws = self.pattern(epoch * total + groups)
+            groups = _offsets(self.sizes)[entry] + draws % np.array(self.sizes)[entry]
         last = index == self.per_epoch - 1
         return Window.from_groups(self.corpus, groups, epoch=epoch, index=index, last=last)
+
+    def passes(self) -> list[float]:
+        """Counts how often an epoch goes through each entry."""
+        if self.pattern is None:
+            return [1.0] * len(self.sizes)
+        share = sum(self.sizes) / sum(self.pattern.shares)
+        return [share * n / size for n, size in zip(self.pattern.shares, self.sizes, strict=True)]
 
     def check_vocabulary(self, size: int) -> None:
         """Raises ValueError if a token of the corpus is `size` or more."""
@@ -263,7 +249,7 @@ class Mixture(WindowSource):
     def identity(self) -> str:
         """Returns a digest of the groups and of their order."""
         parts = [part.identity() for part in self.corpus.parts]
-        order = self.order.sizes, self.order.weights
+        order = self.sizes, self.weights
         return hashlib.blake2b(repr((parts, order)).encode(), digest_size=16).hexdigest()
 
 

@@ -8,12 +8,6 @@ from tigon.generation.sampling import Sampling
 from tigon.generation.settings import check_generation_config
 
 __all__ = [
-    "DecodingTokenizer",
-    "GenerationModel",
-    "GenerationOutput",
-    "Sampling",
-    "StopStrings",
-    "Streamer",
-    "check_generation_config",
-    "generate",
-]
+    "DecodingTokenizer", "GenerationModel", "GenerationOutput", "Sampling", "StopStrings",
+    "Streamer", "check_generation_config", "generate",
+]  # fmt: skip

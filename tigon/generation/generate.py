@@ -5,18 +5,24 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from tigon.distributed.collectives import check_same_on_all_ranks
-from tigon.generation.criteria import Criterion, StoppingCriteria, check_criteria
-from tigon.generation.loop import LAG, Continuations, StopStrings, run_steps
-from tigon.generation.output import GenerationOutput, Recorder, Recording
+from tigon.generation.loop import (
+    LAG,
+    Continuations,
+    Criterion,
+    StoppingCriteria,
+    StopStrings,
+    check_criteria,
+    run_steps,
+)
+from tigon.generation.output import GenerationOutput, Recording
 from tigon.generation.prompt import (
-    CachingSteps,
     DecodingTokenizer,
     GenerationModel,
     PromptBatch,
@@ -26,9 +32,6 @@ from tigon.generation.prompt import (
 )
 from tigon.generation.sampling import Draws, Sampling
 from tigon.generation.settings import (
-    DEFAULTS,
-    UNSET,
-    CacheImplementation,
     GenerationSettings,
     resolve_max_new_tokens,
     resolve_settings,
@@ -40,6 +43,8 @@ from tigon.generation.steps import Call, DynamicSteps, StaticSteps, choose_cache
 from tigon.layers import KVCache, StaticCache
 from tigon.utils.json import quote
 from tigon.utils.memory import check_memory
+
+CachedSteps = DynamicSteps | StaticSteps | SpeculativeSteps
 
 
 @overload
@@ -68,86 +73,51 @@ def generate(
     *,
     attention_mask: Tensor | None = None,  # [B, T], 0 on padding, which is on the left
     generation_config: Any = None,  # a dict, or an object with to_dict()
-    max_new_tokens: int | None = UNSET,
-    max_length: int | None = UNSET,
-    min_new_tokens: int | None = UNSET,
-    num_return_sequences: int | None = UNSET,
-    do_sample: bool | None = UNSET,
-    temperature: float | None = UNSET,
-    top_k: int | None = UNSET,
-    top_p: float | None = UNSET,
-    min_p: float | None = UNSET,
-    repetition_penalty: float | None = UNSET,
-    eos_token_id: int | Sequence[int] | None = UNSET,
-    pad_token_id: int | None = UNSET,
-    stop_strings: str | Sequence[str] | None = UNSET,
     tokenizer: DecodingTokenizer | None = None,
-    seed: int | None = UNSET,
     streamer: Callable[[Tensor], object] | Streamer | None = None,
     stopping_criteria: Sequence[Criterion] | None = None,
     past_key_values: KVCache | StaticCache | None = None,
-    return_dict_in_generate: bool | None = UNSET,
-    output_scores: bool | None = UNSET,
-    output_logits: bool | None = UNSET,
-    use_cache: bool | None = UNSET,
-    cache_implementation: CacheImplementation | None = UNSET,
-    prefill_chunk_size: int | None = UNSET,
     assistant_model: GenerationModel | None = None,
-    num_assistant_tokens: int | None = UNSET,
-    **unsupported: Any,
+    **arguments: Any,
 ) -> Tensor | GenerationOutput:
     """Returns prompts and continuations [B, T + new], as transformers' `generate` does.
 
-    Missing settings come from `generation_config`, then `model.generation_config`, then the config
-    (eos and pad), then transformers' defaults: greedy; with `do_sample` temperature 1 and top_k 50;
-    20 new tokens without max_new_tokens and max_length (prompt and continuation). In a call None
-    turns a setting off: no top_k, top_p or min_p, no penalty, no eos, 20 new tokens. The settings
-    from `use_cache` on and the seed are never read from the model's files; None is their default.
-    `unsupported`: other arguments of transformers, accepted with values that change nothing.
+    Other arguments are the fields of `GenerationSettings`. Missing ones come from
+    `generation_config`, then `model.generation_config`, then the config (eos and pad), then
+    transformers' defaults: greedy; with `do_sample` temperature 1 and top_k 50; 20 new tokens. In a
+    call None turns a setting off: no top_k, top_p or min_p, no penalty, no eos, 20 new tokens.
+    Other arguments of transformers are accepted with values that change nothing.
 
-    Without attention_mask, pad_token_id marks padding, unless it is an eos token too. A row ends
-    after an eos token, but not before `min_new_tokens`, or after the token that completes a stop
-    string (decoded with `tokenizer`). It is then filled with pad_token_id, or eos without one.
-    `num_return_sequences` samples n rows of each prompt: [B * n, T + new]. With a seed a call
-    always samples the same tokens and does not touch the global random state; without one it uses
-    that state, on a GPU for a few draws more than there are tokens. `streamer` gets the new tokens
-    [B] of each step, on the CPU; transformers' streamers work too. `stopping_criteria` are called
-    after each token, with all tokens [B, T + n] and the scores if these are returned, and say which
-    rows end: a bool, or bool [B].
+    A row ends after an eos token, but not before `min_new_tokens`, or after the token that
+    completes a stop string (decoded with `tokenizer`). It is then filled with pad_token_id, or eos
+    without one. `num_return_sequences` samples n rows of each prompt: [B * n, T + new]. With a seed
+    a call always samples the same tokens and does not touch the global random state. `streamer`
+    gets the new tokens [B] of each step, on the CPU; transformers' streamers work too.
+    `stopping_criteria` are called after each token, with all tokens [B, T + n] and the scores if
+    these are returned, and say which rows end: a bool, or bool [B].
 
-    `past_key_values`: a cache that holds the beginning of `input_ids`, from an earlier call or
-    empty; only the tokens behind it are read, and those of this call are added. With
-    `return_dict_in_generate` it is returned with the tokens, as a GenerationOutput; and with
-    `output_scores` and `output_logits` what each token was chosen by.
-
-    `cache_implementation`: "dynamic" grows; "static" has room for 8192 new tokens at first, which
-    doubles, decodes with a CUDA graph and reads prompts `prefill_chunk_size` (8192) tokens at a
-    time; "quantized" is a static one in int8. By default static on a GPU, dynamic on a CPU, under
-    FSDP, and where a text can pass the length at which its RoPE turns (dynamic, LongRoPE).
-    `assistant_model`, smaller and with the same tokenizer, proposes `num_assistant_tokens` (5) at a
-    time: greedy tokens do not change, sampled ones keep their distribution, but not their seed.
+    `past_key_values`: a cache that holds the beginning of `input_ids`; only the tokens behind it
+    are read, and those of this call are added. With `return_dict_in_generate` it is returned with
+    the tokens, as a GenerationOutput; and with `output_scores` and `output_logits` what each token
+    was chosen by. `assistant_model`, smaller and with the same tokenizer, proposes
+    `num_assistant_tokens` (5) at a time. docs/generation.md has the caches, and what is exact.
 
     Raises ValueError for a value that is out of range or differs between ranks of a model. Warns of
     an argument without effect, and of a text that may exceed the model's context.
     """
-    arguments = locals()
-    passed = {name: arguments[name] for name in DEFAULTS if arguments[name] is not UNSET}
-    settings, files = resolve_settings(model, generation_config, passed, unsupported)
+    settings, files = resolve_settings(model, generation_config, arguments)
     pad, eos = settings.pad_token_id, settings.eos_token_id
     prompt = check_prompt(model, input_ids, attention_mask, pad, eos)
     cached = None if past_key_values is None else check_past(past_key_values, prompt)
-    _check_ranks(model, prompt, settings, cached)
+    inputs: dict[str, Any] = {"input_ids": prompt.ids, "attention_mask": prompt.mask}
+    inputs |= {"settings": settings, "past_key_values": cached}
+    check_same_on_all_ranks(model.communication_groups, "generate", inputs, model.device)
     max_tokens = resolve_max_new_tokens(prompt, settings, files.get("max_length", ""))
     call = _make_call(model, assistant_model, prompt, settings, max_tokens, past_key_values)
-    warn_unused(passed, settings, assistant_model is not None, call.cache)
+    warn_unused(arguments, settings, assistant_model is not None, call.cache)
     warn_length(max(prompt.lengths()) + max_tokens, model.config.max_position_embeddings)
-    stop = None
-    if settings.stop_strings:
-        if tokenizer is None:
-            text = f"stop_strings {quote(list(settings.stop_strings))} need the model's tokenizer"
-            raise ValueError(f"{files.get('stop_strings', '')}{text}: tokenizer=")
-        stop = StopStrings(settings.stop_strings, tokenizer)
     rows = prompt.repeat(settings.num_return_sequences).ids
+    stop = _make_stop_strings(settings, tokenizer, files)
     criteria = None
     if stopping_criteria:
         share = functools.partial(_first_of_ranks, model)
@@ -166,16 +136,16 @@ def generate(
     return GenerationOutput(sequences, **fields) if as_dict else sequences
 
 
-def _check_ranks(
-    model: GenerationModel,
-    prompt: PromptBatch,
-    settings: GenerationSettings,
-    cached: list[int] | None,  # tokens of each row in past_key_values
-) -> None:
-    """Raises ValueError on all ranks if they do not generate from the same inputs."""
-    inputs: dict[str, Any] = {"input_ids": prompt.ids, "attention_mask": prompt.mask}
-    inputs |= {"settings": settings, "past_key_values": cached}
-    check_same_on_all_ranks(model.communication_groups, "generate", inputs, model.device)
+def _make_stop_strings(
+    settings: GenerationSettings, tokenizer: DecodingTokenizer | None, files: Mapping[str, str]
+) -> StopStrings | None:
+    """Returns what detects the call's stop strings; ValueError for some without a tokenizer."""
+    if not settings.stop_strings:
+        return None
+    if tokenizer is None:
+        text = f"stop_strings {quote(list(settings.stop_strings))} need the model's tokenizer"
+        raise ValueError(f"{files.get('stop_strings', '')}{text}: tokenizer=")
+    return StopStrings(settings.stop_strings, tokenizer)
 
 
 def _make_call(
@@ -234,7 +204,30 @@ def _run(call: Call, output: Continuations) -> dict[str, Any]:
         return recorder.finish()
 
 
-def _make_steps(call: Call, output: Continuations) -> CachingSteps:
+class Recorder:
+    """Runs steps, records each at once, and leaves the cache of ended rows as it is."""
+
+    def __init__(self, steps: CachedSteps, output: Continuations, recording: Recording):
+        self._steps, self._output, self._recording = steps, output, recording
+        self._unfinished = set(output.unfinished)
+
+    def __call__(self, remaining: int) -> Tensor:
+        """Returns the next tokens [B, n], or ABSENT."""
+        self._recording.update(self._output.tokens)
+        if self._output.unfinished != self._unfinished:
+            self._unfinished = set(self._output.unfinished)
+            counts = [len(tokens) for tokens in self._output.tokens]
+            self._steps.hold({i: n for i, n in enumerate(counts) if i not in self._unfinished})
+        return self._steps(remaining)
+
+    def finish(self) -> dict[str, Any]:
+        """Returns the fields of a GenerationOutput without the sequences, after the last step."""
+        tokens = self._output.tokens
+        cache = self._steps.finish([*map(len, tokens)])
+        return self._recording.finish(tokens) | {"past_key_values": cache}
+
+
+def _make_steps(call: Call, output: Continuations) -> CachedSteps:
     """Makes the steps of a call, which have read the prompts if their cache is a static one."""
     device, generator, seed = call.prompt.ids.device, None, call.settings.seed
     if call.model.communication_groups and seed is None and call.settings.do_sample:

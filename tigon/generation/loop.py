@@ -1,23 +1,27 @@
-"""The loop over generation steps: stop strings, finished rows, and copies of tokens to the host.
+"""The loop over generation steps: what ends rows, and copies of tokens to the host.
 
 The device runs ahead: the host reads the tokens of a step some steps later.
 
-# B rows at first, b rows now, n tokens of a step
+# B rows at first, b rows now, n tokens of a step, T prompt tokens, V vocab
 """
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.generation.criteria import Scores, StoppingCriteria
-from tigon.generation.prompt import DecodingTokenizer, ShrinkingSteps, Steps
+from tigon.generation.prompt import DecodingTokenizer, Steps
 from tigon.kernels.loss.argmax import NOT_FINITE
 
 ABSENT = -1  # in place of a token if a step has none for a row
 LAG = 8  # steps that the host may be behind the device
 FEW_STEPS = 8  # with fewer steps to go, removing rows or capturing a graph costs more than it saves
+
+Scores = tuple[Tensor, ...] | None
+Criterion = Callable[[Tensor, Scores], Any]
 
 
 class StopStrings:
@@ -35,6 +39,55 @@ class StopStrings:
         # An unfinished character is U+FFFD until its last byte
         old = len(before.rstrip("\ufffd"))
         return any(text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self.strings)
+
+
+class StoppingCriteria:
+    """Asks each criterion after every token of all rows, in their order, which rows end with it.
+
+    A criterion gets all tokens [B, T + n], on the prompt's device, and the scores of the n new ones
+    or None, as in transformers. It returns a bool for all rows, or a bool tensor [B]. The device
+    may already be some steps ahead; what it has computed since is dropped.
+    """
+
+    def __init__(
+        self,
+        criteria: Sequence[Criterion],
+        prompt: Tensor,  # [B, T]
+        share: Callable[[Tensor], Tensor],  # returns the answers of the first rank on all ranks
+    ):
+        self._criteria, self._ids, self._share = criteria, prompt, share
+
+    def __call__(self, column: Tensor, scores: Scores) -> list[int]:
+        """Returns the rows that end with these tokens [B]; `scores`: of all new tokens so far."""
+        self._ids = torch.cat((self._ids, column[:, None].to(self._ids.device)), 1)
+        ends = torch.zeros(len(column), dtype=torch.bool, device=self._ids.device)
+        for criterion in self._criteria:
+            ends |= _read_answer(criterion, criterion(self._ids, scores), ends)
+        return self._share(ends.long()).nonzero().flatten().tolist()
+
+
+def check_criteria(criteria: Any) -> Sequence[Criterion]:
+    """Returns the criteria; raises TypeError for what is no list of functions."""
+    if not isinstance(criteria, Sequence) or not all(callable(f) for f in criteria):
+        raise TypeError(
+            f"stopping_criteria={criteria!r} is not a list of functions of input_ids and scores"
+        )
+    return criteria
+
+
+def _read_answer(criterion: Criterion, answer: Any, rows: Tensor) -> Tensor:
+    """Returns a criterion's answer as bool [B] or [1]; raises TypeError for another one."""
+    if isinstance(answer, bool | np.bool_ | Tensor):
+        ends = torch.as_tensor(answer, device=rows.device)
+        if ends.dtype == torch.bool and ends.numel() in (1, len(rows)):
+            return ends.flatten()
+        description = f"a {ends.dtype} tensor {list(ends.shape)}"
+    else:
+        description = f"{answer!r} ({type(answer).__name__})"
+    raise TypeError(
+        f"stopping_criteria: {criterion!r} returned {description}, and not a bool or a bool tensor "
+        f"[{len(rows)}]"
+    )
 
 
 class Continuations:
@@ -188,19 +241,19 @@ def run_steps(
     since. When at least half of the rows have ended, they are removed from the batch.
     """
     rows = list(range(len(output.tokens)))
-    copies = HostCopies(lag, in_step)
+    select, copies = getattr(steps, "select", None), HostCopies(lag, in_step)
     for done in range(output.max_tokens):
         remaining = min(output.remaining, output.max_tokens - done)
         copies.send(steps(remaining))
         for tokens in copies.receive():
             output.append(rows, tokens)
         half = 2 * len(output.unfinished) <= len(rows)
-        if half and remaining > FEW_STEPS and isinstance(steps, ShrinkingSteps):
+        if half and remaining > FEW_STEPS and select is not None:
             for tokens in copies.receive(everything=True):
                 output.append(rows, tokens)
             unfinished = [i for i, row in enumerate(rows) if row in output.unfinished]
             if unfinished:
-                steps.select(torch.tensor(unfinished, device="cpu"))
+                select(torch.tensor(unfinished, device="cpu"))
                 rows = [rows[i] for i in unfinished]
                 copies = HostCopies(lag, in_step)
         if not output.unfinished:

@@ -6,13 +6,10 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tigon.generation.loop import Continuations
-from tigon.generation.prompt import CachingSteps
 from tigon.layers import Cache
 from tigon.utils.outputs import Output
 
@@ -80,26 +77,3 @@ class Recording:
                 for column in columns[length:count]:
                     column[row] = 0  # a criterion has ended the row earlier
         return {name: tuple(c[: max(lengths)]) for name, c in self._columns.items()}
-
-
-class Recorder:
-    """Runs steps, records each at once, and leaves the cache of ended rows as it is."""
-
-    def __init__(self, steps: CachingSteps, output: Continuations, recording: Recording):
-        self._steps, self._output, self._recording = steps, output, recording
-        self._unfinished = set(output.unfinished)
-
-    def __call__(self, remaining: int) -> Tensor:
-        """Returns the next tokens [B, n], or ABSENT."""
-        self._recording.update(self._output.tokens)
-        if self._output.unfinished != self._unfinished:
-            self._unfinished = set(self._output.unfinished)
-            counts = [len(tokens) for tokens in self._output.tokens]
-            self._steps.hold({i: n for i, n in enumerate(counts) if i not in self._unfinished})
-        return self._steps(remaining)
-
-    def finish(self) -> dict[str, Any]:
-        """Returns the fields of a GenerationOutput without the sequences, after the last step."""
-        tokens = self._output.tokens
-        cache = self._steps.finish([*map(len, tokens)])
-        return self._recording.finish(tokens) | {"past_key_values": cache}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.distributed.collectives import Ranks
-from tigon.layers import Cache, KVCache, RotaryEmbedding, StaticCache
+from tigon.layers import KVCache, RotaryEmbedding, StaticCache
 
 
 class GenerationModel(Protocol):
@@ -76,31 +76,13 @@ class Streamer(Protocol):
 
 
 class Steps(Protocol):
-    """One generation step at a time on the device, without waiting for the values of tokens."""
+    """One generation step at a time on the device, without waiting for the values of tokens.
+
+    Steps from which rows can be removed also have `select(index)`, which keeps those of the index.
+    """
 
     def __call__(self, remaining: int) -> Tensor:
         """Returns the next tokens [b, n], or ABSENT; this is one of `remaining` calls at most."""
-        ...
-
-
-@runtime_checkable
-class ShrinkingSteps(Steps, Protocol):
-    """Steps from which rows can be removed."""
-
-    def select(self, index: Tensor) -> None:
-        """Keeps the rows `index` [n] of the b rows."""
-        ...
-
-
-class CachingSteps(Steps, Protocol):
-    """Steps whose cache can be used after them."""
-
-    def hold(self, ended: Mapping[int, int]) -> None:
-        """Leaves the cache of ended rows as it is; `ended`: row -> tokens after the prompt."""
-        ...
-
-    def finish(self, tokens: Sequence[int]) -> Cache | None:
-        """Returns the cache, if any, with the prompt and all but each row's last token."""
         ...
 
 

@@ -18,16 +18,6 @@ SMALLEST_FACTOR, LARGEST_FACTOR = 1e-30, 1e30  # what scores in fp32 can be divi
 CacheImplementation = Literal["dynamic", "static", "quantized"]
 
 
-class _Unset:
-    """The default of arguments, since None turns a setting off."""
-
-    def __repr__(self) -> str:
-        return "UNSET"
-
-
-UNSET: Any = _Unset()
-
-
 @dataclass(frozen=True)
 class GenerationSettings:
     """All settings of a call, with transformers' defaults.
@@ -105,27 +95,24 @@ UNSUPPORTED = {
 
 
 def resolve_settings(
-    model: GenerationModel,
-    generation_config: Any,
-    arguments: Mapping[str, Any],
-    unsupported: Mapping[str, Any],
+    model: GenerationModel, generation_config: Any, arguments: Mapping[str, Any]
 ) -> tuple[GenerationSettings, dict[str, str]]:
     """Resolves every setting: the call, generation_config, the model's, its config, the default.
 
-    `arguments` are those of the call, and `unsupported` those that generate does not name. Also
-    returns the path of the model's generation_config.json, as the prefix of a message, for each
-    setting that comes from it.
+    `arguments` are the call's. Also returns the path of the model's generation_config.json, as the
+    prefix of a message, for each setting that comes from it.
     """
     model_values = _values("model.generation_config", model.generation_config)
     passed = _values("generation_config", generation_config)
     from_files = model_values.keys() - passed.keys() - arguments.keys()
     files = {name: file_prefix(model) for name in from_files}
+    unsupported = {k: v for k, v in arguments.items() if k not in DEFAULTS}
     _check_unsupported(model_values | passed, unsupported, files)
     new, total = (arguments.get(name) for name in ("max_new_tokens", "max_length"))
     if new is not None and total is not None:
         raise ValueError(f"max_new_tokens={new} and max_length={total}: give one of them")
     config = {k: getattr(model.config, k, None) for k in TOKEN_SETTINGS}
-    call = {k: NONE_VALUES[k] if v is None else v for k, v in arguments.items()}
+    call = {k: NONE_VALUES.get(k) if v is None else v for k, v in arguments.items()}
     settings = dict(DEFAULTS)
     for layer in (
         _drop_none(config),

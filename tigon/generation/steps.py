@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,17 +21,7 @@ from tigon.kernels.runtime import runs_triton
 from tigon.layers import Cache, KVCache, StaticCache
 from tigon.layers.kv_state import Quantize
 from tigon.utils.graph_capture import capture_graph, on_capture_stream
-
-
-def pack_rows(lengths: Sequence[int], max_tokens: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of rows with at most `max_tokens` tokens in all, or of one longer row."""
-    start = tokens = 0
-    for row, length in enumerate(lengths):
-        if row > start and tokens + length > max_tokens:
-            yield start, row
-            start, tokens = row, 0
-        tokens += length
-    yield start, len(lengths)
+from tigon.utils.memory import split_by_size
 
 
 def _read_prompts(
@@ -42,7 +32,8 @@ def _read_prompts(
     flat = prompt.ids.flatten() if prompt.mask is None else prompt.ids[prompt.mask]
     bounds = list(itertools.accumulate(lengths, initial=0))
     logits = []
-    for start, stop in pack_rows(lengths, max_tokens):
+    for part in split_by_size(range(len(lengths)), lengths.__getitem__, max_tokens):
+        start, stop = part[0], part[-1] + 1
         ids, rows = flat[bounds[start] : bounds[stop]], cache.rows(start, stop)
         even = len(set(lengths[start:stop])) == 1
         if even:
@@ -350,9 +341,8 @@ class DynamicSteps:
 
     def hold(self, ended: Mapping[int, int]) -> None:
         """Lets these rows read padding, since all rows of a KVCache grow alike."""
-        self._ended = torch.zeros(len(self._tokens), 1, dtype=torch.bool, device="cpu")
-        self._ended[list(ended)] = True
-        self._ended = self._ended.to(self._tokens.device)
+        rows = range(len(self._tokens))
+        self._ended = torch.tensor([[row in ended] for row in rows], device=self._tokens.device)
 
     def finish(self, tokens: Sequence[int]) -> KVCache | None:
         """Returns the cache, with padding behind the ends of rows."""

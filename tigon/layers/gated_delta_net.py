@@ -149,7 +149,7 @@ class GatedDeltaNet(nn.Module):
         if state is None or ctx.append is None:
             o, _ = self._scan(tokens, ctx)
         else:
-            self._check_gradients(tokens, state, ctx.append)
+            self._check_gradients(tokens, ctx.append)
             if ctx.append.lengths is not None:
                 o = self._step(tokens, state, ctx.append.lengths)
             elif ctx.append.slots is not None:
@@ -159,12 +159,15 @@ class GatedDeltaNet(nn.Module):
         y = self.norm(o, z.unflatten(-1, (-1, self.value_dim)))
         return self.out_proj(y.flatten(2), *ctx.dropout_args)
 
-    def _check_gradients(self, tokens: DeltaTokens, state: DeltaState, append: CacheAppend) -> None:
-        """Raises ValueError if this pass has gradients that would end at the state."""
-        grows = append.lengths is None and append.slots is None
+    def _check_gradients(self, tokens: DeltaTokens, append: CacheAppend) -> None:
+        """Raises ValueError if this pass has gradients, which would not reach the tokens before."""
+        is_first = append.lengths is None and append.slots is None and not append.cached_tokens
         inputs = *tokens, self.conv1d.weight
-        learned = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-        state.check_gradients(learned, first=grows and not append.cached_tokens)
+        if not is_first and torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
+            raise ValueError(
+                "a state of Gated DeltaNet keeps no gradients: call the model inside "
+                "torch.no_grad() or torch.inference_mode(), or without a cache"
+            )
 
     def _convolve(self, mixed: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q and k [B, T, K, Dk], and v [B, T, H, Dv]."""

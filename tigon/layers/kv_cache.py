@@ -71,18 +71,11 @@ class Cache:
 class KVCache(Cache):
     """Grows with the texts that it holds, for any model; the first pass makes its states."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._length = self.rows = 0
+    def __init__(self, states: Sequence[LayerState] = (), rows: int = 0, length: int = 0) -> None:
+        """`states` hold `length` tokens of each of the rows."""
+        super().__init__(states)
+        self.rows, self._length = rows, length
         self.packed = False  # a batch of packed sequences has no single end to continue from
-
-    @classmethod
-    def holding(cls, states: Sequence[LayerState], rows: int, length: int) -> Self:
-        """Returns a cache with states that hold `length` tokens of each row."""
-        cache = cls()
-        cache._set_states(states)
-        cache.rows, cache._length = rows, length
-        return cache
 
     @property
     def length(self) -> int:

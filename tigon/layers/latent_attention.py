@@ -28,9 +28,7 @@ NORM_EPS = 1e-6  # of latents, whatever the other norms have
 class LatentSizes(NamedTuple):
     """The sizes of latent attention."""
 
-    q_lora_rank: (
-        int | None
-    )  # dims of the latent of queries; None: they are projected from the input
+    q_lora_rank: int | None  # dims of queries' latent; None: they are projected from the input
     kv_lora_rank: int  # L
     qk_nope_head_dim: int  # N
     qk_rope_head_dim: int  # R

@@ -72,14 +72,6 @@ class DeltaState(RecurrentState):
         heads, *dims = self.tensors[1].shape[2:]
         return f"state of {heads} heads with {dims[0]} x {dims[1]} numbers"
 
-    def check_gradients(self, learned: bool, first: bool) -> None:
-        """Raises ValueError if this pass has gradients, which would not reach the tokens before."""
-        if learned and not first:
-            raise ValueError(
-                "a state of Gated DeltaNet keeps no gradients: call the model inside "
-                "torch.no_grad() or torch.inference_mode(), or without a cache"
-            )
-
 
 class ConvState(RecurrentState):
     """The last inputs of a convolution."""

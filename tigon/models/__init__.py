@@ -38,16 +38,8 @@ def from_pretrained(
 
 
 __all__ = [
-    "MODELS",
-    "Batch",
-    "CausalLM",
-    "CausalLMOutput",
-    "LoraConfig",
-    "Targets",
-    "build",
-    "from_pretrained",
-    "load_weights",
-    "materialize",
-]
+    "MODELS", "Batch", "CausalLM", "CausalLMOutput", "LoraConfig", "Targets", "build",
+    "from_pretrained", "load_weights", "materialize",
+]  # fmt: skip
 if not TYPE_CHECKING:  # type checkers read the import of families instead
     __all__ += [family.__name__ for family in MODELS.values()]

@@ -43,14 +43,14 @@ def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> Non
                 assert isinstance(weight, NF4Weight)  # fp8 weights come from a checkpoint alone
                 store_nf4(weight, name, values.detach())
             elif name in parameters:  # a tied head is not
-                _copy_local(name, parameters[name], shard_specs.get(name), values.detach())
+                copy_local(name, parameters[name], shard_specs.get(name), values.detach())
         for kind, values in module_buffers(module).items():
             buffers[f"{path}.{kind}"].copy_(values)
         del values  # before the next module is allocated
         module.to_empty(device="meta", recurse=False)
 
 
-def _copy_local(name: str, parameter: Tensor, spec: ShardSpec | None, values: Tensor) -> None:
+def copy_local(name: str, parameter: Tensor, spec: ShardSpec | None, values: Tensor) -> None:
     """Copies this rank's shard of the values into the parameter."""
     shard = values if spec is None else spec.take(values)
     rows, first = local_rows(name, parameter)

@@ -35,11 +35,11 @@ def shard_blocks(
     """Shards each block as an FSDP group, and embedding, last norm and head as another.
 
     Embedding and head are one group since they may share a weight; what else runs before the blocks
-    is a group for each module. `experts`: with expert
-    parallelism, the mesh of ranks with the same experts, which are a separate group in each block.
-    `keeps_ends`: do not reshard embedding and head after forward, as backward begins with the head.
-    `compute`: the dtype of mixed precision, with gradients reduced in `reduction_dtype`; None: no
-    mixed precision. `one_backward`: whether a step has a single backward pass.
+    is a group for each module. `experts`: with expert parallelism, the mesh of ranks with the same
+    experts, which are a separate group in each block. `keeps_ends`: do not reshard embedding and
+    head after forward, as backward begins with the head. `compute`: the dtype of mixed precision,
+    with gradients reduced in `reduction_dtype`; None: no mixed precision. `one_backward`: whether a
+    step has a single backward pass.
     """
     disable_pdl(model)
     model.compute_dtype = compute

@@ -6,26 +6,15 @@ copies into and out of. Here a step has one all-gather of the weights, which ove
 forward, and one reduce-scatter of the gradients, which overlaps with its last backward, and nothing
 is copied:
 
-- Each rank has the same rows of every parameter as with FSDP2, Shard(0). They are contiguous in the
-  whole parameter's memory, so that an all-gather writes every row to its place, and a
-  reduce-scatter reads the gradient as autograd left it. Parameters of a block are still
-  communicated together: their NCCL calls are coalesced into one kernel. A flat buffer would need a
-  copy for each gather (with rank r's rows of all parameters together) or shards that begin and end
-  within rows (without), which 8-bit states, whose blocks lie within rows, Muon, and checkpoints of
-  rows do not support.
+- Each rank has the same rows of every parameter as with FSDP2, Shard(0), contiguous in the whole
+  parameter's memory, which collectives write and read in place. The NCCL calls of a block are
+  coalesced into one kernel. A flat buffer would need a copy for each gather, or shards that divide
+  rows, which 8-bit states, Muon and checkpoints of rows do not support.
 - Between steps the model's parameters are DTensors of these rows, as with FSDP2, so optimizers,
   clipping, weight averages, checkpoints and exports need no special case. During passes they are
   the whole parameters. If both have the same dtype, the rows are a view of the whole memory.
 - Autograd makes the tensor that backward computes the gradient of a parameter without one, so
-  nothing is added and nothing needs to be zeroed. The whole gradient is freed once it is reduced:
-  to keep it (ZeRO-1) would cost memory and save nothing.
-
-Alternatives in torch: DistributedDataParallel all-reduces gradients, twice the bytes, and to means
-instead of sums. ZeroRedundancyOptimizer distributes whole parameters, so that shards are uneven and
-not rows, and broadcasts them after the step, without overlap. fully_shard with
-reshard_after_forward=False saves the second gather but no copies, for the same memory;
-prefetching further ahead saves neither. Symmetric memory (torch.distributed._symmetric_memory)
-would move rows by copy engines instead of SMs within a host, in `_start`.
+  nothing is added and nothing needs to be zeroed. The whole gradient is freed once it is reduced.
 
 # R rows of a parameter, n ranks, r = ceil(R / n) rows of each, the last ones padded
 """
@@ -322,9 +311,9 @@ class Zero2:
 def shard_gradients(
     model: CausalLM, mesh: DeviceMesh, compute: torch.dtype, sums: torch.dtype
 ) -> Zero2:
-    """Shards the model's parameters, which may be on the meta device, between passes, by hooks.
+    """Shards the model's parameters, which may be on the meta device, between passes, by hooks;
+    returns the Zero2, which the model also keeps.
 
-    Returns the Zero2, which the model also keeps.
     `compute` is the dtype of the whole weights, `sums` the one in which gradients accumulate over
     micro-batches and are reduced over ranks. Gradients are summed, not averaged, and given in the
     dtype of the rows.

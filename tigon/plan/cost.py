@@ -370,16 +370,13 @@ class Step:
         return self.flops / self.seconds / gpu.flops
 
 
-def estimate_step(
-    job: Job, layout: Layout, learned: float = 1.0, sums: torch.dtype | None = None
-) -> Step:
-    """Returns the time of a step. `learned` is the share of tokens with a target, `sums` the dtype
-    in which FSDP reduces gradients, by default that of `reduction_dtype`."""
+def estimate_step(job: Job, layout: Layout, *, sums: torch.dtype | None = None) -> Step:
+    """Returns the time of a step. `sums` is the dtype in which FSDP reduces gradients, by default
+    that of `reduction_dtype`."""
     k, batches, shapes = job.constants, layout.micro_batches, job.shapes
     counts = shapes.counts(layout.tensor, layout.expert)
     ranks = {n: getattr(layout, n) for n in ("context", "tensor", "expert")}
-    shares = {"recomputed": layout.recomputed, "learned": learned}
-    work = shapes.work(layout.rows, job.seq_len, **ranks, **shares)
+    work = shapes.work(layout.rows, job.seq_len, **ranks, recomputed=layout.recomputed)
     compute = compute_seconds(work, k)
     step = Step({kind: batches * seconds for kind, seconds in compute.items()})
     item = getattr(torch, job.config.param_dtype).itemsize

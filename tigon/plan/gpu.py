@@ -4,7 +4,7 @@ gpus.json has the data sheets. constants.json has what bench/plan.py, its only w
 measured steps. A GPU without measurements reaches the shares of its data sheet of the measured one.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +13,12 @@ from tigon.utils.json import read_json
 
 FOLDER = Path(__file__).parent
 GPUS, CONSTANTS = FOLDER / "gpus.json", FOLDER / "constants.json"
+# By the rate of a data sheet: the constants that grow with it
+SCALED = {
+    "flops": ("products", "grouped", "recurrence"),
+    "bandwidth": ("product_bytes", "passes", "optimizer"),
+    "nvlink": ("nvlink", "nvlink_many"),
+}
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,9 @@ class Constants:
     hop: float  # extra latency per further host of a collective
 
     @classmethod
-    def read(cls, path: Path = CONSTANTS) -> Self:
-        """Reads the constants of the cost model from a file."""
-        values = read_json(path)["constants"]
-        return cls(**{f.name: values[f.name] for f in fields(cls)})
+    def read(cls) -> Self:
+        """Reads the constants of the cost model from constants.json."""
+        return cls(**read_json(CONSTANTS)["constants"])
 
     def attention_rate(self, head_dim: int) -> float:
         """Returns the attention rate of the nearest head_dim that was measured."""
@@ -68,14 +73,12 @@ class Constants:
         """Returns the constants of `gpu`: the same shares of its data sheet as on `measured`."""
         if gpu.name == measured.name:
             return self
-        compute = gpu.flops / measured.flops
-        memory = gpu.bandwidth / measured.bandwidth
-        link = gpu.nvlink / measured.nvlink
         changes: dict[str, Any] = {
-            n: getattr(self, n) * compute for n in ("products", "grouped", "recurrence")
+            name: getattr(self, name) * (getattr(gpu, rate) / getattr(measured, rate))
+            for rate, names in SCALED.items()
+            for name in names
         }
-        changes |= {n: getattr(self, n) * memory for n in ("product_bytes", "passes", "optimizer")}
-        changes |= {n: getattr(self, n) * link for n in ("nvlink", "nvlink_many")}
+        compute = gpu.flops / measured.flops
         changes["attention"] = {d: rate * compute for d, rate in self.attention.items()}
         return replace(self, **changes)
 

@@ -105,7 +105,6 @@ class DecodeBatch:
         # Token, its log-probability, then the TOP likeliest tokens and their log-probabilities
         self._output = torch.zeros(rows, 2 + 2 * TOP, dtype=torch.float64, device=device)
         self._top = min(TOP, vocab)
-        self.adapter = model.active_adapter
         self._replays: dict[Any, GraphedStep] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
@@ -124,11 +123,6 @@ class DecodeBatch:
             for _ in range(3):
                 for end in {1 << i for i in range(rows.bit_length())} | {rows}:
                     self._run(end, needs, False)
-
-    def use_adapter(self, name: str | None) -> None:
-        """Writes by another of the model's adapters, or by none; no row may hold a text."""
-        self.model.set_adapter(name)
-        self.adapter = name
 
     def begin(self, start: int, prompts: Sequence[Sequence[int]]) -> Reading:
         """Empties the rows from `start` on for these prompts, of one token or more."""
@@ -174,7 +168,10 @@ class DecodeBatch:
     def _run(self, rows: int, work: SamplingNeeds, logprobs: bool) -> Tensor:
         """Runs a step of this many rows, by its graph once it has been run twice."""
         step = rows, work, logprobs
-        key = self.adapter, *step  # a graph is that of the adapter it was captured with
+        key = (
+            self.model.active_adapter,
+            *step,
+        )  # a graph is that of the adapter it was captured with
         if key not in self._replays:
             self._replays[key] = GraphedStep(self.model, None, self._pool)
         return self._replays[key](lambda: self._step(*step), FEW_STEPS + 1)

@@ -194,10 +194,10 @@ class Engine:
             if not self._waiting or None not in self._rows:
                 return None
             adapter = self._waiting[0].adapter
-            if adapter != self._batch.adapter:
+            if adapter != self.model.active_adapter:
                 if any(self._rows):  # of another one: it comes when they have ended
                     return None
-                self._batch.use_adapter(adapter)
+                self.model.set_adapter(adapter)
             start, answers, tokens = self._rows.index(None), list[Answer](), 0
             for row in range(start, self.max_rows):
                 if self._rows[row] is not None or not self._waiting:

@@ -206,7 +206,7 @@ def resolve(request: Request | None, model: CausalLM, ends: Sequence[int]) -> Ge
         passed["stop_strings"] = request.stop
     passed |= {"num_return_sequences": 1, "eos_token_id": list(ends)}
     try:
-        settings, _ = resolve_settings(model, None, passed, {})
+        settings, _ = resolve_settings(model, None, passed)
     except (TypeError, ValueError) as error:
         raise RequestError(str(error)) from None
     return settings

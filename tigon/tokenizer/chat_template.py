@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from tigon.tokenizer.tool_schema import tool_schema
+from tigon.utils.config import prefix_errors
 from tigon.utils.json import escape
 
 Message = Mapping[str, Any]
@@ -246,10 +247,8 @@ def check_variables(variables: Any, name: str) -> None:
         raise ValueError(
             f"{name} must be an object of the chat template's own variables, not {variables!r:.100}"
         )
-    try:
+    with prefix_errors(name, ValueError):
         _plain(variables)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 def check_unicode(text: Any) -> None:

@@ -1,7 +1,6 @@
 """Exports of a run, written while training goes on."""
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,10 @@ class Exporter(checkpoint.BackgroundWriter):
     """
 
     def __init__(self, world: World, *, background: bool = True) -> None:
+        super().__init__()
         self.world, self.background = world, background
         # A separate group: the writer's messages would mix with those of training
         self._ranks = WriterGroup(dist.new_group(backend="gloo"))
-        self._thread = ThreadPoolExecutor(1)
-
-    def __exit__(self, *error: Any) -> None:
-        try:
-            super().__exit__(*error)
-        finally:
-            self._thread.shutdown()
 
     def export(
         self,
@@ -84,8 +77,3 @@ class Exporter(checkpoint.BackgroundWriter):
         self.pending = self._thread.submit(write_files)
         if not background:
             self.wait()
-
-    def wait(self) -> None:
-        if self.pending is not None:
-            pending, self.pending = self.pending, None
-            pending.result()

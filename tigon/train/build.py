@@ -6,10 +6,11 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 
 import torch
+from huggingface_hub import get_token
 
 from tigon.data import Loader
 from tigon.kernels.attention.backends import check_training, missed_speed
@@ -37,7 +38,6 @@ from tigon.train.model import (
     check_fp8,
     check_sizes,
     compute_dtype,
-    describe_tokens,
     match_fp8_except,
     named_projections,
     read_model_config,
@@ -54,13 +54,17 @@ from tigon.train.optim import (
 from tigon.train.optim.groups import num_steps
 from tigon.train.overlap import EarlyModel, tokenizer_process
 from tigon.train.prefetch import Prefetcher
-from tigon.train.publish import lacks_token
 from tigon.train.resume import check_shared, claim
 from tigon.train.samples import SamplePrompt, read_prompts
 from tigon.train.state import TrainState
 from tigon.train.tasks import Task, find_task
 from tigon.train.throughput import Meter
-from tigon.train.vocabulary import add_stop_tokens, read_tokenizer, with_added_tokens
+from tigon.train.vocabulary import (
+    add_stop_tokens,
+    read_tokenizer,
+    read_vocabulary,
+    with_added_tokens,
+)
 from tigon.weights import Repository
 from tigon.weights.files import read_lock
 
@@ -105,26 +109,14 @@ class TrainingRun(RunInputs):
     model: CausalLM
     optimizer: torch.optim.Optimizer
     saver: checkpoint.Saver
+    exporter: Exporter
+    prefetcher: Prefetcher  # of the micro-batches of the next steps
+    meter: Meter  # of the speed of steps
     ema: Ema | None
     in_backward: InBackward | None  # updates the weights during backward
     prompts: list[SamplePrompt] = field(default_factory=list)  # of samples
     benchmarks: Callable[[], dict[str, float]] | None = None  # measures lm-eval's tasks
     base: str = ""  # digest of an adapter's base
-
-    @cached_property
-    def prefetcher(self) -> Prefetcher:
-        """The prefetcher of the micro-batches of the next steps, made once."""
-        return Prefetcher(self.data, self.world.device)
-
-    @cached_property
-    def exporter(self) -> Exporter:
-        """The writer of exports, made once; every rank creates it at the same time."""
-        return Exporter(self.world, background=self.config.async_save)
-
-    @cached_property
-    def meter(self) -> Meter:
-        """The meter of the speed of steps, made once."""
-        return Meter(self.model, self.world, compute_dtype(self.config, self.world.device))
 
 
 def read_inputs(
@@ -174,7 +166,7 @@ def read_inputs(
         task.config = config
         if process is not None and early is not None:
             early.build(process, task, source, choice)
-            process.wait()
+            process.join()
     with world.raise_on_all_ranks():
         cursor = None if source is None else checkpoint.read_metadata(source).get("cursor")
         data = build_loader(task, config.data, tokenizer, cursor=cursor)
@@ -284,8 +276,8 @@ def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalL
         f"on {world.size} x {world.device.type}{layout}"
     )
     yield f"steps: {inputs.start} to {steps}{epoch}"
-    if inputs.source is None:
-        yield from describe_tokens(config)
+    if inputs.source is None and (vocabulary := read_vocabulary(config)) is not None:
+        yield from vocabulary.describe(read_model_config(config).vocab_size)
     if inputs.choice is not None:
         yield str(inputs.choice)
     yield from (f"note: {text}" for text in find_slow_attention(config, model))
@@ -312,6 +304,9 @@ def build_run(
         model=model,
         optimizer=optimizer,
         saver=checkpoint.Saver(path, world, keep=keep, background=background),
+        exporter=Exporter(world, background=background),
+        prefetcher=Prefetcher(inputs.data, world.device),
+        meter=Meter(model, world, compute_dtype(config, world.device)),
         ema=ema,
         in_backward=build_in_backward(model, optimizer, config),
     )
@@ -380,7 +375,7 @@ def find_unused_settings(config: Config, steps: int, device: torch.device) -> li
         notes.append("accumulate_fp32=true changes nothing: float32 weights have float32 sums")
     if config.spike != Config.spike and not config.spike_sigma:
         notes.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
-    if lacks_token(config):
+    if config.push_to_hub and get_token() is None:
         notes.append(
             f"push_to_hub={config.push_to_hub} needs a token: run `hf auth login`, or set HF_TOKEN"
         )

@@ -6,7 +6,6 @@ config_rules.py.
 
 # ruff: noqa: RUF009
 
-import math
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -73,25 +72,19 @@ class Parallel:
         others = self.replicate * self.context * self.tensor
         fsdp = max(1, ranks // others) if self.fsdp is None else self.fsdp
         sizes = MeshSizes(self.replicate, fsdp, self.context, self.tensor, self.expert)
-        if sizes.ranks == ranks:
-            if sizes.shards * self.tensor % self.expert:
-                raise ValueError(
-                    f"parallel.expert={self.expert} must divide the ranks that share the weights, "
-                    f"{sizes.shards * self.tensor} (fsdp {fsdp} x context {self.context} x tensor "
-                    f"{self.tensor}): start more processes (--nproc), or change parallel.expert"
-                )
-            return sizes
-        numbers = {"replicate": self.replicate, "fsdp": self.fsdp, "context": self.context}
-        numbers["tensor"] = self.tensor
-        named = [f"{name} {size}" for name, size in numbers.items() if size not in (None, 1)]
-        product = math.prod(size for size in numbers.values() if size is not None)
-        exact = self.fsdp is not None
-        equals = f" = {product}" if len(named) > 1 else ""
-        raise ValueError(
-            f"parallel: {' x '.join(named) or 'fsdp 1'}{equals} "
-            f"{'is not' if exact else 'does not divide'} the number of ranks, {ranks}: start "
-            f"{'' if exact else 'a multiple of '}{product} processes (--nproc), or change parallel"
-        )
+        if sizes.ranks != ranks:
+            needed = f"a multiple of {others}" if self.fsdp is None else sizes.ranks
+            raise ValueError(
+                f"parallel: {sizes.description or 'fsdp 1'} is for {sizes.ranks} ranks, and there "
+                f"are {ranks}: start {needed} processes (--nproc), or change parallel"
+            )
+        if sizes.shards * self.tensor % self.expert:
+            raise ValueError(
+                f"parallel.expert={self.expert} must divide the ranks that share the weights, "
+                f"{sizes.shards * self.tensor} (fsdp {fsdp} x context {self.context} x tensor "
+                f"{self.tensor}): start more processes (--nproc), or change parallel.expert"
+            )
+        return sizes
 
 
 MESH = ", ".join(f"{f.name}: {f.default or 'null'}" for f in fields(Parallel))

@@ -16,6 +16,7 @@ from tigon.utils.config import (
     build_settings,
     find_misspelled,
     group_fields,
+    prefix_errors,
     read_settings,
 )
 from tigon.utils.json import quote
@@ -82,10 +83,8 @@ def _read_file(path: str | Path) -> dict[str, Any]:
     content = parse_yaml(Path(path).read_bytes(), path) or {}
     if not isinstance(content, dict):
         raise ValueError(f"{path}: needs `key: value` lines, not a {type(content).__name__}")
-    try:
+    with prefix_errors(str(path), ValueError):
         return _read(content, _number)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _with_entries(line: dict[str, Any], file: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,8 @@ REQUIRES = (
     ("predictions", "eval_data or eval_fraction", ""),
     ("return_logits", "hooks", "nothing else would see them"),
     ("eval_return_logits=true", "hooks", "nothing else would see them"),
+    ("logits_to_keep", "packing=false", "a packed line has several sequences"),
+    ("eval_logits_to_keep>0", "packing=false", "a packed line has several sequences"),
     ("patience", "eval_every", "it counts evaluations"),
     ("patience", "eval_data or eval_fraction", "it counts evaluations"),
     ("streaming", "steps", "a stream has no known end"),
@@ -103,6 +105,11 @@ FAULTS: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
         lambda c: c.micro_batch_size != "auto" and c.batch_size % c.micro_batch_size,
         "batch_size={c.batch_size} must be a multiple of micro_batch_size={c.micro_batch_size}",
+    ),
+    (
+        lambda c: 1 in (c.logits_to_keep, c.eval_logits_to_keep),
+        "logits_to_keep=1 leaves nothing to learn: the last position of a sequence predicts no "
+        "token; k keeps the predictions of its last k - 1 tokens",
     ),
     (
         lambda c: c.warmup_steps >= 1 and c.warmup_steps % 1,

@@ -24,7 +24,14 @@ from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import Attention
 from tigon.models import CausalLM
 from tigon.models.decoder import Decoder
-from tigon.train.graph_checks import GraphKey, Recompute, ReplayGuard, check_model, graph_key
+from tigon.train.graph_checks import (
+    GraphKey,
+    PassInputs,
+    Recompute,
+    ReplayGuard,
+    check_model,
+    graph_key,
+)
 from tigon.train.launch_meter import LaunchMeter
 from tigon.utils.graph_capture import capture_graph, on_capture_stream
 
@@ -153,26 +160,16 @@ class CapturedGraph:
         self.dx: Tensor | None = None
 
     def capture(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        mask: AttentionMask,
-        dropout_keys: Tensor | None,
-        pool: Any,
-        options: tuple[Recompute, bool],
-        *,
-        adds: bool,
+        self, inputs: PassInputs, pool: Any, options: tuple[Recompute, bool], *, adds: bool
     ) -> Self:
         """Captures both graphs in the pool that all share, with the decoder's `options` recompute
         and routing, and returns itself. `adds`: backward adds to gradients."""
         self.adds, self.options = adds, options
+        x, mask, device = inputs.x, inputs.mask, inputs.x.device
         self.causal, self.longest, self.backend = mask.causal, mask.longest, mask.backend
         self.x = x.detach().clone().requires_grad_(x.requires_grad)
-        self.positions = positions.clone()
-        self.bounds, self.segments, self.real, self.keys = (
-            None if t is None else t.clone() for t in (*mask_tensors(mask), dropout_keys)
-        )
-        device = x.device
+        self.positions = inputs.positions.clone()
+        self.optional = [None if t is None else t.clone() for t in inputs.optional()]
         self._forward = capture(self._run_forward, device, pool)
         self.upstream = [
             torch.empty_like(out) if i in self.learned else None
@@ -184,18 +181,19 @@ class CapturedGraph:
 
     def _run_forward(self) -> None:
         """Runs the blocks on the graph's static inputs; sets `outputs`."""
+        bounds, segments, real, keys = self.optional
         mask = AttentionMask(
             self.x.shape[1],
-            segment_ids=self.segments,
-            key_mask=self.real,
+            segment_ids=segments,
+            key_mask=real,
             causal=self.causal,
-            cu_seq_lens=self.bounds,
+            cu_seq_lens=bounds,
             longest=self.longest,
             backend=self.backend,
         )
         with torch.enable_grad():
             hidden, tallies = self.decoder(
-                *(self.x, self.positions, mask, None, *self.options), dropout_keys=self.keys
+                *(self.x, self.positions, mask, None, *self.options), dropout_keys=keys
             )
         self.outputs = [hidden, *tallies]
 
@@ -207,16 +205,13 @@ class CapturedGraph:
         self.dx, self.x.grad = self.x.grad, None
         self.outputs = [out.detach() for out in self.outputs]
 
-    def forward(
-        self, x: Tensor, positions: Tensor, mask: AttentionMask, dropout_keys: Tensor | None
-    ) -> list[Tensor]:
+    def forward(self, inputs: PassInputs) -> list[Tensor]:
         """Returns hidden states and routers' tallies for these inputs, by a replay, in memory that
         the next one overwrites."""
         with torch.no_grad():
-            self.x.copy_(x)
-        self.positions.copy_(positions)
-        static_inputs = self.bounds, self.segments, self.real, self.keys
-        for static, new in zip(static_inputs, (*mask_tensors(mask), dropout_keys), strict=True):
+            self.x.copy_(inputs.x)
+        self.positions.copy_(inputs.positions)
+        for static, new in zip(self.optional, inputs.optional(), strict=True):
             if static is not None and new is not None:
                 static.copy_(new)
         self._forward()
@@ -237,10 +232,6 @@ class CapturedGraph:
         self._backward()
         buffers.after_replay()
         return self.dx
-
-
-def mask_tensors(mask: AttentionMask) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    return mask.cu_seq_lens, mask.segment_ids, mask.key_mask
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
@@ -320,37 +311,31 @@ class Graphs:
             return self.decoder(x, position_ids, mask, *rest)
         self._check_fingerprint()
         roomy = pad_cu_seqlens(mask, x.shape[0] * x.shape[1], self.windows)
-        kind = graph_key(x, position_ids, roomy, recompute, routing, dropout_keys)
+        inputs = PassInputs(x, position_ids, roomy, dropout_keys)
+        kind = graph_key(inputs, recompute, routing)
         if kind not in self.learned and not self._add(kind):
             return self.decoder(x, position_ids, mask, *rest)
         learned, adds = self.learned[kind], self.gradients.exist()
         # The pass that decides where gradients stay is one that writes them
         if not learned or (adds and not self.gradients.memory):
-            return self._first(learned, x, position_ids, roomy, *rest)
+            return self._first(learned, inputs, *rest)
         key = kind, adds
         if key not in self.captured:
-            self._capture(key, x, position_ids, roomy, dropout_keys, (recompute, routing))
+            self._capture(key, inputs, (recompute, routing))
             if self.off:
                 return self.decoder(x, position_ids, mask, *rest)
-        args = self._anchor, x, position_ids, roomy, dropout_keys
-        hidden, *tallies = _ReplayFunction.apply(self, self.captured[key], *args)
+        captured = self.captured[key]
+        hidden, *tallies = _ReplayFunction.apply(self, captured, self._anchor, *inputs)
         return hidden, tallies
 
     def _capture(
-        self,
-        key: tuple[GraphKey, bool],
-        x: Tensor,
-        positions: Tensor,
-        mask: AttentionMask,
-        dropout_keys: Tensor | None,
-        options: tuple[Recompute, bool],
+        self, key: tuple[GraphKey, bool], inputs: PassInputs, options: tuple[Recompute, bool]
     ) -> None:
         """Captures the graph of a kind of pass; where auto cannot, turns graphs off."""
         kind, adds = key
         graph = CapturedGraph(self.decoder, self.gradients, frozenset(self.learned[kind]))
-        inputs = x, positions, mask, dropout_keys
         try:
-            self.captured[key] = graph.capture(*inputs, self.pool, options, adds=adds)
+            self.captured[key] = graph.capture(inputs, self.pool, options, adds=adds)
         except CaptureError as error:
             if not self.auto:
                 raise
@@ -430,15 +415,15 @@ class Graphs:
         return False
 
     def _first(
-        self, learned: set[int], x: Tensor, positions: Tensor, mask: AttentionMask, *rest: Any
+        self, learned: set[int], inputs: PassInputs, *rest: Any
     ) -> tuple[Tensor, list[Tensor]]:
         """Runs without a graph and returns hidden states and tallies; backward will add to
         `learned` the indices of those that get gradients."""
         # With ZeRO, parts of it read gradients of blocks as soon as these are launched
-        tensors = x, positions, *mask_tensors(mask), rest[-1]
+        tensors = inputs.x, inputs.positions, *inputs.optional()
         zero = self.gradients.zero
         with nullcontext() if zero else on_capture_stream(self.device, *tensors):
-            hidden, tallies = self.decoder(x, positions, mask, *rest)
+            hidden, tallies = self.decoder(*inputs[:3], *rest)
         for i, out in enumerate((hidden, *tallies)):
             if out.requires_grad:
                 out.register_hook(lambda _, i=i: learned.add(i))
@@ -456,7 +441,7 @@ class _ReplayFunction(torch.autograd.Function):
         ctx.graphs, ctx.captured, ctx.number = graphs, captured, graphs.passes
         ctx.done = False
         ctx.set_materialize_grads(False)
-        return tuple(captured.forward(*args))
+        return tuple(captured.forward(PassInputs(*args)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:

@@ -156,7 +156,7 @@ def describe(
     task: Task, loader: Loader, windows: Mixture, entries: Sequence[Entry], *, held_out: bool
 ) -> list[str]:
     """Returns lines about what the data holds, and what is cut or left out."""
-    report, order, unit = loader.report(), windows.order, task.unit
+    report, unit = loader.report(), task.unit
     truncation = report.truncation
     waste = f", {report.waste:.1%} of them padding" if report.space else ""
     share = f"{report.groups - truncation.dropped:,} of " if truncation.dropped else ""
@@ -172,13 +172,13 @@ def describe(
             f"each prompt is computed once for its answers: {report.row_tokens:,} tokens in rows "
             f"in place of {before:,}, {report.shared / before:.1%} less"
         )
-    if order.weights is not None:
-        total = sum(order.weights)
+    if windows.weights is not None:
+        total = sum(windows.weights)
         lines += [
             f"{weight / total:.1%} of {entry.path}: an epoch takes its {format_count(size, unit)} "
             f"{passes:.2f} times"
             for entry, weight, size, passes in zip(
-                entries, order.weights, order.sizes, order.passes(), strict=True
+                entries, windows.weights, windows.sizes, windows.passes(), strict=True
             )
         ]
     rows = sum((part.report for part in windows.corpus.parts), EncodingReport())
@@ -227,8 +227,8 @@ def may_not_fit(task: Task) -> str | None:
 
 
 def set_share_prompts(task: Task, source: Path | None) -> str | None:
-    """Sets `task.share_prompts`, and `task.distinct` as the checkpoint `source` has it; returns why
-    prompts are not shared, None if they are or the task has none to share.
+    """Sets `task.share_prompts`; returns why prompts are not shared, None if they are or the task
+    has none to share.
 
     ValueError for a checkpoint `source` whose run shared them, where they cannot be now.
     """
@@ -237,7 +237,6 @@ def set_share_prompts(task: Task, source: Path | None) -> str | None:
     reason = _find_obstacle(task.config, source)
     if source is not None:
         saved = checkpoint.read_metadata(source)
-        task.distinct = saved.get("distinct", False)
         if not saved.get("share_prompts", False):
             reason = reason or f"{source} is of a run that did not"
         elif reason is not None:

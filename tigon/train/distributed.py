@@ -110,10 +110,6 @@ class World:
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
-    def barrier(self) -> None:
-        """Waits until all ranks are here."""
-        dist.barrier()
-
     def gather(self, value: T) -> list[T]:
         """Returns the value of every rank, in their order, on all ranks."""
         return WriterGroup(self.group).gather(value) if self.size > 1 else [value]
@@ -321,29 +317,13 @@ def end_soon(code: int) -> None:
     timer.start()
 
 
-# After torch's time limit of a collective, ten minutes, NCCL's flight recorder writes the last
-# collectives of every rank into run_dir/flight-recorder/rank-N, which `torchfrtrace` reads.
-FOLDER = "flight-recorder"
-
-
 def prepare_flight_recorder(config: Config) -> None:
-    """Sets NCCL's variables that the environment does not have, before the process group."""
-    folder = Path(config.run_dir).absolute() / FOLDER
+    """Sets NCCL's variables that the environment does not have, before the process group.
+
+    After torch's time limit of a collective, ten minutes, NCCL's flight recorder then writes the
+    last collectives of every rank to run_dir/flight-recorder-N, which `torchfrtrace` reads.
+    """
+    path = Path(config.run_dir).absolute() / "flight-recorder-"
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", f"{folder}/rank-")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(path))
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-
-
-@contextmanager
-def flight_recorder(config: Config, world: World) -> Iterator[None]:
-    """Makes the folder of the dumps, removed at the end if empty; on several GPUs alone."""
-    if world.size == 1 or world.device.type == "cpu":
-        yield
-        return
-    folder = Path(config.run_dir) / FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # not empty, or another rank was faster
-            folder.rmdir()

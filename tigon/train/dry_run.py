@@ -85,7 +85,6 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    cost = Cost.of(run.model)
     seconds, tokens, flops = [], [], []
     with run.prefetcher:
         for step in range(first, first + steps):
@@ -99,7 +98,7 @@ def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
             lengths, before, _ = run.data.lengths(step)
             tokens.append(int(lengths.sum()))
             # Tensor ranks shard the model
-            flops.append(cost(lengths, before) * run.world.sizes.tensor)
+            flops.append(run.meter.cost(lengths, before) * run.world.sizes.tensor)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
     mean_seconds = fmean(seconds[half])

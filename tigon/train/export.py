@@ -46,10 +46,17 @@ MAX_NAME_LENGTH = 1000  # characters of a path or a name
 
 
 def find_checkpoint(path: str) -> Path | None:
-    """Returns `path` if it is a checkpoint, the newest one if it is a run, else None."""
-    if Path(path, "run.json").is_file():
-        return Path(path)
-    return checkpoint.latest(Path(path, "checkpoints"))
+    """Returns `path` if it is a checkpoint, the newest one if it is a run, else None. Raises
+    FileNotFoundError for a run without one."""
+    run = Path(path)
+    if (run / "run.json").is_file():
+        return run
+    newest = checkpoint.latest(run / "checkpoints")
+    if newest is None and (run / "checkpoints").is_dir() and (run / "config.yaml").is_file():
+        export = run / "hf"
+        hint = f"its export is {export}" if export.is_dir() else "save_every says when it has one"
+        raise FileNotFoundError(f"{path} is a run without a checkpoint: {hint}")
+    return newest
 
 
 def load_checkpoint(

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -126,29 +126,30 @@ class ReplayGuard:
         return states + [m.chosen for m in self._adapters]
 
 
-def graph_key(
-    x: Tensor,
-    positions: Tensor,
-    mask: AttentionMask,
-    recompute: Recompute,
-    routing: bool,
-    dropout_keys: Tensor | None,
-) -> GraphKey:
+class PassInputs(NamedTuple):
+    """What the blocks of a pass read."""
+
+    x: Tensor  # [B, T, C]
+    positions: Tensor
+    mask: AttentionMask
+    dropout_keys: Tensor | None
+
+    def optional(self) -> tuple[Tensor | None, ...]:
+        """Returns cu_seq_lens, segment_ids and key_mask of the mask, and dropout_keys."""
+        mask = self.mask
+        return mask.cu_seq_lens, mask.segment_ids, mask.key_mask, self.dropout_keys
+
+
+def graph_key(inputs: PassInputs, recompute: Recompute, routing: bool) -> GraphKey:
     """Returns a key that is equal for passes that one graph serves: it has shapes, and the host
     numbers that launches use."""
-    cu = mask.cu_seq_lens
+    x, mask = inputs.x, inputs.mask
     return (
-        x.shape,
-        x.dtype,
-        x.requires_grad,  # whether the embedding learns
-        positions.shape,
-        None if cu is None else len(cu),
-        mask.longest,
-        mask.segment_ids is not None,
-        mask.key_mask is not None,
-        mask.causal,
-        mask.backend,
+        *(x.shape, x.dtype, x.requires_grad),  # the last: whether the embedding learns
+        inputs.positions.shape,
+        *(mask.longest, mask.causal, mask.backend),
+        None if mask.cu_seq_lens is None else len(mask.cu_seq_lens),
+        *(tensor is not None for tensor in inputs.optional()),
         recompute if isinstance(recompute, int) else tuple(sorted(recompute)),
         routing,
-        dropout_keys is not None,
     )

@@ -26,7 +26,6 @@ from tigon.train.distributed import (
     InputError,
     World,
     end_soon,
-    flight_recorder,
     launched,
     pick_device,
     prepare_flight_recorder,
@@ -159,13 +158,12 @@ def _run(config: Config, world: World, plan: int | None) -> int:
     except (ValueError, OSError, ImportError) as error:
         where = f"rank {world.rank}: " if world.size > 1 else ""
         raise InputError(f"{where}{error}") from None
-    with flight_recorder(config, world):
-        try:
-            return train(run)
-        except torch.OutOfMemoryError as error:  # in an update or an evaluation
-            if world.size > 1:  # the others wait for this one
-                raise
-            raise StepMemoryError(str(error).split(". ")[0], run) from error
+    try:
+        return train(run)
+    except torch.OutOfMemoryError as error:  # in an update or an evaluation
+        if world.size > 1:  # the others wait for this one
+            raise
+        raise StepMemoryError(str(error).split(". ")[0], run) from error
 
 
 def _run_rank(config: Config, world: World, plan: int | None) -> int:

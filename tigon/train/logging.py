@@ -17,7 +17,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tigon.train.config import Config
 from tigon.train.config_file import dump
@@ -32,13 +32,6 @@ SPEED = {"step_seconds", "data_seconds", "data_share", "tokens_per_second", "mfu
     *("tokens", "supervised_tokens", "memory_gib", "memory_reserved_gib")
 }
 Row = dict[str, Any]
-
-
-class Sink(Protocol):
-    """A service that takes the rows of metrics.jsonl."""
-
-    def log(self, row: Row) -> None: ...
-    def close(self) -> None: ...
 
 
 class TensorBoard:
@@ -98,7 +91,7 @@ class WandB:
         self.run.finish()
 
 
-SINKS: dict[str, Callable[[Config], Sink]] = {"tensorboard": TensorBoard, "wandb": WandB}
+SINKS: dict[str, type[TensorBoard | WandB]] = {"tensorboard": TensorBoard, "wandb": WandB}
 
 
 class Sinks:
@@ -107,7 +100,7 @@ class Sinks:
     def __init__(self, config: Config, rows: Sequence[Row], say: Callable[[str], None]):
         """`rows` are those of earlier processes, which a sink may not have."""
         self.say = say
-        self.sinks: dict[str, Sink] = {}
+        self.sinks: dict[str, TensorBoard | WandB] = {}
         for name in config.log_to:
             with self._dropped_on_error(name):
                 self.sinks[name] = SINKS[name](config)

@@ -33,7 +33,7 @@ from tigon.train.memory_tracker import (
     unsharded_bytes,
 )
 from tigon.train.model import has_experts, is_sharded, set_fp8, sum_dtype
-from tigon.train.optim import ema_bytes, freeze, hidden_matrices, parameter_buckets, state_bytes
+from tigon.train.optim import freeze, hidden_matrices, parameter_buckets, state_bytes
 from tigon.train.tasks import Task
 
 GIB = 2**30
@@ -92,7 +92,7 @@ def estimate(
         if parameter.requires_grad:
             numbers = padded_numel(parameter, shares[parameter]) / shares[parameter]
             states += numbers * state_bytes(config, hidden=name in hidden)
-            average += numbers * ema_bytes(config)
+            average += numbers * (4 if config.ema_decay else 0)  # float32
     lora = config.lora is not None  # the base in the computation's dtype, unlike the adapter
     shards = {p: shard_bytes(p, n, p.dtype if lora else param_dtype) for p, n in shares.items()}
     parameters = sum(shards.values())
@@ -134,18 +134,12 @@ def simulate_step(
         one = config.batch_size == rows * sizes.data
         shares = shard_counts(model, world)
         sharding_tracker = FSDPTracker(
-            model, tracker, shares, model.dtype, sharded, one_backward=one
-        )
-        sharding_tracker.keep_shards = not config.optimizer_in_backward
-    elif config.optimizer_in_backward:
-        for part in parameter_buckets(model):
-            free_gradients_in_backward(part, tracker)
+            model, tracker, shares, model.dtype, sharded,
+            one_backward=one, keep_shards=not config.optimizer_in_backward,
+        )  # fmt: skip
     else:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(
-                    lambda p: tracker.relabel(p.grad, GRADIENTS)
-                )
+        for bucket in parameter_buckets(model):
+            track_gradients(bucket, tracker, free=config.optimizer_in_backward)
     count = max(1, -(-config.batch_size // (sizes.data * rows)))
     # CUDA graphs keep the gradients that they write, as if there had been a micro-batch before
     last = 1 if config.cuda_graphs is True else min(count, 2) - 1
@@ -170,18 +164,19 @@ def simulate_step(
     return ledger
 
 
-def free_gradients_in_backward(part: list[nn.Parameter], tracker: MemoryTracker) -> None:
-    """Frees the gradients of a part when its last one is there, as optimizer_in_backward does."""
-    missing = set(part)
+def track_gradients(bucket: list[nn.Parameter], tracker: MemoryTracker, *, free: bool) -> None:
+    """Counts the gradients of a bucket; with `free` frees them when its last one is there, as
+    optimizer_in_backward does."""
+    missing = set(bucket)
 
     def arrived(parameter: Any) -> None:
         tracker.relabel(parameter.grad, GRADIENTS)
         missing.discard(parameter)
-        if not missing:
-            for p in part:
+        if free and not missing:
+            for p in bucket:
                 p.grad = None
 
-    for parameter in part:
+    for parameter in bucket:
         parameter.register_post_accumulate_grad_hook(arrived)
 
 
@@ -219,22 +214,6 @@ def dummy_batch(
     )
 
 
-class SingleKindLedger(Ledger):
-    """Adds everything to another ledger as one kind."""
-
-    def __init__(self, ledger: Ledger, kind: str) -> None:
-        super().__init__()
-        self.ledger, self.kind = ledger, kind
-
-    def add(self, kind: str, size: int) -> None:
-        """Adds bytes of any kind to the other ledger, as its kind."""
-        self.ledger.add(self.kind, size)
-
-    def remove(self, kind: str, size: int) -> None:
-        """Takes bytes of any kind from the other ledger, of its kind."""
-        self.ledger.remove(self.kind, size)
-
-
 def track_frozen_model(
     other: CausalLM, tracker: MemoryTracker, config: Config, sizes: MeshSizes, compute: torch.dtype
 ) -> None:
@@ -243,7 +222,6 @@ def track_frozen_model(
     A model that the settings name is sharded as by `load_frozen`, else as the trained one.
     """
     kind = "teacher" if config.teacher else "reference"
-    ledger = SingleKindLedger(tracker.ledger, kind)
     keep_rank_zero(other, sizes if has_experts(other) else replace(sizes, expert=1))
     other.use_attention(config.attention)
     other.requires_grad_(False).eval()
@@ -251,14 +229,14 @@ def track_frozen_model(
     named = bool(config.teacher or config.reference)
     sharded = sizes.fsdp_ranks > 1 if named else is_sharded(config, sizes.fsdp_ranks, compute)
     if zero := sharded and not named and config.sharding == "gradients":
-        ledger.add(kind, unsharded_bytes(other, sizes.shards, compute))
+        tracker.ledger.add(kind, unsharded_bytes(other, sizes.shards, compute))
     if not zero or compute != dtype:
-        ledger.add(kind, sum(shard_bytes(p, n, dtype) for p, n in shares.items()))
+        tracker.ledger.add(kind, sum(shard_bytes(p, n, dtype) for p, n in shares.items()))
     other.to("meta", compute)
     tracker.ignore(model_tensors(other))
     tracker.label_forward(other, kind)
     if sharded and not zero:
-        FSDPTracker(other, tracker, shares, compute, dtype).ledger = ledger
+        FSDPTracker(other, tracker, shares, compute, dtype, kind=kind)
 
 
 def gpu_memory(device: torch.device) -> int | None:

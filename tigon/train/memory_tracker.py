@@ -2,7 +2,7 @@
 
 Meta tensors have no values, but autograd saves and frees them exactly as on a GPU, so the peak is
 that of the real code. The temporaries inside fused operators are invisible: WORKSPACES adds them.
-`FSDPTracker` adds the buffers of FSDP2, `ZeRO2Tracker` those of sharding=gradients.
+`FSDPTracker` allocates the buffers of FSDP2, `ZeRO2Tracker` those of sharding=gradients.
 """
 
 import weakref
@@ -95,23 +95,24 @@ class MemoryTracker(TorchDispatchMode):
 
     def label_forward(self, module: nn.Module, kind: str) -> None:
         """Counts what the module's forward creates as `kind`."""
+        module.register_forward_pre_hook(lambda *_: setattr(self, "phase", kind))
+        module.register_forward_hook(lambda *_: setattr(self, "phase", "activations"))
 
-        def enter(*_: Any) -> None:
-            self.phase = kind
+    def allocate(self, size: int, kind: str) -> Tensor:
+        """Returns a tensor of so many bytes, which counts as `kind` while it is alive."""
+        before, self.phase = self.phase, kind
+        tensor = torch.empty(size, dtype=torch.uint8, device="meta")
+        self.phase = before
+        return tensor
 
-        def leave(*_: Any) -> None:
-            self.phase = "activations"
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
-
-    def relabel(self, tensor: Tensor, kind: str) -> None:
-        """Counts a tensor as another kind."""
+    def relabel(self, tensor: Tensor, kind: str) -> Tensor:
+        """Counts a tensor as another kind, and returns it."""
         key = tensor.untyped_storage()._cdata
         was, size = self._storages[key]
         self._storages[key] = kind, size
         self.ledger.remove(was, size)
         self.ledger.add(kind, size)
+        return tensor
 
     def _track(self, tensor: Tensor) -> None:
         """Counts a tensor's storage until it is freed."""
@@ -141,12 +142,6 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def allocated_bytes(tensor: Tensor, dtype: torch.dtype | None = None) -> int:
-    """Returns the bytes that the allocator takes for a tensor, in another dtype if given."""
-    size = tensor.numel() * (dtype or tensor.dtype).itemsize
-    return -(-size // BLOCK) * BLOCK
-
-
 def padded_numel(parameter: Tensor, world: int) -> int:
     """Returns the number of elements with the padding that makes all ranks' shards equally long."""
     rows = parameter.shape[0]  # 0 where a tensor rank has no row of a narrow one
@@ -156,7 +151,7 @@ def padded_numel(parameter: Tensor, world: int) -> int:
 def shard_bytes(parameter: Tensor, world: int, dtype: torch.dtype) -> int:
     """Returns the bytes of one rank's shard of a parameter in `dtype`, over `world` ranks."""
     if world == 1:
-        return allocated_bytes(parameter, dtype)
+        return -(-parameter.numel() * dtype.itemsize // BLOCK) * BLOCK
     return padded_numel(parameter, world) * dtype.itemsize // world
 
 
@@ -183,26 +178,25 @@ def shard_counts(model: CausalLM, world: int) -> dict[nn.Parameter, int]:
 
 
 class FSDPGroup:
-    """Holds the sizes of an FSDP2 group over `world` ranks, and its state in a step."""
+    """Holds the sizes of an FSDP2 group over `world` ranks, and its buffers in a step."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], world: int, dtype: torch.dtype, sums: torch.dtype
     ) -> None:
-        self.parameters, self.world, self.sums = list(parameters), world, sums
+        self.world, self.sums = world, sums
         self.trained = [p for p in parameters if p.requires_grad]
-        self.gathered = sum(padded_numel(p, world) for p in self.parameters) * dtype.itemsize
-        numbers = sum(padded_numel(p, world) for p in self.trained)
-        self.reduced = numbers * sums.itemsize
-        self.shard = self.reduced // world
-        self.is_gathered = False
-        self.is_prefetched = False
+        self.numel = sum(padded_numel(p, world) for p in self.trained)
+        self.gathered_bytes = sum(padded_numel(p, world) for p in parameters) * dtype.itemsize
+        self.gathered: Tensor | None = None  # the unsharded weights
+        self.prefetched: Tensor | None = None  # the buffer of the next gather
+        self.accumulated: Tensor | None = None  # unsharded gradients
+        self.shard: Tensor | None = None  # of the reduced gradients
         self.in_backward = False  # of this group
-        self.accumulated = 0  # bytes of unsharded gradients
         self.pending = 0  # gradients that this backward has yet to compute
 
 
 class FSDPTracker:
-    """Adds FSDP2's buffers to the ledger, in the order in which it allocates them.
+    """Allocates FSDP2's buffers on the meta device, in its order, for the tracker to count.
 
     A group has G bytes of weights in the dtype of the computation, and R bytes of gradients in the
     dtype of the reduction (parallel.reduction_dtype), over all ranks:
@@ -214,8 +208,9 @@ class FSDPTracker:
       lives until the next group's gradients are there
     - in all micro-batches but the last, unsharded gradients accumulate in float32
 
-    The model's parameters stand for the gathered weights; the shards are counted elsewhere. Source:
-    torch.distributed.fsdp, _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
+    The model's parameters stand for the gathered weights; the shards are counted elsewhere. `kind`:
+    what all buffers count as, such as those of a frozen model. Source: torch.distributed.fsdp,
+    _fully_shard/_fsdp_param_group.py and _fsdp_collectives.py.
     """
 
     def __init__(
@@ -227,18 +222,19 @@ class FSDPTracker:
         param_dtype: torch.dtype,
         *,
         one_backward: bool = False,
+        keep_shards: bool = True,
+        kind: str | None = None,
     ) -> None:
         def group_of(parameters: Sequence[nn.Parameter]) -> FSDPGroup:
             shared = ranks[parameters[0]]
             sums = reduction_dtype(dtype, {param_dtype}, shared, one_backward=one_backward)
             return FSDPGroup(parameters, shared, dtype, sums)
 
-        self.ledger: Ledger = tracker.ledger
-        self.param_dtype, self.tracker = param_dtype, tracker
+        self.param_dtype, self.tracker, self.kind = param_dtype, tracker, kind
+        self.keep_shards = keep_shards  # of gradients, until backward ends
         self.reduce = True  # gradients of this micro-batch
-        self.keep_shards = True  # of gradients, until backward ends
-        self.buffer = 0  # bytes of the last group gathered in forward
-        self.reducing = 0  # bytes of the last group whose gradients are reduced
+        self.buffer: Tensor | None = None  # of the last group gathered in forward
+        self.reducing: Tensor | None = None  # of the last group whose gradients are reduced
         self.groups: list[FSDPGroup] = []  # in the order in which their forwards end
         self.in_backward = False
         decoder = model.model
@@ -261,8 +257,9 @@ class FSDPTracker:
         model.lm_head.register_forward_hook(lambda _m, _i, out: self._hook_outputs(last, out))
         for group in self.groups:
             for parameter in group.trained:
-                hook = self._gradient_hook(group)
-                parameter.register_post_accumulate_grad_hook(hook)
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p, g=group: self._on_gradient(p, g)
+                )
 
     def begin(self, *, reduce: bool) -> None:
         """Call before each micro-batch; `reduce` its gradients if it is the last."""
@@ -272,23 +269,26 @@ class FSDPTracker:
 
     def end(self) -> None:
         """Call after its backward."""
+        self.reducing = None
         for group in self.groups:
-            self._release(group)
-        self._replace("reducing", 0)
+            group.gathered = None
+
+    def _allocate(self, size: int, kind: str) -> Tensor:
+        return self.tracker.allocate(size, self.kind or kind)
 
     def _before_forward(self, group: FSDPGroup) -> None:
         """Gathers a group before its forward, unless backward recomputes it and has it already."""
-        if group.is_gathered:
+        if group.gathered is not None:
             return
-        if group.world > 1 and not group.is_prefetched:
-            self._replace("buffer", group.gathered)
+        if group.world > 1 and group.prefetched is None:
+            self.buffer = self._allocate(group.gathered_bytes, COMMUNICATION)
         self._gather(group)
 
     def _after_forward(self, group: FSDPGroup, out: Any) -> None:
         """Frees a group after its forward, unless backward recomputed that."""
         if group.in_backward:
             return
-        self._release(group)
+        group.gathered = None
         if not self.in_backward:
             self._hook_outputs(group, out)
 
@@ -302,89 +302,51 @@ class FSDPTracker:
         """Gathers a group before its backward, and prefetches the previous one."""
         if not self.in_backward:
             self.in_backward = True
-            self._replace("buffer", 0)
+            self.buffer = None
         group.in_backward = True
-        if not group.is_gathered:
+        if group.gathered is None:
             self._gather(group)
         at = self.groups.index(group)
         before = self.groups[at - 1] if at else None
-        if before is None or before.world == 1:
+        if before is None or before.world == 1 or before.in_backward:
             return
-        if not (before.is_prefetched or before.is_gathered or before.in_backward):
-            before.is_prefetched = True
-            self.ledger.add(COMMUNICATION, before.gathered)
+        if before.prefetched is None and before.gathered is None:
+            before.prefetched = self._allocate(before.gathered_bytes, COMMUNICATION)
 
-    def _gradient_hook(self, group: FSDPGroup) -> Any:
-        """Returns a hook that counts the gradients of a group once backward has made them."""
-
-        def accumulated(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            self.tracker.relabel(parameter.grad, GRADIENTS)
-            group.pending -= 1
-            if not group.pending:
-                self._after_backward(group)
-
-        return accumulated
-
-    def _after_backward(self, group: FSDPGroup) -> None:
-        """Reduces or accumulates a group's gradients after its backward."""
-        self._release(group)
-        if not self.reduce:
-            if not group.accumulated:
-                group.accumulated = group.reduced
-                self.ledger.add(GRADIENTS, group.reduced)
-            self._drop_gradients(group)
+    def _on_gradient(self, parameter: Any, group: FSDPGroup) -> None:
+        """Counts a gradient; after a group's last one, reduces or accumulates all of the group."""
+        self.tracker.relabel(parameter.grad, GRADIENTS)
+        group.pending -= 1
+        if group.pending:
             return
-        self._replace("reducing", group.reduced)
-        self._drop_gradients(group)
-        self.ledger.remove(GRADIENTS, group.accumulated)
-        group.accumulated = 0
-        self.ledger.add(GRADIENTS, group.shard)
+        group.gathered = None
+        size = group.numel * group.sums.itemsize
+        if self.reduce:
+            self.reducing = None  # before the next
+            self.reducing = self._allocate(size, COMMUNICATION)
+        elif group.accumulated is None:
+            group.accumulated = self._allocate(size, GRADIENTS)
+        for p in group.trained:
+            p.grad = None
+        if self.reduce:
+            self._reduce(group)
+
+    def _reduce(self, group: FSDPGroup) -> None:
+        """Makes a group's shard of its gradients, in the dtype of the weights."""
+        group.accumulated = None
+        size = group.numel // group.world
+        group.shard = self._allocate(size * group.sums.itemsize, GRADIENTS)
         if group.world == 1:  # the buffer is divided by 1 before it is copied
-            self._add_temporary(group.reduced)
-        shard = group.shard * self.param_dtype.itemsize // group.sums.itemsize
-        if self.param_dtype != group.sums:  # shards are cast to the weights' dtype
-            self._add_temporary(
-                sum(allocated_bytes(p, self.param_dtype) for p in group.trained) // group.world
-            )
-            self.ledger.remove(GRADIENTS, group.shard - shard)
+            self._allocate(group.numel * group.sums.itemsize, COMMUNICATION)
+        if self.param_dtype != group.sums:
+            group.shard = self._allocate(size * self.param_dtype.itemsize, GRADIENTS)
         if not self.keep_shards:
-            self.ledger.remove(GRADIENTS, shard)
-
-    def _drop_gradients(self, group: FSDPGroup) -> None:
-        """Frees a group's unsharded gradients."""
-        for parameter in group.trained:
-            parameter.grad = None
+            group.shard = None
 
     def _gather(self, group: FSDPGroup) -> None:
-        """Counts the unsharded weights of a group."""
-        group.is_gathered = True
-        self.ledger.add(GATHERED, group.gathered)
-        if group.is_prefetched:
-            self.ledger.remove(COMMUNICATION, group.gathered)
-            group.is_prefetched = False
-
-    def _release(self, group: FSDPGroup) -> None:
-        """Frees the unsharded weights of a group."""
-        if group.is_gathered:
-            group.is_gathered = False
-            self.ledger.remove(GATHERED, group.gathered)
-
-    def _replace(self, name: str, size: int) -> None:
-        """Replaces a buffer by the next; while gathering, both exist for a moment."""
-        old = getattr(self, name)
-        if name == "reducing":
-            self.ledger.remove(COMMUNICATION, old)
-            self.ledger.add(COMMUNICATION, size)
-        else:
-            self.ledger.add(COMMUNICATION, size)
-            self.ledger.remove(COMMUNICATION, old)
-        setattr(self, name, size)
-
-    def _add_temporary(self, size: int) -> None:
-        """Counts bytes of communication that are free again at once, for the peak."""
-        self.ledger.add(COMMUNICATION, size)
-        self.ledger.remove(COMMUNICATION, size)
+        """Allocates the unsharded weights of a group, and frees the buffer of a prefetch."""
+        group.gathered = self._allocate(group.gathered_bytes, GATHERED)
+        group.prefetched = None
 
 
 class ZeRO2Tracker:
@@ -432,7 +394,7 @@ class ZeRO2Tracker:
         self.tracker.relabel(gradient, GRADIENTS)
         if gradient.dtype != self.sums:
             if parameter not in self.added:
-                self.added[parameter] = self._relabeled(gradient.to(self.sums), GRADIENTS)
+                self.added[parameter] = self.tracker.relabel(gradient.to(self.sums), GRADIENTS)
             parameter.grad = None
         self.pending.discard(parameter)
         del gradient
@@ -450,11 +412,11 @@ class ZeRO2Tracker:
             each = -(-p.shape[0] // self.world)
             if grad is None or each * self.world != len(p):  # padded with zeros
                 shape = (each * self.world, *p.shape[1:])
-                grad = self._relabeled(p.new_empty(shape, dtype=self.sums), COMMUNICATION)
+                grad = self.tracker.relabel(p.new_empty(shape, dtype=self.sums), COMMUNICATION)
             gradients.append(grad)
             if self.world > 1:
                 part = p.new_empty((each, *p.shape[1:]), dtype=self.sums)
-                parts.append(self._relabeled(part, GRADIENTS))
+                parts.append(self.tracker.relabel(part, GRADIENTS))
             else:  # nothing is sent
                 parts.append(grad)
         self.in_flight.append((gradients, parts))
@@ -464,9 +426,6 @@ class ZeRO2Tracker:
     def _end_reduction(self) -> None:
         """Frees the gradients of the oldest reduction, whose parts stay in the weights' dtype."""
         _, parts = self.in_flight.popleft()
-        self.shards += [self._relabeled(part.to(self.param_dtype), GRADIENTS) for part in parts]
-
-    def _relabeled(self, tensor: Tensor, kind: str) -> Tensor:
-        """Returns the tensor, which is counted as `kind` from now on."""
-        self.tracker.relabel(tensor, kind)
-        return tensor
+        self.shards += [
+            self.tracker.relabel(part.to(self.param_dtype), GRADIENTS) for part in parts
+        ]

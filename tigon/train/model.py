@@ -22,7 +22,6 @@ from tigon.models.pretrained.load import (
     as_sequence_classifier,
     open_model,
     parse_any_config,
-    prefix_errors,
     read_config,
 )
 from tigon.models.pretrained.quantization import quantize_model, quantized_bytes
@@ -41,7 +40,7 @@ from tigon.train.config import Config, micro_batch_rows
 from tigon.train.distributed import World, local, meshes_of, shard
 from tigon.train.optim import check_local_model
 from tigon.train.vocabulary import read_vocabulary
-from tigon.utils.config import ConfigError, build_settings, read_settings
+from tigon.utils.config import build_settings, prefix_errors, read_settings
 from tigon.utils.json import escape, quote, read_json
 from tigon.weights import Checkpoint, Repository
 from tigon.weights.write import all_finite
@@ -62,10 +61,8 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     if config.lora is not None:
         add_lora(model, config)
     parallelize(model, config, world)
-    try:
+    with prefix_errors(escape(config.init or config.model)):
         materialize(model, world.device)
-    except ConfigError as error:
-        raise ConfigError(f"{escape(config.init or config.model)}: {error}") from None
     if not resumes:
         _load_or_init_weights(model, config, weights, dtype)
     if config.lora is not None:  # equally on any number of ranks
@@ -109,12 +106,6 @@ def read_model_config(config: Config, source: Path | None = None) -> Any:
     return read_config(Repository(config.model, revision=config.revision), MODELS)[1]
 
 
-def describe_tokens(config: Config) -> list[str]:
-    """Returns lines for the user about new_tokens; [] without."""
-    vocabulary = read_vocabulary(config)
-    return [] if vocabulary is None else vocabulary.describe(read_model_config(config).vocab_size)
-
-
 def base_digest(config: Config) -> str:
     """Returns a digest of samples of the base model's weights, wherever its files are; of `init`
     one of its config.json and the seed."""
@@ -133,8 +124,7 @@ def build_adapted_model(
     config: Config, dtype: torch.dtype | None, device: str | torch.device
 ) -> CausalLM:
     """Builds a LoRA run's base in `dtype`, and an uninitialized adapter, in one process."""
-    outlined = meta_model(config, torch.float32)
-    dtype = dtype or torch_dtype(outlined.config.dtype or "float32")
+    dtype = dtype or torch_dtype(read_model_config(config).dtype or "float32")
     model, weights = _build_base(config, dtype)
     add_lora(model, config)
     materialize(model, torch.device(device))
@@ -365,11 +355,9 @@ def _apply_settings(values: Any, config: Config) -> Any:
 def _from_config(path: Path, dtype: torch.dtype, settings: Config | None = None) -> CausalLM:
     """Returns the model of a config.json on the meta device, changed by the settings."""
     config = _read_config_file(path)
-    try:
+    with prefix_errors(escape(path)):
         config = config if settings is None else _apply_settings(config, settings)
         return MODELS[config.model_type].from_config(config, dtype=dtype, device="meta")
-    except ConfigError as error:
-        raise ConfigError(f"{escape(path)}: {error}") from error
 
 
 # The adapter of a run.
@@ -393,10 +381,8 @@ def read_adapter_run_config(source: Path) -> Config | None:
     values: dict[str, Any] = checkpoint.read_metadata(source).get("config", {})
     if not values.get("lora"):
         return None
-    try:
+    with prefix_errors(f"{source / 'run.json'}", ValueError):
         return build_settings(Config, read_settings(Config, values))
-    except ValueError as error:
-        raise ValueError(f"{source / 'run.json'}: {error}") from None
 
 
 # Checks of the model against tokenizer, data and ranks.

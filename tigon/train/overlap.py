@@ -7,8 +7,8 @@ without.
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,37 +28,6 @@ Build: TypeAlias = Callable[[Config, Path | None, StepChoice | None], CausalLM]
 SMALL = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
 
 
-class TokenizerProcess:
-    """The process that tokenizes a run's data; leaving its `with` block ends it."""
-
-    def __init__(self, task: Task, tokenizer: Tokenizer) -> None:
-        with train_extra():
-            import multiprocess  # type: ignore[import-untyped]  # as `datasets`, which has it
-
-        context = multiprocess.get_context("fork")
-        self._process: Any = context.Process(target=_tokenize, args=(task, tokenizer))
-
-    def __enter__(self) -> "TokenizerProcess":
-        self._process.start()
-        _make_group(self._process.pid)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._process.is_alive():
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)  # with the workers that it has
-        self._process.join()
-
-    @property
-    def failed(self) -> bool:
-        """Returns whether it has found something wrong, which the next reader of the data says."""
-        return bool(self._process.exitcode)
-
-    def wait(self) -> None:
-        """Waits until the cache has the data, or the process has failed."""
-        self._process.join()
-
-
 class EarlyModel:
     """The model of a run on one rank, built while its data are tokenized."""
 
@@ -67,11 +36,11 @@ class EarlyModel:
         self._built: tuple[Config, CausalLM] | None = None
 
     def build(
-        self, data: TokenizerProcess, task: Task, source: Path | None, choice: StepChoice | None
+        self, process: Any, task: Task, source: Path | None, choice: StepChoice | None
     ) -> None:
-        """Builds the model and compiles its kernels, unless data are wrong. What is wrong with the
-        model is said when it is built again, after what is wrong with the data."""
-        if not data.failed:
+        """Builds the model and compiles its kernels, unless the process has found data that are
+        wrong. What is wrong with the model is said when it is built again, after that."""
+        if not process.exitcode:
             with suppress(ValueError, OSError, ImportError), compile_step(task, source, choice):
                 self._built = task.config, self._build(task.config, source, choice)
                 with train_extra():  # takes a second, and comes next
@@ -84,20 +53,35 @@ class EarlyModel:
         return built[1] if built is not None and built[0] == config else None
 
 
-def tokenizer_process(task: Task, tokenizer: Tokenizer) -> "TokenizerProcess | nullcontext[None]":
-    """Returns the process that tokenizes the data of the task's run, which a `with` block starts;
-    a context of None on several ranks, for streams, and for data that are small.
+@contextmanager
+def tokenizer_process(task: Task, tokenizer: Tokenizer) -> Iterator[Any]:
+    """Starts the process that tokenizes the data of the task's run, yields it and ends it; yields
+    None on several ranks, for streams, and for data that are small.
 
     Raises ValueError and OSError for data that are not there.
     """
-    config = task.config
-    if task.world.size > 1 or config.streaming:
-        return nullcontext()
-    entries = as_entries(config, config.data)
-    sources = [source for entry in find_entry_sources(config, entries) for source in entry]
-    if sum(source.size() for source in sources) < SMALL:
-        return nullcontext()
-    return TokenizerProcess(task, tokenizer)
+    config, small = task.config, True
+    if task.world.size == 1 and not config.streaming:
+        entries = as_entries(config, config.data)
+        sources = [source for entry in find_entry_sources(config, entries) for source in entry]
+        small = sum(source.size() for source in sources) < SMALL
+    if small:
+        yield None
+        return
+    with train_extra():
+        import multiprocess  # type: ignore[import-untyped]  # as `datasets`, which has it
+
+    context = multiprocess.get_context("fork")
+    process: Any = context.Process(target=_tokenize, args=(task, tokenizer))
+    process.start()
+    _make_group(process.pid)
+    try:
+        yield process
+    finally:
+        if process.is_alive():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # with the workers that it has
+        process.join()
 
 
 def _tokenize(task: Task, tokenizer: Tokenizer) -> None:

@@ -7,11 +7,8 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-from huggingface_hub import get_token
 
 from tigon.hub import contains_file
 from tigon.models.pretrained.upload import (
@@ -26,6 +23,7 @@ from tigon.models.pretrained.upload import (
 from tigon.report.read import RunFiles, read
 from tigon.train.config import Config
 from tigon.utils.json import read_bytes, read_json
+from tigon.version import __version__
 from tigon.weights.header import read_header
 
 SETTINGS = (
@@ -74,11 +72,6 @@ def push_or_explain(config: Config) -> str:
         )
 
 
-def lacks_token(config: Config) -> bool:
-    """Returns whether the run is to be uploaded, and no token of the hub is there."""
-    return bool(config.push_to_hub) and get_token() is None
-
-
 def is_run(path: Path) -> bool:
     return (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file()
 
@@ -106,11 +99,7 @@ def _find_or_write_card(folder: Path, target: UploadTarget) -> str:
         return read_bytes(folder / CARD, MAX_CARD).decode(errors="replace")
     resolved = folder.resolve()
     if resolved.name.startswith("hf") and is_run(resolved.parent):
-        try:
-            tigon = version("tigon")
-        except PackageNotFoundError:  # a source tree that was not installed
-            tigon = "from source"
-        return run_card(resolved.parent, folder, target.name, tigon, target.is_public)
+        return run_card(resolved.parent, folder, target.name, target.is_public)
     kind = read_json(folder / "config.json").get("model_type")
     headers = [read_header(path) for path in folder.glob("*.safetensors")]
     count = sum(math.prod(info.shape) for header in headers for info in header.values())
@@ -122,7 +111,7 @@ def _find_or_write_card(folder: Path, target: UploadTarget) -> str:
 
 
 def run_card(
-    run: Path, export: Path, repository: str, version: str, is_public: Callable[[str, str], bool]
+    run: Path, export: Path, repository: str, is_public: Callable[[str, str], bool]
 ) -> str:
     """Returns the text of README.md for one of a run's exports, such as RUN/hf or RUN/hf-best.
 
@@ -143,7 +132,7 @@ def run_card(
     )
     public = {name for name in sorted(trained | held_out) if is_public(name, "dataset")}
     count = f" with {files.parameters:,} parameters" if files.parameters else ""
-    versions = [("tigon", version), *VERSION.findall(files.machine)]
+    versions = [("tigon", __version__), *VERSION.findall(files.machine)]
     return write_card(
         repository,
         f"{escape_markdown(files.architecture) or 'A language model'}{count}, {origin}, "

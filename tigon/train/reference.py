@@ -22,11 +22,11 @@ from tigon.data.cache import disk_errors, make_directory, write_text
 from tigon.data.collate import collate_rows
 from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
-from tigon.data.sources import hash_files
-from tigon.models import MODELS, build
+from tigon.models import MODELS
+from tigon.models.pretrained.load import read_config
 from tigon.train.config import Config, micro_batch_rows
 from tigon.train.distributed import World
-from tigon.train.model import compute_dtype
+from tigon.train.model import base_digest, compute_dtype, sampled_digest
 from tigon.utils.json import read_json
 from tigon.utils.paths import new_file
 from tigon.weights import Repository
@@ -63,14 +63,13 @@ def attach(
     corpus = loader.windows.corpus
     key = _key(corpus, config, world.device, weights, (shared, distinct))
     path = cache_root() / "reference" / f"{key}.npy"
-    found = read(path, _tokens(corpus))
+    found = read(path, corpus.num_tokens)
     if world.any(found is None):
         began = time.monotonic()
         values, tokens = compute_logprobs(loader, pack, micro_batch_rows(config), world, make())
         with world.raise_on_all_ranks():
             if not int(os.environ.get("LOCAL_RANK", 0)):
                 store(path, values)
-        world.barrier()
         found = read(path, len(values))
         found = values if found is None else found
         seconds = time.monotonic() - began
@@ -119,7 +118,7 @@ def compute_logprobs(
     """
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
-    values, tokens = torch.zeros(_tokens(corpus), device="cpu"), 0
+    values, tokens = torch.zeros(corpus.num_tokens, device="cpu"), 0
     groups = int(corpus.first_group[-1])
     for group in range(0, groups, GROUPS):
         rows = pack(Window.from_groups(corpus, np.arange(group, min(group + GROUPS, groups))))
@@ -136,11 +135,6 @@ def compute_logprobs(
     for chunk in values.split(REDUCE_SIZE):
         world.all_reduce_sum(chunk)
     return values.numpy(), tokens
-
-
-def _tokens(corpus: Corpus) -> int:
-    """Returns the number of tokens of a corpus."""
-    return int(corpus.first_token[-1])
 
 
 def _key(
@@ -215,13 +209,12 @@ def _read_cached_digest(config: Config, path: Path) -> tuple[str | None, Path]:
     return None, path
 
 
-def weights_digest(config: Config) -> str:
-    """Returns a digest of the files of the reference, or else of the initial model."""
+def model_digest(config: Config) -> str:
+    """Returns a digest of the config of the reference, or else of the initial model, and of samples
+    of its weights."""
     if not (config.reference or config.model):
-        return hash_files([Path(config.init)], config.seed, config.param_dtype)
+        return f"{base_digest(config)} {config.param_dtype}"
+    path = config.reference or config.model
     revision = None if config.reference else config.revision
-    repository = Repository(config.reference or config.model, revision=revision)
-    _, weights = build(repository, MODELS, fit=False)
-    files = {tensor.path for tensor in weights.tensors.values()}
-    description = repository.optional_file("config.json")
-    return hash_files([*([description] if description else []), *sorted(files)])
+    model_config = read_config(Repository(path, revision=revision), MODELS)[1]
+    return hashlib.sha256(f"{model_config} {sampled_digest(path, revision)}".encode()).hexdigest()

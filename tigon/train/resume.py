@@ -30,7 +30,7 @@ _TEXTS = r"config\.yaml|(?:metrics|samples|predictions-step-\d+)\.jsonl|\.export
 _DIGESTS = r"(?:reference|teacher)\.json"
 WRITTEN = re.compile(
     rf"{_EXPORT}|{_TEXTS}|{_DIGESTS}|report\.html|checkpoints|tensorboard|wandb|profile"
-    r"|flight-recorder|\.wandb-id"
+    r"|flight-recorder-\d+|\.wandb-id"
 )
 LEFTOVER = re.compile(
     rf"\.(?:(?:{_TEXTS}|{_DIGESTS}|\.wandb-id|(?:report|comparison)\.html)\.[0-9a-f]{{16}}"
@@ -208,9 +208,10 @@ def check_settings(source: Path, config: Config, data: Loader) -> list[str]:
         raise ValueError(f"{source} has another order of the data: {', '.join(wrong)}; {REMEDY}")
     if saved["data"] != run_metadata(config, data)["data"]:
         paths = ", ".join(e if isinstance(e, str) else e.path for e in config.data)
+        others = f" (settings that differ: {', '.join(changed.values())})" if changed else ""
         raise ValueError(
-            f"{source} was made with other data than {paths}, or by an earlier version of Tigon; "
-            f"{REMEDY}"
+            f"{source} was made with other data than {paths}, or by an earlier version of Tigon"
+            f"{others}; {REMEDY}"
         )
     return list(changed.values())
 

@@ -1,6 +1,6 @@
 """Generates from a few prompts at each evaluation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from tigon.data.messages import normalize_messages
+from tigon.data.formats import Format
+from tigon.data.messages import index_names, normalize_messages
+from tigon.data.sources import JsonFile
 from tigon.models import CausalLM
 from tigon.models.config import eos_ids
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
-from tigon.utils.json import parse_json
+from tigon.utils.config import prefix_errors
 
 MAX_PROMPTS = 64  # one batch
 
@@ -35,9 +37,9 @@ def read_prompts(config: Config, tokenizer: Tokenizer, model: CausalLM) -> list[
     """
     prompts = []
     for item in config.sample_prompts:
-        rows = [("sample_prompts", {"prompt": item})]
+        rows: list[tuple[str, Any]] = [("sample_prompts", {"prompt": item})]
         if item.endswith(".jsonl"):
-            rows = [*_read_rows(Path(item))]
+            rows = _read_rows(Path(item))
         prompts += [_read_prompt(row, where, config, tokenizer) for where, row in rows]
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"sample_prompts has {len(prompts)} prompts: give at most {MAX_PROMPTS}")
@@ -84,27 +86,27 @@ def generate(
     return [{"prompt": p.text, "text": text} for p, text in zip(prompts, texts, strict=True)]
 
 
-def _read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields each line of a .jsonl file with its place, file:line."""
+def _read_rows(path: Path) -> list[tuple[str, Any]]:
+    """Returns each row of a .jsonl file with its place, file:line."""
     if not path.is_file():
         raise FileNotFoundError(f"sample_prompts={path}: there is no such file")
-    lines = path.read_bytes().split(b"\n")  # not splitlines: JSON may have U+2028 as it is
-    if not any(map(bytes.strip, lines)):
+    rows = [(f"{path}:{line}", row) for line, row in JsonFile(str(path), Format()).rows()]
+    if not rows:
         raise ValueError(f"sample_prompts={path} has no prompts")
-    for number, text in enumerate(lines, 1):
-        if text.strip():
-            yield (where := f"{path}:{number}"), parse_json(text, where, nan=True)
+    return rows
 
 
 def _read_prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> SamplePrompt:
     """Returns the prompt of a row {"prompt"} or {"messages"}; ValueError names `where`."""
     fields = row if isinstance(row, dict) else {}
     text, messages = fields.get("prompt"), fields.get("messages")
-    try:
+    with prefix_errors(where, ValueError):
+        if isinstance(row, ValueError):
+            raise row
         if isinstance(messages, list) and messages:
             if not all(isinstance(message, dict) for message in messages):
                 raise ValueError("a message is an object with role and content")
-            messages = normalize_messages(messages, "messages")
+            messages = normalize_messages(messages, index_names("messages", len(messages)))
             while messages and messages[-1].get("role") == "assistant":
                 messages = messages[:-1]  # what the model is to say
             text = "\n".join(f"{m.get('role')}: {m.get('content')}" for m in messages)
@@ -116,7 +118,5 @@ def _read_prompt(row: Any, where: str, config: Config, tokenizer: Tokenizer) -> 
             messages = [{"role": "user", "content": text}]
         messages = tokenizer.convert_messages(messages)
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
     assert isinstance(ids, list)
     return SamplePrompt(text, ids)

@@ -111,7 +111,9 @@ class Signals:
                 self._say("stopped now; what was saved last is in run_dir/checkpoints")
             else:
                 continue
-            threading.Thread(target=_end, args=(128 + number,), daemon=True).start()
+            timer = threading.Timer(PATIENCE, os._exit, (128 + number,))
+            timer.daemon = True
+            timer.start()
 
     def _say(self, text: str) -> None:
         """Writes a line to standard error, unless this rank is silent."""
@@ -138,9 +140,3 @@ def handled_signals() -> list[int]:
     """Returns the signals that end a run: all but a SIGHUP that is ignored already."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in NUMBERS if number != signal.SIGHUP or not ignored]
-
-
-def _end(code: int) -> None:
-    """Ends the process if it has not ended by itself after PATIENCE."""
-    time.sleep(PATIENCE)
-    os._exit(code)

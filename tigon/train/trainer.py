@@ -124,6 +124,8 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
         log.log(metrics_row(run, step, values, seconds, bad_step))
         deadline.warn_once(seconds)
         profiler.step(done)
+        if step == run.start:
+            run.saver.warn_if_full(run.model, run.optimizer, run.ema)
         step = done
         if evaluates and not stop:
             evaluate_once(run, step, log)
@@ -382,8 +384,8 @@ def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
     metadata |= {"base": run.base} if run.base else {}
     if run.tokenizer.strftime_now is not None:
         metadata |= {"strftime_now": run.tokenizer.strftime_now.isoformat()}
-    for name in ("share_prompts", "distinct"):  # which rows a step has depends on them
-        metadata |= {name: True} if getattr(run.task, name) else {}
+    if run.task.share_prompts:  # on which the rows of a step depend
+        metadata |= {"share_prompts": True}
     return metadata
 
 

@@ -8,8 +8,8 @@ refuse, and its messages would have to be rewritten from the type hints all the 
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import NoneType, UnionType
@@ -143,13 +143,24 @@ def check_type(name: str, value: Any, hint: Any, parse: Parse | None = None) -> 
     except ConfigError:
         raise
     except (TypeError, ValueError):
-        raise ConfigTypeError(f"{name}={quote(value)} is not {describe_type(hint)}") from None
+        kind = describe_type(hint)
+        empty = f"; {name}=[] is an empty list" if value == "" and "list of" in kind else ""
+        raise ConfigTypeError(f"{name}={quote(value)} is not {kind}{empty}") from None
 
 
 def check_ranges(settings: Any) -> None:
     """For __post_init__: raises ConfigError for a value beyond its field's range."""
     for f in fields(settings):
         _check_field_range(f.name, getattr(settings, f.name), f)
+
+
+@contextmanager
+def prefix_errors(prefix: str, kind: type[ValueError] = ConfigError) -> Iterator[None]:
+    """Prefixes an error of this kind that the body of a `with` raises, as by a file's name."""
+    try:
+        yield
+    except kind as error:
+        raise kind(f"{prefix}: {error}") from error
 
 
 def suggest(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str:

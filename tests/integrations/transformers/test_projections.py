@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.models.tiny import CASES, load_case
 from tigon.integrations.transformers import as_transformers
-from tigon.integrations.transformers.model import make_reference
 from tigon.integrations.transformers.projections import split_projections
 from tigon.layers import Attention, GatedDeltaNet, GatedMLP
 from tigon.models import CausalLM, LoraConfig, from_pretrained
@@ -26,9 +26,9 @@ LINEAR = nn.Linear, nn.Embedding, nn.Conv1d
 def make_split(model_type: str, directory: Path) -> tuple[CausalLM, CausalLM, nn.Module]:
     """A native model, the same one split, and transformers' without weights."""
     native = load_case(model_type, next(iter(CASES[model_type])), directory)
-    reference = make_reference(
-        native.config.transformers_class, AutoConfig.from_pretrained(directory)
-    )
+    with torch.device("meta"):
+        cls = getattr(transformers, native.config.transformers_class)
+        reference = cls(AutoConfig.from_pretrained(directory))
     split = copy.deepcopy(native)
     split_projections(split, reference)
     return native, split, reference

@@ -25,20 +25,21 @@ class TigonCache(DynamicCache):
     """
 
     native: KVCache | StaticCache
-    _model: Callable[[], LanguageModel | None]  # which it is of, if that is known and still there
+    _model: Callable[[], LanguageModel | None] | None  # which it is of, if that is known
 
     def __init__(self, native: KVCache | StaticCache | None = None):
         super().__init__()
         self.native = KVCache() if native is None else native
-        self._model = _unknown
+        self._model = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy may go with a copy of the model."""
-        return vars(self) | {"_model": _unknown}
+        return vars(self) | {"_model": None}
 
     def hand_to(self, model: LanguageModel) -> Self:
         """Returns the cache as one of this model; ValueError if it holds tokens of another one."""
-        if self._model() not in (None, model) and self.native.length != 0:
+        known = None if self._model is None else self._model()
+        if known not in (None, model) and self.native.length != 0:
             raise ValueError(
                 "the cache holds tokens of another model, though of the same shapes: each model "
                 "goes on with its own"
@@ -132,10 +133,6 @@ class TigonCache(DynamicCache):
         self.native.expand(repeats)
 
 
-def _unknown() -> None:
-    """Stands for the model of a cache that may be any model's."""
-
-
 def open_cache(model: Any, config: Any, arguments: Mapping[str, Any]) -> TigonCache | None:
     """Returns the cache of a forward pass with these keywords, or None if it has none.
 
@@ -196,7 +193,7 @@ def _read(cache: Cache, model: LanguageModel) -> KVCache:
         state.keys, state.values = (
             functional.pad(x.to(model.device, model.dtype), pad) for x in (layer.keys, layer.values)
         )
-    return KVCache.holding(states, rows, length)
+    return KVCache(states, rows, length)
 
 
 def _fits(layer: Any, state: GrowingKV, length: int) -> bool:

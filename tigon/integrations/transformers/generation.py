@@ -146,7 +146,9 @@ def own_arguments(
     ends_rows = call.get("stopping_criteria") or config.stop_strings
     if ends is None or (len(ids) > 1 and ends_rows and not any(ends.values())):
         return None
-    if "attention_mask" not in tensors and _has_row_that_ends_in_padding(ids, ends):
+    pad = ends["pad_token_id"]
+    marks_padding = "attention_mask" not in tensors and pad not in (None, *ends["eos_token_id"])
+    if marks_padding and (ids[:, -1] == pad).any():
         return None
     values = {name: getattr(config, name) for name in SAME} | ends
     if not config.do_sample:
@@ -194,12 +196,6 @@ def _read_ends(config: GenerationConfig, vocab: int) -> dict[str, Any] | None:
         return None
     eos = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
     return {"eos_token_id": [i for i in eos if 0 <= i < vocab], "pad_token_id": pad}
-
-
-def _has_row_that_ends_in_padding(ids: Tensor, ends: Mapping[str, Any]) -> bool:
-    """Whether the last of a row of ids [B, T] is padding: pad, unless that is an eos token too."""
-    pad = ends["pad_token_id"]
-    return pad is not None and pad not in ends["eos_token_id"] and bool((ids[:, -1] == pad).any())
 
 
 def _is_assisted(model: Any, call: dict[str, Any], tensors: Mapping[str, Any]) -> bool:

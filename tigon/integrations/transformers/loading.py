@@ -1,7 +1,7 @@
 """Makes transformers' models of checkpoints and of native models, and lets Auto classes do so."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -100,18 +100,13 @@ def register() -> None:
     for name, (_, base) in CLASS_NAMES.items():
         cls = getattr(classes, name)
         mapping = AUTO_CLASSES[base]._model_mapping._extra_content
-        for config_class in _config_classes(cls):
+        own = cls.config_class
+        kinds = TEXT_ALONE if base is classes.TigonForCausalLM else ()
+        # Of a multimodal checkpoint, too, of which transformers makes the text model
+        wrappers = [CONFIG_MAPPING[k] for k in kinds if MULTIMODAL[k] == own.model_type]
+        for config_class in (own, *wrappers):
             _originals.append((mapping, config_class, mapping.get(config_class)))
             mapping[config_class] = cls
-
-
-def _config_classes(cls: type[TigonPreTrainedModel]) -> Iterator[type[PreTrainedConfig]]:
-    """Yields the configs that Auto classes make such a model of: its own, and of a language model
-    that of a multimodal checkpoint of which transformers makes the text model, too."""
-    yield cls.config_class
-    for kind in TEXT_ALONE if issubclass(cls, classes.TigonForCausalLM) else ():
-        if MULTIMODAL[kind] == cls.config_class.model_type:
-            yield CONFIG_MAPPING[kind]
 
 
 def unregister() -> None:

@@ -28,23 +28,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tigon.integrations.transformers.cache import open_cache
 from tigon.integrations.transformers.calls import capture, check_options, make_batch, refuse_liger
 from tigon.integrations.transformers.generation import TigonGeneration
-from tigon.integrations.transformers.hooks import keep_hooks
 from tigon.integrations.transformers.native import (
     assemble_parameters,
     check_config,
     load_native,
     warn_of_attention,
 )
-from tigon.integrations.transformers.outputs import (
-    as_in_this_pass,
-    read_versions,
-    refuse_logits,
-    to_transformers,
-)
+from tigon.integrations.transformers.outputs import defer_logits, to_transformers
 from tigon.integrations.transformers.projections import split_projections
-from tigon.integrations.transformers.stream import MixedIn, mix_in, show_stream
+from tigon.integrations.transformers.stream import MixedIn, keep_hooks, mix_in, show_stream
 from tigon.layers import Embedding
-from tigon.layers.lm_head import run_head
 from tigon.models import MODELS
 from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
 from tigon.models.causal_lm import CausalLM
@@ -104,23 +97,10 @@ class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
         return keep_hooks(block, cast(Any, super()).recomputable(block))
 
 
-def call_with_ids(native: CausalLM, config: PreTrainedConfig, name: str) -> None:
-    """Lets the native model's decoder take ids, by another class in place, of this name."""
-    decoder = native.model
-    mix_in(decoder, TigonModel, name)
-    decoder.__dict__.update(native=native, config=config)  # no submodule
-
-
 def finish(output: ModelOutput, config: Any, return_dict: bool | None) -> Any:
     """Returns the output, or a tuple if the call or the config wants one."""
     as_dict = config.return_dict if return_dict is None else return_dict
     return output if as_dict else output.to_tuple()
-
-
-def make_reference(name: str, config: PreTrainedConfig) -> nn.Module:
-    """Makes transformers' model of this name on the meta device: its modules, names and order."""
-    with torch.device("meta"):
-        return getattr(transformers, name)(deepcopy(config))
 
 
 def read_flags(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
@@ -164,12 +144,14 @@ class TigonPreTrainedModel(PreTrainedModel):
         if native is None:
             native = self.family.from_config(config.to_dict(), dtype=torch.get_default_dtype())
         self.tigon_options = options
-        reference = make_reference(type(self).__name__, config)
+        with torch.device("meta"):  # its modules, names and order
+            reference = getattr(transformers, type(self).__name__)(deepcopy(config))
         split_projections(native, reference)
         show_stream(native, reference)
         # Past nn.Module's own __setattr__, which would give all parameters two names
         self.__dict__ |= {"native": native, "_modules": native._modules}
-        call_with_ids(native, config, type(reference.get_submodule("model")).__name__)
+        mix_in(native.model, TigonModel, type(reference.get_submodule("model")).__name__)
+        native.model.__dict__.update(native=native, config=config)  # no submodule
         self._set_statics()
         self.register_load_state_dict_pre_hook(assemble_parameters)
         self.train(native.training)
@@ -386,7 +368,10 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             **kwargs,
         }
         if labels is not None or kwargs.get("shift_labels") is not None:
-            arguments = {**self._default_options(skip_logits), **arguments}
+            defaults = {**({} if self.training else {"return_logits": True}), **self.tigon_options}
+            if skip_logits is not None:
+                defaults["return_logits"] = not skip_logits
+            arguments = {**defaults, **arguments}
         return self._run(arguments)
 
     def _run(self, arguments: dict[str, Any]) -> Any:
@@ -400,8 +385,9 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
         with capture(self.native, batch, hidden_states, router_logits) as captured:
             return_hidden = options.pop("return_hidden", False)
             out = self.native(batch=batch, targets=targets, return_hidden=True, **options)
-        if out.loss is not None and options.get("return_logits") is None:
-            self._set_logits_on_demand(out, targets)
+        chosen = options.get("return_logits", self.native.defaults.return_logits)
+        if out.loss is not None and chosen is None:
+            out.logits = defer_logits(self.native, out.hidden, targets)
         if out.loss is not None and out.aux_loss is not None and targets.share is not None:
             # transformers adds aux_loss of every micro-batch, not this batch's share of it
             coef = self.config.router_aux_loss_coef
@@ -415,40 +401,6 @@ class TigonForCausalLM(TigonPreTrainedModel, TigonGeneration):
             router_logits=captured.logits_of_routers(),
         )
         return finish(output, self.config, arguments.get("return_dict"))
-
-    def _set_logits_on_demand(self, out: Any, targets: Targets) -> None:
-        """Puts a function in place of the logits that a loss was computed without, since somebody
-        may read them after all; under torch.compile it raises ValueError."""
-        native, hidden = self.native, out.hidden
-        if native.defaults.return_logits is not None:
-            return
-        if torch.compiler.is_compiling():
-            out.logits = refuse_logits
-            return
-
-        versions = read_versions(native.lm_head)
-
-        def compute() -> Tensor:
-            if read_versions(native.lm_head) != versions:
-                raise ValueError(
-                    "logits were not computed with the loss, and lm_head has been changed since: "
-                    "read them before optimizer.step(), or give the call return_logits=True"
-                )
-            rest: dict[str, Any] = {"active": None, "at": None, "logits_bytes": None}
-            kept = targets.take(hidden)
-            output = run_head(
-                native.lm_head, native.logit_options, kept, (), return_logits=True, **rest
-            )
-            return cast(Tensor, output.logits)
-
-        out.logits = as_in_this_pass(compute, hidden.device)
-
-    def _default_options(self, skip_logits: bool | None) -> dict[str, Any]:
-        """The keywords of a call with labels that it does not give itself."""
-        options = {**({} if self.training else {"return_logits": True}), **self.tigon_options}
-        if skip_logits is not None:
-            options["return_logits"] = not skip_logits
-        return options
 
 
 class TigonForSequenceClassification(TigonPreTrainedModel):

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
+from tigon.layers.lm_head import run_head
+from tigon.models.causal_lm import CausalLM
 from tigon.models.outputs import CausalLMOutput
+from tigon.models.targets import Targets
 
 # What is called `past_key_values` in CausalLMOutput has transformers' name, and metrics are fields
 NAMES = frozenset(("loss", "logits", "aux_loss", "logprobs", "criteria", "hidden", "logits_at"))
@@ -80,19 +83,33 @@ class MoeOutput(LogitsOnDemand, TigonFields, MoeCausalLMOutputWithPast):
     """The output of a mixture of experts."""
 
 
-def as_in_this_pass(compute: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
-    """Returns `compute` as if it were called now: with this autocast and grad mode. Under autocast
-    its result is in fp32, as accelerate returns what a model does."""
-    kind = device.type
+def defer_logits(native: CausalLM, hidden: Tensor, targets: Targets) -> Callable[[], Tensor]:
+    """Returns a function that computes the logits of a loss that had none, with this autocast and
+    grad mode; under autocast in fp32, as accelerate returns what a model does.
+
+    It raises ValueError once lm_head has been changed, and always under torch.compile.
+    """
+    if torch.compiler.is_compiling():
+        return refuse_logits
+    kind, grad = hidden.device.type, torch.is_grad_enabled()
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    grad = torch.is_grad_enabled()
+    versions = read_versions(native.lm_head)
 
-    def run() -> Tensor:
+    def compute() -> Tensor:
+        if read_versions(native.lm_head) != versions:
+            raise ValueError(
+                "logits were not computed with the loss, and lm_head has been changed since: "
+                "read them before optimizer.step(), or give the call return_logits=True"
+            )
+        rest: dict[str, Any] = {"active": None, "at": None, "logits_bytes": None}
         with torch.autocast(kind, dtype, enabled), torch.set_grad_enabled(grad):
-            result = compute()
-        return result.float() if enabled else result
+            kept = targets.take(hidden)
+            head, options = native.lm_head, native.logit_options
+            out = run_head(head, options, kept, (), return_logits=True, **rest)
+        assert out.logits is not None
+        return out.logits.float() if enabled else out.logits
 
-    return run
+    return compute
 
 
 def read_versions(module: nn.Module) -> dict[Tensor, int | None]:

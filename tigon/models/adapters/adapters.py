@@ -33,6 +33,7 @@ from tigon.models.adapters.lora import (
     resolve_targets,
 )
 from tigon.models.base import LanguageModel
+from tigon.models.init import copy_local
 from tigon.models.pretrained.names import EMBEDDING, HEAD
 from tigon.utils.json import quote
 from tigon.weights import local_rows, local_shard, row_group
@@ -252,17 +253,14 @@ def init_adapter(
         for kind, p in low.named_parameters():
             spec = model.shard_specs.get(f"{prefix}.{kind}")
             shapes[kind] = tuple(p.shape) if spec is None else spec.shape
-        initial = low.init_values(shapes, generator)
-        for kind, values in initial.items():
-            if (spec := model.shard_specs.get(f"{prefix}.{kind}")) is not None:
-                initial[kind] = spec.take(values)
+        for kind, values in low.init_values(shapes, generator).items():
+            spec = model.shard_specs.get(f"{prefix}.{kind}")
+            copy_local(kind, getattr(low, kind), spec, values)
         if low.dora:  # B A is zero, so the magnitudes are the norms of the base's rows
             magnitudes = _base_magnitudes(model.get_submodule(path), low)
             zeros += _find_zeros(model, prefix, magnitudes)
-            initial |= magnitudes
-        for kind, values in initial.items():
-            rows, first = local_rows(kind, getattr(low, kind))
-            rows.copy_(values[first : first + len(rows)])
+            for kind, values in magnitudes.items():
+                copy_local(kind, getattr(low, kind), None, values)
     for weight, copy in _saved_weights(model, name):
         copy.copy_(weight)
     if zeros:

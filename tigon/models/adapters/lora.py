@@ -1,6 +1,5 @@
 """LoraConfig, and the modules of a model that it targets."""
 
-import difflib
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -15,6 +14,7 @@ from tigon.layers import Embedding, Experts, FusedLinear, Linear, LMHead, LoRAPa
 from tigon.layers.lora import MATRICES
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
+from tigon.utils.config import suggest
 from tigon.utils.json import quote
 
 ALL_LINEAR = "all-linear"
@@ -267,9 +267,8 @@ def _explain(model: LanguageModel, target: str, modules: Collection[AdaptedModul
     if moe is not None and name in ("gate", "router"):
         return "is a router, which has no adapters"
     projections = _list_projections(modules)
-    matches = difflib.get_close_matches(name, projections.split(", "), n=1)
-    hint = f"did you mean {matches[0]!r}? " if matches else ""
+    hint = suggest(name, projections.split(", "), 0.6)
     is_packed = moe is not None and name in ("gate_proj", "up_proj", "w1", "w3")
     experts = "; gate and up of experts are one, gate_up_proj" if is_packed else ""
-    family = type(model).__name__
-    return f"matches no projection of {family}; {hint}its projections are {projections}{experts}"
+    parts = f"matches no projection of {type(model).__name__}", hint
+    return "; ".join(filter(None, (*parts, f"its projections are {projections}{experts}")))

@@ -48,6 +48,7 @@ from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import HEAD, PREFIXES, layout
 from tigon.models.pretrained.save import SavePretrained, check_target, write_json, write_model
+from tigon.utils.config import prefix_errors
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.paths import expand_user
 from tigon.weights import (
@@ -105,10 +106,8 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
     except FileNotFoundError as error:
         raise FileNotFoundError(f"{error}: it holds no adapter") from error
     values = read_json(path)
-    try:
+    with prefix_errors(escape(path), ValueError):
         check_features(values)
-    except ValueError as error:
-        raise ValueError(f"{escape(path)}: {error}") from None
     weights = repository.optional_file(WEIGHTS)
     if weights is None:
         hint = ""
@@ -119,15 +118,13 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
     file = f"{repository.name}/{WEIGHTS}"
     names = _model_names(tensors, file, model)
     _drop_duplicates(tensors, names, model.checkpoint_names.embedding)
-    try:
+    with prefix_errors(escape(repository.name), ValueError):
         if single := next(filter(SINGLE_EXPERT.fullmatch, names), None):
             raise ValueError(
                 f"{quote(single)} adapts a single expert, a form of older PEFT versions that is "
                 "not read: save the adapter again with a current PEFT"
             )
         config = parse_lora_config(values, tensors, names, model)
-    except ValueError as error:
-        raise ValueError(f"{escape(repository.name)}: {error}") from None
     # Only of modules that have a weight to themselves: others are slices of one
     modules = {m.name: m.path for m in find_target_modules(model) if m.stored_path == m.name}
     matches = ((BASE_WEIGHT.fullmatch(name), file_name) for name, file_name in names.items())
@@ -206,7 +203,7 @@ def load_adapter(
     check_new_adapter(model, name)
     repository = Repository(path_or_repo, **source)
     adapter, size = read_adapter(repository, model), read_vocabulary_size(repository, model)
-    try:
+    with prefix_errors(escape(os.fspath(path_or_repo)), ValueError):
         if size not in (None, model.config.vocab_size) and not model.config.labels:
             raise ValueError(
                 f"the adapter is of {size} tokens, and the model has {model.config.vocab_size}: "
@@ -220,8 +217,6 @@ def load_adapter(
                 "ensure_weight_tying=True keeps embedding and head equal in training, which is not "
                 "supported: load it without trainable=True, or merge it and add another"
             )
-    except ValueError as error:
-        raise ValueError(f"{escape(os.fspath(path_or_repo))}: {error}") from None
     _check_base(model, adapter)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half and trainable else model.dtype)

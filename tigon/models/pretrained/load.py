@@ -2,8 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,6 +45,7 @@ from tigon.models.pretrained.quantization import (
 from tigon.models.quantization_config import KEY as QUANTIZATION
 from tigon.models.quantization_config import read_quantization
 from tigon.utils import config
+from tigon.utils.config import prefix_errors
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.memory import check_memory
 from tigon.weights import (
@@ -59,6 +59,7 @@ from tigon.weights import (
     prepin_staging,
 )
 from tigon.weights.decoded import RandomTensor, ResizedTensor
+from tigon.weights.entries import row_chunks
 
 M = TypeVar("M", bound=LanguageModel)
 
@@ -135,18 +136,7 @@ def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-@contextmanager
-def prefix_errors(file: str) -> Iterator[None]:
-    """Prefixes a ConfigError that is raised in the body of a `with` with the file's name."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
-
-
 # Models from checkpoints
-
-COMPARED_BYTES = 16 << 20  # of embedding and head at a time
 
 C = TypeVar("C", bound=ModelConfig)
 
@@ -409,14 +399,11 @@ def _resolve_tied_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelC
         return config
     info = tensors[head]
     rows = info.shape[0] if info.shape == tensors[embedding].shape else 0
-    step = max(1, COMPARED_BYTES * rows // max(1, info.nbytes))
-    shape = 2, min(rows, step), *info.shape[1:]
-    a, b = torch.empty(shape, dtype=info.dtype, device="cpu")
-    for row in range(0, rows, step):
-        n = min(step, rows - row)
-        checkpoint.read_into(head, a[:n], row=row)
-        checkpoint.read_into(embedding, b[:n], row=row)
-        if not torch.equal(a[:n], b[:n]):
+    for row, count in row_chunks(rows, info.nbytes // max(1, rows)):
+        a, b = torch.empty((2, count, *info.shape[1:]), dtype=info.dtype, device="cpu")
+        checkpoint.read_into(head, a, row=row)
+        checkpoint.read_into(embedding, b, row=row)
+        if not torch.equal(a, b):
             break
     else:
         if rows:

@@ -9,7 +9,7 @@ scale.
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,9 @@ from tigon.models.adapters.lora import find_target_modules
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import layout
+from tigon.utils.config import prefix_errors
 from tigon.utils.json import escape
+from tigon.utils.memory import split_by_size
 from tigon.weights import Checkpoint, Layout, TensorEntry, WriterGroup, load_into
 from tigon.weights.checkpoint import BLOCK, Fp8Tensor
 from tigon.weights.entries import RowBlock, row_chunks
@@ -143,34 +145,15 @@ def load_quantized(model: LanguageModel, checkpoint: Checkpoint, staging_bytes: 
         load_into(code_views, **load_options | {"checkpoint": codes})
         for name, weight in fp8_weights.items():
             weight.store_scales([info.scales() for info in fp8_tensors[name]])
-    batch: dict[str, NF4Weight] = {}
-    batch_bytes = 0
-    for name, nf4_weight in weights.items():
-        if isinstance(nf4_weight, NF4Weight):
-            dense_bytes = math.prod(nf4_weight.shape) * nf4_weight.dtype.itemsize
-            if batch and batch_bytes + dense_bytes > BATCH_BYTES:
-                _load_batch(model.device, batch, load_options)
-                batch, batch_bytes = {}, 0
-            batch[name] = nf4_weight
-            batch_bytes += dense_bytes
-    _load_batch(model.device, batch, load_options)
-
-
-def _load_batch(
-    device: torch.device, batch: dict[str, NF4Weight], load_options: dict[str, Any]
-) -> None:
-    """Reads the weights of a batch in full, then quantizes them one by one; raises ValueError for
-    values that are NaN or infinite."""
-    dense = {
-        name: torch.empty(weight.shape, dtype=weight.dtype, device=device)
-        for name, weight in batch.items()
-    }
-    load_into(dense, **load_options)
-    for name, weight in batch.items():
-        try:
-            store_nf4(weight, name, dense.pop(name))
-        except ValueError as error:
-            raise ValueError(f"{escape(load_options['checkpoint'].name)}: {error}") from None
+    nf4_weights = [name for name, w in weights.items() if isinstance(w, NF4Weight)]
+    metas = {name: weights[name].weight_meta for name in nf4_weights}
+    # A batch is read in full, then quantized one by one
+    for batch in split_by_size(nf4_weights, lambda name: metas[name].nbytes, BATCH_BYTES):
+        dense = {name: torch.empty_like(metas[name], device=model.device) for name in batch}
+        load_into(dense, **load_options)
+        with prefix_errors(escape(checkpoint.name), ValueError):
+            for name in batch:
+                store_nf4(cast(NF4Weight, weights[name]), name, dense.pop(name))
 
 
 def dequantized_entries(
@@ -178,26 +161,19 @@ def dequantized_entries(
 ) -> list[TensorEntry]:
     """Makes entries that write the quantized weights in `dtype`, a few rows at a time. All ranks
     have the same weights, and each writes a share."""
+
+    def read(weight: QuantizedWeight, part: int, begin: int, first: int, count: int) -> Tensor:
+        return weight.rows(part, begin + first, count)
+
     entries: list[TensorEntry] = []
     for name, _, weight in quantized_layers(model):
         for i, part in enumerate(parts_of[name]):
             begin, row_bytes = part.rows[0].target, part.shape[1] * dtype.itemsize
             blocks = [
-                RowBlock(
-                    source + first,
-                    count,
-                    partial(_dequantize_rows, weight, i, target - begin + first),
-                )
+                RowBlock(source + first, count, partial(read, weight, i, target - begin + first))
                 for source, target, rows in part.rows
                 for first, count in row_chunks(rows, row_bytes)
             ]
             local = blocks[(ranks.rank - len(entries)) % ranks.size :: ranks.size]
             entries.append(TensorEntry(part.name, part.shape, dtype, local))
     return entries
-
-
-def _dequantize_rows(
-    weight: QuantizedWeight, part: int, begin: int, first: int, count: int
-) -> Tensor:
-    """Dequantizes `count` rows from `first` of a block that begins at row `begin` of a part."""
-    return weight.rows(part, begin + first, count)

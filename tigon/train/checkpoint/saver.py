@@ -4,9 +4,8 @@ import json
 import math
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -16,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
@@ -30,7 +28,7 @@ from tigon.train.optim import Ema
 from tigon.utils.json import list_first
 from tigon.utils.memory import CGROUP
 from tigon.weights import WriterGroup
-from tigon.weights.files import new_directory
+from tigon.weights.files import DiskFullError, new_directory, require_space
 from tigon.weights.write import all_finite
 
 KEEP = KeepPolicy()
@@ -40,14 +38,18 @@ class SaveError(OSError):
     """Says that a checkpoint or an export could not be written; those before it are untouched."""
 
 
-class BackgroundWriter(ABC):
-    """Writes files while training goes on; leaving its `with` block waits, and raises errors."""
+class BackgroundWriter:
+    """Writes files in a thread; leaving its `with` block waits, and raises errors."""
 
-    pending: Future[Any] | None = None  # what is being written
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1)
+        self.pending: Future[None] | None = None  # what is being written
 
-    @abstractmethod
     def wait(self) -> None:
         """Waits until it is on the disk; raises SaveError, on all ranks, if it failed."""
+        if self.pending is not None:
+            pending, self.pending = self.pending, None
+            pending.result()
 
     @property
     def failed(self) -> bool:
@@ -65,6 +67,8 @@ class BackgroundWriter(ABC):
             if error is None:
                 raise
             error.add_note(str(second))
+        finally:
+            self._thread.shutdown()
 
 
 def check_finite(
@@ -154,12 +158,12 @@ class Saver(BackgroundWriter):
     def __init__(
         self, run_dir: Path, world: World, *, keep: KeepPolicy = KEEP, background: bool = True
     ) -> None:
+        super().__init__()
         self.directory, self.metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
         self.world, self.keep, self.background = world, keep, background
         # A separate group: the writer's messages would mix with those of training
         self._group = dist.new_group(backend="gloo")
         self._stager = CopyStager()
-        self._target, self._staging = self.directory, ExitStack()
         self._start_time = 0.0
         self.seconds = 0.0  # that the last checkpoint took, from `save` to the disk
 
@@ -196,58 +200,57 @@ class Saver(BackgroundWriter):
             **metadata,
         }
 
-        def commit(directory: Path, sums: Mapping[str, str]) -> None:
-            """Adds small files and gives the final name; rank 0 calls this after all writes."""
-            with self._staging:
-                write_description(directory, model.config, model.generation_config, tokenizer)
-                (directory / RUN).write_text(json.dumps(content, indent=2) + "\n")
-                write_sums(directory, sums)
-            self._prune(step)
+        def describe(directory: Path) -> None:
+            write_description(directory, model.config, model.generation_config, tokenizer)
+            (directory / RUN).write_text(json.dumps(content, indent=2) + "\n")
 
-        self._target, self._staging = target, ExitStack()
         in_background = copy and self.background and self._stager.fits(state, self.world)
-        writer = Writer(self._make_directory, commit)
-        self.pending = self._write(state, writer, in_background=in_background)
-        self.pending.add_done_callback(self._measure)
+        state = self._stager.stage(state) if in_background else state
+        self.pending = self._thread.submit(self._write, step, target, state, describe)
         if not in_background:
             self.wait()
         return target
 
-    def _make_directory(self, needed: int) -> Path:
-        """Makes the directory to write `needed` bytes into; rank 0 calls this."""
-        # One of this name is damaged, or of a run that was resumed from before it
-        self._staging.enter_context(_link_aside(self._target))
-        stale = is_listed(self._target)
-        return self._staging.enter_context(
-            new_directory(self._target, replace=True, needed=needed, stale=stale)
-        )
-
-    def _write(self, state: State, writer: Writer, *, in_background: bool) -> Future[None]:
-        """Writes the state, or a copy of it in the background. Returns a future that ends with it
-        and has its error, if any."""
-        options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
-        if in_background:
-            pending = dcp.async_save(dict(state), async_stager=self._stager, **options)
-            assert isinstance(pending, Future)
-            return pending
-        done: Future[None] = Future()
+    def warn_if_full(self, model: CausalLM, optimizer: Optimizer, ema: Ema | None) -> None:
+        """Logs a note if a checkpoint does not fit on the disk as it is now. Every rank calls this,
+        after a step, which makes the optimizer's states."""
+        rows = full_state(model, optimizer, ema).values()
+        needed = sum(tensor.numel() * tensor.dtype.itemsize for tensor in rows)
+        place = self.directory if self.directory.exists() else self.directory.parent
         try:
-            dcp.save(dict(state), **options)
-            done.set_result(None)
-        except (Exception, CheckpointException) as error:
-            done.set_exception(error)
-        return done
+            require_space(place, needed)
+        except DiskFullError as error:
+            self.world.log_rank0(f"note: {error}, so a checkpoint would end the run")
 
-    def wait(self) -> None:
-        """Waits for the checkpoint that is being written; raises SaveError if it failed."""
-        if self.pending is None:
-            return
-        pending, self.pending = self.pending, None
+    def _write(
+        self, step: int, target: Path, state: State, describe: Callable[[Path], None]
+    ) -> None:
+        """Writes the state, and what `describe` adds, to the target, whole or not at all; then
+        prunes older checkpoints. Raises SaveError."""
+        staging = ExitStack()
+
+        def begin(needed: int) -> Path:
+            """Makes the directory to write `needed` bytes into; rank 0 calls this."""
+            # One of this name is damaged, or of a run that was resumed from before it
+            staging.enter_context(_link_aside(target))
+            stale = is_listed(target)
+            directory = new_directory(target, replace=True, needed=needed, stale=stale)
+            return staging.enter_context(directory)
+
+        def commit(directory: Path, sums: Mapping[str, str]) -> None:
+            """Adds small files and gives the final name; rank 0 calls this after all writes."""
+            with staging:
+                describe(directory)
+                write_sums(directory, sums)
+            self._prune(step)
+
         try:
-            with self._staging:  # which removes what was written before an error
-                pending.result()
+            with staging:  # which removes what was written before an error
+                writer = Writer(begin, commit)
+                dcp.save(dict(state), storage_writer=writer, process_group=self._group)
         except (Exception, CheckpointException) as error:
-            raise SaveError(f"{self._target} was not written: {first_cause(error)}") from error
+            raise SaveError(f"{target} was not written: {first_cause(error)}") from error
+        self.seconds = time.monotonic() - self._start_time
 
     def expected(self) -> float:
         """Returns the seconds until a checkpoint that begins now is on the disk, going by the last
@@ -256,11 +259,6 @@ class Saver(BackgroundWriter):
         if self.pending is not None and not self.pending.done():
             remaining = max(0.0, self._start_time + self.seconds - time.monotonic())
         return remaining + self.seconds
-
-    def _measure(self, done: Future[Any]) -> None:
-        """Sets `seconds` to how long the checkpoint took, if it was written."""
-        if done.exception() is None:
-            self.seconds = time.monotonic() - self._start_time
 
     def _prune(self, newest: int) -> None:
         """Removes older checkpoints that `keep` does not choose; only logs an OSError."""
@@ -275,10 +273,8 @@ class Saver(BackgroundWriter):
             self.world.log_rank0(f"an older checkpoint could not be removed: {error}")
 
 
-class CopyStager(AsyncStager):
+class CopyStager:
     """Copies states into buffers in host memory, pinned for a GPU, which the next save reuses."""
-
-    _synchronize_after_execute = False  # `stage` returns when all is copied
 
     def __init__(self) -> None:
         self.buffers: dict[str, list[Tensor]] = {}
@@ -296,17 +292,11 @@ class CopyStager(AsyncStager):
                 )
         return self._fits
 
-    def synchronize_staging(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def stage(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    def stage(self, state: State) -> State:
         """Returns the tensors copied into host memory, which is kept for the next save."""
-        staged: dict[str, Any] = {}
+        staged: State = {}
         on_gpu = False
-        for name, rows in state_dict.items():
+        for name, rows in state.items():
             if name not in self.buffers:
                 self.buffers[name] = [
                     torch.empty(

@@ -2,7 +2,7 @@
 
 from tigon.train.optim.build import OPTIMIZERS, build_optimizer, check_local_model, state_bytes
 from tigon.train.optim.clip import clip, clip_gradients
-from tigon.train.optim.ema import Ema, build_ema, ema_bytes
+from tigon.train.optim.ema import Ema, build_ema
 from tigon.train.optim.groups import freeze, hidden_matrices, learning_rate, parameter_groups
 from tigon.train.optim.in_backward import (
     InBackward,
@@ -13,6 +13,6 @@ from tigon.train.optim.in_backward import (
 
 __all__ = [
     "OPTIMIZERS", "Ema", "InBackward", "build_ema", "build_in_backward", "build_optimizer",
-    "check_local_model", "check_ranks", "clip", "clip_gradients", "ema_bytes", "freeze",
+    "check_local_model", "check_ranks", "clip", "clip_gradients", "freeze",
     "hidden_matrices", "learning_rate", "parameter_buckets", "parameter_groups", "state_bytes",
 ]  # fmt: skip

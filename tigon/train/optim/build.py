@@ -2,30 +2,22 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
 from tigon.train.config import Config
-from tigon.train.optim import adamw, low_precision
+from tigon.train.optim import adamw
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
+from tigon.train.optim.low_precision import BLOCK
 from tigon.train.optim.muon import Muon
-
-
-class OptimizerSpec(NamedTuple):
-    """Holds the function that builds an optimizer, and those for the bytes of its states."""
-
-    build: Callable[[CausalLM, Config], Optimizer]
-    state_bytes: Callable[[Config], float]  # per trained parameter
-    hidden_bytes: Callable[[Config], float] | None = None  # per element of `hidden_matrices`
 
 
 def build_optimizer(model: CausalLM, config: Config) -> Optimizer:
     """Freezes what the settings do not train, and returns the optimizer of the rest."""
     freeze(model, config)
-    return OPTIMIZERS[config.optimizer].build(model, config)
+    return OPTIMIZERS[config.optimizer](model, config)
 
 
 def check_local_model(model: CausalLM, config: Config) -> None:
@@ -37,14 +29,11 @@ def check_local_model(model: CausalLM, config: Config) -> None:
 
 def state_bytes(config: Config, *, hidden: bool = False) -> float:
     """Returns bytes of states per trained parameter, fewer for Muon's `hidden` ones."""
-    spec = OPTIMIZERS[config.optimizer]
-    size = spec.hidden_bytes if hidden and spec.hidden_bytes is not None else spec.state_bytes
-    return size(config)
-
-
-def item_bytes(config: Config) -> int:
-    """Returns the bytes of one element of a trained weight."""
-    return getattr(torch, config.param_dtype).itemsize
+    if config.optimizer == "muon":
+        return getattr(torch, config.param_dtype).itemsize * (1 if hidden else 2)
+    if config.optimizer == "sgd":
+        return 4.0 if config.momentum else 0.0
+    return {"adamw": 8.0, "adamw_bf16": 4.0, "adamw_8bit": 2 * (1 + 4 / BLOCK)}[config.optimizer]
 
 
 def muon(model: CausalLM, config: Config) -> Optimizer:
@@ -68,17 +57,11 @@ def muon(model: CausalLM, config: Config) -> Optimizer:
     )
 
 
-def _adamw(states: str) -> OptimizerSpec:
-    """Returns how AdamW is built with these states."""
-    size = low_precision.state_bytes(states)
-    return OptimizerSpec(partial(adamw.adamw, states=states), lambda _: size)
-
-
 # By the name that `optimizer` has in the settings
-OPTIMIZERS: dict[str, OptimizerSpec] = {
-    "adamw": _adamw("float32"),
-    "adamw_bf16": _adamw("bfloat16"),
-    "adamw_8bit": _adamw("8bit"),
-    "muon": OptimizerSpec(muon, lambda config: 2.0 * item_bytes(config), item_bytes),
-    "sgd": OptimizerSpec(adamw.sgd, lambda config: 4.0 if config.momentum else 0.0),
+OPTIMIZERS: dict[str, Callable[[CausalLM, Config], Optimizer]] = {
+    "adamw": partial(adamw.adamw, states="float32"),
+    "adamw_bf16": partial(adamw.adamw, states="bfloat16"),
+    "adamw_8bit": partial(adamw.adamw, states="8bit"),
+    "muon": muon,
+    "sgd": adamw.sgd,
 }

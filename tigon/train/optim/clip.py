@@ -26,7 +26,7 @@ def clip(model: nn.Module, optimizer: Optimizer, max_norm: float) -> tuple[Tenso
         and optimizer.uses_kernel(p for p in model.parameters() if p.grad is not None)
     ):
         return clip_gradients(model, max_norm), None
-    gradients = [g.contiguous() for g in _local_gradients(model)]
+    gradients = [g.contiguous() for _, g in _counted_gradients(model, model.named_parameters())]
     parameter = next(model.parameters())
     squares = torch.zeros((), dtype=torch.float64, device=parameter.device)
     if gradients:
@@ -44,7 +44,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
     """
     parameters = list(model.parameters())
     gradients = [g for _, g in _rank_gradients(parameters)]
-    norm = _combine_norms(_norms(_local_gradients(model)), model)
+    counted = [g for _, g in _counted_gradients(model, model.named_parameters())]
+    norm = _combine_norms(_norms(counted), model)
     if max_norm and gradients:
         torch._foreach_mul_(gradients, _factor(norm, max_norm))
     return norm
@@ -100,11 +101,6 @@ def _rank_gradients(parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]
     return [(p, g) for p, g in pairs if g.numel()]
 
 
-def _local_gradients(model: nn.Module) -> list[Tensor]:
-    """Returns this rank's gradients; one tensor-parallel rank counts those that all replicate."""
-    return [gradient for _, gradient in _counted_gradients(model, model.named_parameters())]
-
-
 def _tensor_parallel(model: nn.Module) -> TensorParallel | None:
     """The tensor parallelism of the model, which need not be a language model."""
     return getattr(model, "tensor_parallel", None)
@@ -113,7 +109,8 @@ def _tensor_parallel(model: nn.Module) -> TensorParallel | None:
 def _counted_gradients(
     model: nn.Module, named: Iterable[tuple[str, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns parameters with the gradients that this rank adds to the global norm."""
+    """Returns parameters with the gradients that this rank adds to the global norm: one
+    tensor-parallel rank counts those that all replicate."""
     if (tensor := _tensor_parallel(model)) is not None:
         return list(tensor.unique_gradients(named))
     return _rank_gradients(p for _, p in named)

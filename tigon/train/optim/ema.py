@@ -52,11 +52,6 @@ def build_ema(model: nn.Module, config: Config) -> Ema | None:
     return Ema(model, config.ema_decay, offload=config.optimizer_offload)
 
 
-def ema_bytes(config: Config) -> float:
-    """Returns the bytes of the average per trained parameter, over all ranks."""
-    return 4.0 if config.ema_decay else 0.0
-
-
 def _trained(model: nn.Module) -> dict[str, Tensor]:
     """Returns this rank's rows of the trained weights by name."""
     return {n: local(p.detach()) for n, p in model.named_parameters() if p.requires_grad}

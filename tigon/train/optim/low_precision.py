@@ -112,9 +112,3 @@ def write_state(states: States, kind: str, value: Tensor, drawn: Tensor, index: 
         states[f"{kind}_scale"].copy_(scale)
     elif states[kind].dtype == torch.bfloat16:
         states[kind].copy_(round_stochastically(value, take_16_bits(drawn, index)))
-
-
-def state_bytes(states: str) -> float:
-    """Returns the bytes of AdamW's states in `float32`, `bfloat16` or `8bit` for each element of a
-    matrix, with the scales of blocks."""
-    return {"float32": 8.0, "bfloat16": 4.0, "8bit": 2 * (1 + 4 / BLOCK)}[states]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.data import Encoder, MicroBatch, Mixture, RewardedEncoder
+from tigon.data import Encoder, Mixture, RewardedEncoder
 from tigon.data.examples import format_count
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
@@ -78,7 +78,7 @@ class GRPO(AnswerTask):
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
         """Returns notes on data that GRPO would learn little from."""
         corpus = data.corpus
-        rows = idle = without = 0
+        rows = idle = 0
         for part in range(len(corpus.parts)):
             examples = corpus.open(part)
             if not len(examples):
@@ -87,20 +87,13 @@ class GRPO(AnswerTask):
             first = np.append(0, 1 + np.flatnonzero((lines[1:] != lines[:-1]).any(1)))
             teaches = np.logical_or.reduceat(examples.per_example["advantage"] != 0, first)
             rows, idle = rows + len(first), idle + int((~teaches).sum())
-            without += "reward" not in examples.per_example
-        notes = []
-        if idle:
-            have = "has" if idle == 1 else "have"
-            notes.append(
-                f"{idle:,} of {format_count(rows, 'row')} {have} equal rewards or advantages of 0, "
-                "which teach nothing"
-            )
-        if without:
-            notes.append(
-                "reward is not logged: an earlier version has cached the data, without rewards; "
-                "`tigon data clean` removes what is cached"
-            )
-        return notes
+        if not idle:
+            return []
+        have = "has" if idle == 1 else "have"
+        return [
+            f"{idle:,} of {format_count(rows, 'row')} {have} equal rewards or advantages of 0, "
+            "which teach nothing"
+        ]
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         """Adds the number of "answers" to the base's sums."""
@@ -110,10 +103,9 @@ class GRPO(AnswerTask):
     def loss(self, model: CausalLM, inputs: StepInputs, sums: dict[str, Tensor]) -> MicroBatchLoss:
         """Returns a micro-batch's part of the clipped policy-gradient loss, with beta times the
         divergence from the reference, and of the metrics."""
-        known = self.reference_logprobs(inputs) if self.refers else None
-        output = self.forward(model, inputs)
-        assert output.logprobs is not None
-        micro_batch, logprobs, tokens = inputs.micro_batch, output.logprobs, inputs.targets.mask
+        known = self.reference_logprobs(model, inputs) if self.refers else None
+        logprobs, output = self.forward(model, inputs)
+        micro_batch, tokens = inputs.micro_batch, inputs.targets.mask
         sequence = sequence_indices(micro_batch, tokens)
         lengths = sum_per_sequence(micro_batch, tokens).clamp(min=1)
 
@@ -131,7 +123,7 @@ class GRPO(AnswerTask):
         each, clipped = surrogate(logprobs, ratios, advantages, self.clip)
         count = sums["items"].clamp(min=1)
         metrics = {"clip_ratio/region_mean": (clipped & tokens).sum().double() / count}
-        metrics |= moments(micro_batch)
+        metrics["rewards"] = moments(micro_batch.per_example["reward"])
         if known is not None:
             kl = torch.where(tokens, divergence(logprobs, torch.where(tokens, known, 0)), 0)
             each = each + self.beta * kl
@@ -143,13 +135,11 @@ class GRPO(AnswerTask):
         """Replaces "rewards", the sums of `moments`, by TRL's "reward" and "reward_std": mean and
         standard deviation of all rewards of a step, NaN without rewards."""
         metrics = dict(metrics)
-        if "rewards" in metrics:
-            count, total, squares = metrics.pop("rewards")
-            mean = total / count
-            spread = squares - total * mean
-            spread = torch.where(spread <= ROUNDING * squares, 0, spread)  # of equal rewards
-            metrics |= {"reward": mean, "reward_std": (spread / (count - 1)).sqrt()}
-        return metrics
+        count, total, squares = metrics.pop("rewards")
+        mean = total / count
+        spread = squares - total * mean
+        spread = torch.where(spread <= ROUNDING * squares, 0, spread)  # of equal rewards
+        return metrics | {"reward": mean, "reward_std": (spread / (count - 1)).sqrt()}
 
     def _weights(self, lengths: Tensor, sums: Mapping[str, Tensor]) -> Tensor:
         """Returns the factors of the tokens' losses, [B, T] or a scalar: 1 / tokens of the step;
@@ -164,15 +154,9 @@ class GRPO(AnswerTask):
         return 1 / sums["items"].clamp(min=1)
 
 
-def moments(micro_batch: MicroBatch) -> dict[str, Tensor]:
-    """Returns {"rewards": float64 [3]}: the count, sum and sum of squares of the rewards.
-
-    Rewards are NaN if a row has advantages. Data cached by an earlier version have no rewards: {}.
-    """
-    if "reward" not in micro_batch.per_example:
-        return {}
-    rewards = micro_batch.per_example["reward"]
+def moments(rewards: Tensor) -> Tensor:
+    """Returns float64 [3], the count, sum and sum of squares of rewards [n], without those that are
+    NaN, as of rows with advantages."""
     exists = ~rewards.isnan()
     values = torch.where(exists, rewards, 0)
-    counts = exists.sum(dtype=values.dtype), values.sum(), values.square().sum()
-    return {"rewards": torch.stack(counts)}
+    return torch.stack([exists.sum(dtype=values.dtype), values.sum(), values.square().sum()])

@@ -62,7 +62,7 @@ class KTO(AnswerTask):
         """Returns a note if desired and other answers of the training data are not balanced."""
         if held_out:
             return []
-        passes, desired, answers = data.order.passes(), 0.0, 0.0
+        passes, desired, answers = data.passes(), 0.0, 0.0
         for part, entry in enumerate(data.entry_of_part):
             columns = data.corpus.open(part).per_example
             if "matched" in columns:  # it has rows
@@ -138,12 +138,11 @@ class KTO(AnswerTask):
 
     def _ratios(self, model: CausalLM, inputs: StepInputs) -> tuple[Tensor, Tensor, CausalLMOutput]:
         """Returns log-probabilities and log-ratios, fp32 [n], and the model's output."""
-        known = self.reference_logprobs(inputs)
-        output = self.forward(model, inputs)
-        assert output.logprobs is not None
+        known = self.reference_logprobs(model, inputs)
+        logprobs, output = self.forward(model, inputs)
         tokens = answer_mask(inputs)
         known = sum_per_sequence(inputs.micro_batch, torch.where(tokens, known, 0))
-        logprobs = sum_per_sequence(inputs.micro_batch, torch.where(tokens, output.logprobs, 0))
+        logprobs = sum_per_sequence(inputs.micro_batch, torch.where(tokens, logprobs, 0))
         return logprobs, logprobs - known, output
 
 

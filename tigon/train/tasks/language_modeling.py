@@ -46,7 +46,9 @@ class CrossEntropyTask(Task):
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
-        check_settings(config)
+        for setting in ("metrics", "eval_metrics"):
+            for name in getattr(config, setting) or ():
+                check_metric(setting, name)
 
     def chat_encoder(self, tokenizer: Tokenizer) -> ChatEncoder:
         """Returns the encoder of chats, which adds the tokens that end a learned turn to `ends`."""
@@ -180,14 +182,6 @@ class CrossEntropyTask(Task):
         return metrics
 
 
-def check_settings(config: Config) -> None:
-    """Raises ValueError for settings of the loss that are invalid or conflict."""
-    for prefix in ("", "eval_"):
-        for name in getattr(config, f"{prefix}metrics") or ():
-            check_metric(f"{prefix}metrics", name)
-        check_keep(f"{prefix}logits_to_keep", getattr(config, f"{prefix}logits_to_keep"), config)
-
-
 def check_metric(setting: str, name: str) -> None:
     """Raises ValueError for a metric that is unknown, or of which no mean can be logged."""
     if name == "predicted_tokens":
@@ -197,20 +191,6 @@ def check_metric(setting: str, name: str) -> None:
         )
     if name not in MEAN_METRICS:
         raise ValueError(f"{setting}={name} is not one of {', '.join(MEAN_METRICS)}")
-
-
-def check_keep(setting: str, keep: int | None, config: Config) -> None:
-    """Raises ValueError for a logits_to_keep of 1, and for any but 0 with packing."""
-    if keep and config.packing:
-        raise ValueError(
-            f"{setting}={keep} with packing=true: it keeps the last positions of a line, which "
-            "holds several sequences then; give packing=false"
-        )
-    if keep == 1:
-        raise ValueError(
-            f"{setting}=1 leaves nothing to learn: the last position of a sequence predicts no "
-            "token; k keeps the predictions of its last k - 1 tokens"
-        )
 
 
 def last_positions(micro_batch: MicroBatch, keep: int) -> int | Tensor:

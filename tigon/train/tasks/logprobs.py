@@ -23,13 +23,11 @@ from tigon.train import reference
 from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
 from tigon.train.model import (
-    base_digest,
     build_model,
     check_frozen,
     load_frozen,
     meta_model,
     meta_model_from_path,
-    sampled_digest,
 )
 from tigon.train.tasks.base import StepInputs, Task
 
@@ -80,17 +78,15 @@ class AnswerTask(Task):
         config, world = self.config, self.world
         if not self.refers:
             return
-        streams = not all(isinstance(loader.windows, Mixture) for loader in loaders)
-        digest = _sample_digest if streams else reference.weights_digest
+        digest = reference.model_digest
         check = partial(reference.shared_digest, config, world, trained=trained)
         if config.lora is not None and config.lora.quantize is None:
             check = partial(check, base=lambda: digest(replace(config, reference="")))
         if self._keeps_to_base(model):
             check(lambda: reference.WITHOUT_ADAPTERS)  # resuming checks the base's weights
-            self.live = lambda inputs: self._base_logprobs(model, inputs)
             return
-        if streams:
-            check(lambda: digest(config))
+        weights = check(lambda: digest(config))
+        if not all(isinstance(loader.windows, Mixture) for loader in loaders):
             other = self._reference_model()
             self.live = lambda inputs: self._logprobs_by(other, inputs.micro_batch)
             return
@@ -105,7 +101,6 @@ class AnswerTask(Task):
             other = load_reference()
             return lambda rows: self._logprobs_by(other, rows)
 
-        weights = check(lambda: digest(config))
         # Training decides by window whether shared prompts pay, and its windows differ from these
         rows = partial(self.rows, least_shared=0.0)
         options: dict[str, Any] = {"shared": self.share_prompts, "distinct": self.distinct}
@@ -118,12 +113,8 @@ class AnswerTask(Task):
         gc.collect()  # a sharded model refers to itself, and would keep its memory for a while
 
     def rehearse(self, model: CausalLM) -> None:
-        """Puts zeros in place of the reference's log-probabilities, for a dry run's steps, unless
-        the reference is the model without its adapter."""
-        if self._keeps_to_base(model):
-            self.live = lambda inputs: self._base_logprobs(model, inputs)
-        else:
-            self.live = lambda inputs: inputs.micro_batch.input_ids.new_zeros((), dtype=torch.float)
+        """Puts zeros in place of another reference's log-probabilities, for a dry run's steps."""
+        self.live = lambda inputs: inputs.micro_batch.input_ids.new_zeros((), dtype=torch.float)
 
     def meta_frozen_model(self, model: CausalLM, dtype: torch.dtype) -> CausalLM | None:
         """Returns the reference that a stream needs in every step, on the meta device; None if its
@@ -151,15 +142,18 @@ class AnswerTask(Task):
                 other = build_model(config, world).requires_grad_(False).eval()
         return other
 
-    def reference_logprobs(self, inputs: StepInputs) -> Tensor:
+    def reference_logprobs(self, model: CausalLM, inputs: StepInputs) -> Tensor:
         """Returns the reference's log-probabilities, fp32 [B, T]."""
+        if self._keeps_to_base(model):
+            with torch.no_grad(), model.adapters_disabled():
+                return self.forward(model, inputs)[0]
         if self.live is not None:
             return self.live(inputs)
         return inputs.micro_batch.per_token[reference.COLUMN]
 
-    def forward(self, model: CausalLM, inputs: StepInputs) -> CausalLMOutput:
-        """Returns the model's output, with the log-probabilities of learned tokens in `logprobs`:
-        fp32 [B, T], each at the token before."""
+    def forward(self, model: CausalLM, inputs: StepInputs) -> tuple[Tensor, CausalLMOutput]:
+        """Returns the log-probabilities of learned tokens, fp32 [B, T], each at the token before,
+        and the model's output."""
         output = model(
             batch=inputs.batch,
             targets=inputs.targets,
@@ -168,15 +162,9 @@ class AnswerTask(Task):
             return_logits=False,
             logits_bytes=self.setting("logits_bytes", training=inputs.training),
         )
-        return gather_output(model, output, inputs.targets)
-
-    @torch.no_grad()
-    def _base_logprobs(self, model: CausalLM, inputs: StepInputs) -> Tensor:
-        """Returns the log-probabilities of the model without its adapter."""
-        with model.adapters_disabled():
-            logprobs = self.forward(model, inputs).logprobs
-        assert logprobs is not None
-        return logprobs
+        output = gather_output(model, output, inputs.targets)
+        assert output.logprobs is not None
+        return output.logprobs, output
 
     @torch.no_grad()
     def _logprobs_by(self, other: CausalLM, rows: MicroBatch) -> Tensor:
@@ -184,15 +172,9 @@ class AnswerTask(Task):
         training = other.training
         other.eval()
         inputs = Task.resolve(self, other, rows, training=False)  # not the override of a subclass
-        logprobs = self.forward(other, inputs).logprobs
+        logprobs, _ = self.forward(other, inputs)
         other.train(training)
-        assert logprobs is not None
         return logprobs
-
-
-def _sample_digest(config: Config) -> str:
-    """Returns a digest from samples of the weights, so that large ones are not read twice."""
-    return sampled_digest(config.reference) if config.reference else base_digest(config)
 
 
 def answer_mask(inputs: StepInputs) -> Tensor:

@@ -83,11 +83,10 @@ class PairTask(AnswerTask):
         """Returns a micro-batch's part of the mean of `compare` over pairs, of `alpha` times the
         chosen answers' cross-entropy and of the balance of experts, with TRL's metrics."""
         # First, before the activations of the model's pass are in memory
-        known = self.reference_logprobs(inputs) if self.refers else None
-        output = self.forward(model, inputs)
-        assert output.logprobs is not None
+        known = self.reference_logprobs(model, inputs) if self.refers else None
+        token_logprobs, output = self.forward(model, inputs)
         tokens = answer_mask(inputs)
-        logprobs = scores = pair_scores(inputs, output.logprobs, tokens)
+        logprobs = scores = pair_scores(inputs, token_logprobs, tokens)
         if known is not None:
             scores = logprobs - pair_scores(inputs, known, tokens)
         losses, values = self.compare(scores)
@@ -95,7 +94,7 @@ class PairTask(AnswerTask):
         metrics: Metrics = {}
         loss = losses.sum() / pairs
         if self.alpha:
-            nll = -(output.logprobs * chosen_mask(inputs)).sum()
+            nll = -(token_logprobs * chosen_mask(inputs)).sum()
             nll = nll / sums["chosen_tokens"].clamp(min=1)
             loss, metrics["nll_loss"] = loss + self.alpha * nll, nll.detach().double()
         loss = loss + self.balance(model, output, inputs, sums)

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -144,6 +145,17 @@ def test_second_process_waits_for_the_first(tmp_path):
     assert len({output.splitlines()[-1] for output in outputs}) == 1
 
 
+def session(leader: int) -> set[int]:
+    """The processes of a session that run."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, *rest = stat.read_text().rpartition(")")[2].split()
+            if int(rest[2]) == leader and state != "Z":
+                found.add(int(stat.parent.name))
+    return found
+
+
 @pytest.mark.slow
 def test_killed_process_leaves_nothing_in_the_way(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", 60)
@@ -154,12 +166,12 @@ def test_killed_process_leaves_nothing_in_the_way(tmp_path):
         time.sleep(0.02)
     children = {int(line.split()[1]) for line in printed.splitlines()[:3] if "block" in line}
     assert children and process.pid not in children
+    assert children < session(process.pid)  # there is the manager of their queue, too
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    for child in children:  # its workers end with it
-        while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not Path(f"/proc/{child}").exists()
+    while session(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not session(process.pid)  # all that it has started ends with it
     assert_same(tokenize([source], Count()), in_memory(source))
 
 

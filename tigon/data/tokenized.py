@@ -119,7 +119,8 @@ def _build_dataset(
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     options = {"encoder": encoder, "sources": tuple(sources)}
-    with one_tokenizer_thread() if len(runs) > 1 else nullcontext():
+    threads = one_tokenizer_thread() if len(runs) > 1 else nullcontext()
+    with threads, end_children_with_parent():
         try:
             datasets.Dataset.from_generator(
                 _encode_shards,
@@ -178,7 +179,6 @@ def _encode_shards(
 ) -> Iterator[dict[str, Any]]:
     """Yields a row of the data set for each block of the runs; in place of a bad block one with its
     error, after which nothing follows unless bad rows are skipped."""
-    exit_with_parent()
     for run in runs:
         for i, first, last in run:
             for block in sources[i].blocks(first, last):
@@ -294,15 +294,33 @@ def one_tokenizer_thread() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def exit_with_parent() -> None:
-    """Watches the parent in a thread, and ends this worker process when the parent is killed."""
-    import multiprocess  # type: ignore[import-untyped]
+_parent: int | None = None  # the process whose children end with it
 
-    if (parent := multiprocess.parent_process()) is not None:
 
-        def watch() -> None:
-            while os.getppid() == parent.pid:
-                time.sleep(0.5)
-            os._exit(1)
+@contextmanager
+def end_children_with_parent() -> Iterator[None]:
+    """Makes processes that are forked in the `with` block, also by `datasets`, end when this one is
+    killed."""
+    global _parent
+    before, _parent = _parent, os.getpid()
+    try:
+        yield
+    finally:
+        _parent = before
 
+
+def _watch_parent() -> None:
+    """Watches the parent in a thread of a process that was just forked, if it is to end with it."""
+    global _parent
+    parent, _parent = _parent, None
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(1)
+
+    if parent is not None:
         threading.Thread(target=watch, daemon=True).start()
+
+
+os.register_at_fork(after_in_child=_watch_parent)

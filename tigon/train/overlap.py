@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from tigon.data.cache import train_extra
 from tigon.data.sources import BLOCK_BYTES
-from tigon.data.tokenized import MIN_PARALLEL_BLOCKS, exit_with_parent
+from tigon.data.tokenized import MIN_PARALLEL_BLOCKS, end_children_with_parent
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
@@ -73,7 +73,8 @@ def tokenizer_process(task: Task, tokenizer: Tokenizer) -> Iterator[Any]:
 
     context = multiprocess.get_context("fork")
     process: Any = context.Process(target=_tokenize, args=(task, tokenizer))
-    process.start()
+    with end_children_with_parent():
+        process.start()
     _make_group(process.pid)
     try:
         yield process
@@ -91,7 +92,6 @@ def _tokenize(task: Task, tokenizer: Tokenizer) -> None:
     signal.set_wakeup_fd(-1)  # the parent's
     for number in handled_signals():
         signal.signal(number, signal.SIG_DFL)
-    exit_with_parent()
     status = 1
     try:
         config = task.config

@@ -76,7 +76,7 @@ def command(arguments: list[str], log: Path, seconds: float, killed: Path | None
         )  # fmt: skip
         try:
             while process.poll() is None and time.monotonic() < end:
-                if killed is not None and saved(killed) and last_step(killed) >= KILLED:
+                if killed is not None and is_due(killed):
                     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
                     os.kill(int(children.split()[-1]), signal.SIGKILL)
                     progress("a rank was killed")
@@ -106,12 +106,11 @@ def train(root: Path, job: Job, gpus: int, ranks: int, kill: bool) -> Record:
     return found
 
 
-def last_step(run: Path) -> int:
-    return max((row["step"] for row in read_metrics(run / "metrics.jsonl")), default=-1)
-
-
-def saved(run: Path) -> bool:
-    return checkpoint.latest(run / "checkpoints") is not None
+def is_due(run: Path) -> bool:
+    """Whether the run has come as far as a rank of it is to be killed."""
+    steps = (row["step"] for row in read_metrics(run / "metrics.jsonl"))
+    has_checkpoint = checkpoint.latest(run / "checkpoints") is not None
+    return has_checkpoint and max(steps, default=-1) >= KILLED
 
 
 def reload(root: Path, job: Job) -> Record:

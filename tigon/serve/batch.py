@@ -168,10 +168,8 @@ class DecodeBatch:
     def _run(self, rows: int, work: SamplingNeeds, logprobs: bool) -> Tensor:
         """Runs a step of this many rows, by its graph once it has been run twice."""
         step = rows, work, logprobs
-        key = (
-            self.model.active_adapter,
-            *step,
-        )  # a graph is that of the adapter it was captured with
+        # A graph is that of the adapter it was captured with
+        key = self.model.active_adapter, *step
         if key not in self._replays:
             self._replays[key] = GraphedStep(self.model, None, self._pool)
         return self._replays[key](lambda: self._step(*step), FEW_STEPS + 1)

@@ -114,7 +114,7 @@ def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None
     optimizer = build_optimizer(model, config)
     _, scale = clip(model, optimizer, config.max_grad_norm)
     if isinstance(optimizer, LowPrecisionOptimizer):
-        optimizer.launch_on_fakes(scale)
+        optimizer.launch_first_update(scale)
 
 
 def keep_distinct_blocks(model: CausalLM) -> None:

@@ -193,7 +193,7 @@ class LowPrecisionOptimizer(Optimizer):
         )
 
     @torch.no_grad()
-    def launch_on_fakes(self, scale: Tensor | None) -> None:
+    def launch_first_update(self, scale: Tensor | None) -> None:
         """Launches the kernel as the first step does, for parameters on which FakeTensorMode is:
         they have no values, and so their steps cannot be counted."""
         for i, group in enumerate(self.param_groups):

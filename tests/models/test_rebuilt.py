@@ -18,7 +18,7 @@ from tigon.layers import GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.train.memory_tracker import Ledger, MemoryTracker, model_tensors
 
-CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe")
+CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe", "qwen3_5_text")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]
 interpreted = pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter is not on")
 

@@ -31,6 +31,7 @@ from tigon.models.pretrained.match import (
 from tigon.models.pretrained.names import (
     MULTIMODAL,
     SCORE,
+    TIED_BY_TEXT,
     UNTIED,
     base_tensors,
     embedding_and_head,
@@ -127,9 +128,8 @@ def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
         return source
     text = dict(config.check_type("text_config", source.get("text_config") or {}, dict))
     text.setdefault("model_type", MULTIMODAL[kind])
-    if kind in UNTIED:
-        text["tie_word_embeddings"] = source.get("tie_word_embeddings", False)
-    text.setdefault("tie_word_embeddings", source.get("tie_word_embeddings", True))
+    if kind not in TIED_BY_TEXT:
+        text["tie_word_embeddings"] = source.get("tie_word_embeddings", kind not in UNTIED)
     dtype = source.get("dtype") or source.get("torch_dtype")
     if dtype is not None and not (text.get("dtype") or text.get("torch_dtype")):
         text["dtype"] = dtype

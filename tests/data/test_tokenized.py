@@ -1,6 +1,7 @@
 """Tokenized sources in the cache: complete or absent, made once, and the same as in memory."""
 
 import os
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.rows import Count, File, write_rows
+from tests.data.rows import Count, File, Killed, write_rows
 from tests.train.ranks import Ranks
 from tigon.cli import main as tigon
 from tigon.data import Block, Examples, Format, cache, clean_cache, join, tokenize, tokenized
@@ -191,16 +192,33 @@ def test_bad_row_is_an_error_and_leaves_nothing(source, root, workers):
     assert len(directories(root)) == 1
 
 
-def test_full_disk_is_one_line_and_leaves_nothing(source, root, monkeypatch):
+class Full(Count):
+    """Finds no room on the disk."""
 
-    class Full(Count):
-        def __call__(self, block):
-            raise OSError(28, "No space left on device")
+    def __call__(self, block):
+        raise OSError(28, "No space left on device")
 
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_full_disk_is_one_line_and_leaves_nothing(source, root, workers):
     with pytest.raises(OSError, match=r"^the disk became full while .*cache/data") as raised:
-        tokenize([source], Full())
+        tokenize([source], Full(), workers=workers)
     assert "\n" not in str(raised.value) and "TIGON_CACHE" in str(raised.value)
     assert directories(root) == []
+
+
+def test_what_ends_a_process_is_one_line(source, root, monkeypatch):
+    with pytest.raises(ChildProcessError, match=r"killed, as the system does .*workers=0"):
+        tokenize([source], Killed(), workers=2)
+    assert directories(root) == []
+    usage = shutil.disk_usage
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda p: usage(p)._replace(free=0) if p == tokenized.SHARED_MEMORY else usage(p),
+    )
+    with pytest.raises(ChildProcessError, match=r"^/dev/shm is full, .*workers=0$"):
+        tokenize([source], Full(), workers=2)
 
 
 def test_source_without_examples_is_named(tmp_path):

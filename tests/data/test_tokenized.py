@@ -228,8 +228,26 @@ def test_source_without_examples_is_named(tmp_path):
         tokenize([File(str(path), Format())], Count())
 
 
-def test_same_size_and_time_is_other_content(source):
+class OnePass(list):
+    """A list that is gone through once."""
+
+    def __iter__(self):
+        assert not getattr(self, "begun", False)
+        self.begun = True
+        return super().__iter__()
+
+
+def test_many_files_take_a_time_of_their_number(tmp_path, root):
+    """And leave no file each in the cache."""
+    sources = [write_rows(tmp_path / f"{i}.jsonl", 5, i) for i in range(3)]
+    parts = tokenize(sources, Count(), workers=0)
+    assert not list(root.glob("*.digest"))
+    tokenized._check_parts(sources, OnePass(parts), Count())
+
+
+def test_same_size_and_time_is_other_content(source, root, monkeypatch):
     """As `cp --preserve` and rsync leave it."""
+    monkeypatch.setattr(tokenized, "MEMO_BYTES", 0)
     path = Path(source.name)
     tokenize([source], Count(), workers=0)
     status, content = path.stat(), bytearray(path.read_bytes())
@@ -238,6 +256,7 @@ def test_same_size_and_time_is_other_content(source):
     path.write_bytes(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert_same(tokenize([source], Count(), workers=0), in_memory(source))
+    assert len(list(root.glob("*.digest"))) == 2
 
 
 def test_what_is_in_the_way_is_named(source, monkeypatch):

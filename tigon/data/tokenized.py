@@ -14,6 +14,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -30,6 +31,7 @@ from tigon.data.sources import Source
 VERSION = 2  # of the columns; others are made anew
 MAX_WORKERS = 32  # unless a setting says more
 MIN_PARALLEL_BLOCKS = 4  # blocks that are tokenized sooner than processes start
+MEMO_BYTES = 2**20  # of files whose digest is kept
 SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORE_BYTES = 2**16  # that processes need there, about
 COLUMN_KINDS = ("per_token", "per_example")
@@ -84,8 +86,11 @@ def tokenize(
 
 def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: Encoder) -> None:
     """Raises ValueError for a source without examples, or for a bad row unless skipped."""
+    parts_by_file: dict[tuple[str, ...], list[Examples]] = defaultdict(list)
+    for part in parts:
+        parts_by_file[part.files].append(part)
     for source in sources:
-        source_parts = [part for part in parts if part.files == (source.name,)]
+        source_parts = parts_by_file[source.name,]
         report = sum((part.report for part in source_parts), EncodingReport())
         if report.errors and not encoder.skip_bad_rows:
             raise ValueError(report.errors[0])
@@ -94,9 +99,10 @@ def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: 
 
 
 def _cached_digest(root: Path, source: Source) -> str:
-    """Looks up `source.digest()` by the file's size and times; reads the file if they are new."""
+    """Looks up `source.digest()` by the file's size and times; reads the file if they are new, or
+    it is small."""
     path = Path(source.name)
-    if not path.is_file():
+    if not path.is_file() or path.stat().st_size < MEMO_BYTES:
         return source.digest()
     status = path.stat()
     times = status.st_mtime_ns, status.st_ctime_ns  # the second one cannot be set by hand

@@ -342,6 +342,7 @@ def as_arguments(row: Any) -> Any:
             r"messages\[1\]\['content'\]\[1\] has the type 'image': Tigon trains on text",
         ),
         ({"content": [{"type": "text", "text": 1}]}, r"\['content'\]\[0\]\['text'\] must be text"),
+        ({"content": ["a"]}, r"\['content'\] must be text, or parts such as {'type': 'text'"),
         ({"content": [{"type": "text"}]}, r"\['text'\] must be text, not None"),
     ],
 )

@@ -243,10 +243,16 @@ def test_folders_that_are_no_export(online, run, folder, tmp_path, capsys):
     copy = Path(shutil.copytree(run, tmp_path / "copy"))
     shutil.rmtree(copy / "hf", ignore_errors=True)
     (copy / "hf").symlink_to(folder)
+    lora = Path(shutil.copytree(run, tmp_path / "lora"))
+    shutil.rmtree(lora / "hf", ignore_errors=True)
+    (lora / "adapter").mkdir()
+    (lora / "adapter/adapter_config.json").write_text("{}")
     for path, message in (
         (tmp_path / "shards", "has no file 'model-00002-of-"),
         (tmp_path / "link", "vocab.json is a link to"),
         (tmp_path, "holds no exported model"),
+        (lora, f"adapter is an adapter: `hf upload OWNER/NAME {lora}/adapter .` uploads it"),
+        (lora / "adapter", f"`tigon export {lora}/adapter DIRECTORY --merge` makes a model"),
         (copy, f"hf is a link to {folder}: if that is the export"),
         (max((run / "checkpoints").glob("step-*")), "is a checkpoint of a run: `tigon export"),
     ):

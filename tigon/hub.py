@@ -59,7 +59,6 @@ class Repository:
         self.subfolder = _check_relative(subfolder, "subfolder").strip("/")
         self._prefix = f"{self.subfolder}/" if self.subfolder else ""  # of paths
         self.token = token
-        self.cache_dir = expand_user(cache_dir or constants.HF_HUB_CACHE)
         self.local_files_only = local_files_only
         self.directory: Path | None = None
         self._commit: str | None = None
@@ -87,6 +86,8 @@ class Repository:
                 f"no directory {self.name} (absolute: {path.absolute()}); a hub repository is "
                 "owner/name, with its revision, such as main, if there is a folder owner here"
             )
+        if self.directory is None:  # which needs no home directory
+            self.cache_dir = expand_user(cache_dir or constants.HF_HUB_CACHE)
 
     def file(self, name: str) -> Path:
         """Returns the local path of a file, which is downloaded if need be.

@@ -190,7 +190,7 @@ def test_prompts_that_open_reasoning_are_said(tokenizer, encode):
 
 
 BAD = (
-    ({"messages": [HI]}, "no turn of the role 'assistant'"),
+    ({"messages": [HI]}, "no turn of the role 'assistant': nothing to learn of 'user'"),
     ('{"messages": ', "not valid JSON"),
     ({"messages": CHAT, "weight": -1}, "'weight' must be a finite number"),
     ({"prompt": "x"}, "needs a list of messages 'messages'"),

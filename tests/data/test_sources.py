@@ -252,7 +252,8 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     [
         ("{}/nothing*", {}, FileNotFoundError, r"no data file matches .*nothing\*"),
         ("owner/name", {}, FileNotFoundError, "'owner/name'; a data set of the hub is written hf:"),
-        ("{}", {}, IsADirectoryError, "is a directory; name its files"),
+        ("{}", {}, IsADirectoryError, r"is a directory; name its files.* glob: '.*/a\.jsonl'"),
+        ("{}/empty", {}, IsADirectoryError, "is a directory; it has no data, which is read from"),
         ("hf://a/b/c", {}, ValueError, "'hf://a/b/c' is not hf://owner/name"),
         (
             "{}/a.jsonl",
@@ -263,7 +264,9 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     ],
 )
 def test_names_that_lead_nowhere(tmp_path, path, options, error, message):
-    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    for name in ("LICENSE.txt", "a.jsonl", "b.json"):
+        (tmp_path / name).write_text("{}")
     with pytest.raises(error, match=message):
         find_sources(Entry(path.format(tmp_path), **options))
 

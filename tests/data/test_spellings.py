@@ -196,6 +196,27 @@ def test_of_a_tool_call(encode, template, name):
     assert written(text) or (template == "xml" and '<city>"Rome"<größe>[1, {"a": null}]' in text)
 
 
+@pytest.mark.parametrize("result", [{"t": None}, [{"t": "größe"}]])
+def test_of_what_a_tool_returns(encode, result):
+    """As JSON, which servers get, and not as Python's repr; a template that writes JSON itself gets
+    the object."""
+
+    def run(result: Any, write: str) -> Any:
+        template = TEMPLATES["qwen"].replace("+ (message.content or '')", f"~ {write}")
+        messages = [
+            m if m is not RESULT else {**RESULT, "content": result} for m in CALLS["object"]
+        ]
+        return encode(ChatEncoder, template, {"tools": [TOOL], "messages": messages})
+
+    text = json.dumps(result, ensure_ascii=False)
+    printed = "(message.content or '')"
+    assert run(result, printed) == run(text, printed)
+    assert f"tool\n{text}<|im_end|>" in run(result, printed)[1]
+    kind = f"('object: ' + message.content | tojson if message.content is mapping else {printed})"
+    expected = f"object: {text}" if isinstance(result, dict) else text
+    assert f"tool\n{expected}<|im_end|>" in run(result, kind)[1]
+
+
 def test_no_tools(encode):
     expected = encode(ChatEncoder, TEMPLATES["qwen"], CHATS["object"])
     for none in (None, [], "", "[]"):
@@ -321,6 +342,7 @@ def as_arguments(row: Any) -> Any:
             r"messages\[1\]\['content'\]\[1\] has the type 'image': Tigon trains on text",
         ),
         ({"content": [{"type": "text", "text": 1}]}, r"\['content'\]\[0\]\['text'\] must be text"),
+        ({"content": ["a"]}, r"\['content'\] must be text, or parts such as {'type': 'text'"),
         ({"content": [{"type": "text"}]}, r"\['text'\] must be text, not None"),
     ],
 )

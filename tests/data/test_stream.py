@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.rows import Count, File, write_rows
+from tests.data.rows import Count, File, Killed, write_rows
 from tigon.data import (
     Examples,
     Loader,
@@ -169,6 +169,13 @@ def test_stream_can_go_back(entries, workers):
         data.micro_batches(step)
     assert_same_steps(memory, data, range(1, 4))
     data.close()
+
+
+def test_killed_process_of_a_stream_is_one_line(entries):
+    stream = Stream(entries, Killed(), size=SIZE, workers=1)
+    with pytest.raises(ChildProcessError, match="a process that tokenizes was killed"):
+        stream.window(0)
+    stream.close()
 
 
 @pytest.mark.parametrize("workers", [0, 1])

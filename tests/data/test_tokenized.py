@@ -1,6 +1,7 @@
 """Tokenized sources in the cache: complete or absent, made once, and the same as in memory."""
 
 import os
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data.rows import Count, File, write_rows
+from tests.data.rows import Count, File, Killed, write_rows
 from tests.train.ranks import Ranks
 from tigon.cli import main as tigon
 from tigon.data import Block, Examples, Format, cache, clean_cache, join, tokenize, tokenized
@@ -191,16 +192,33 @@ def test_bad_row_is_an_error_and_leaves_nothing(source, root, workers):
     assert len(directories(root)) == 1
 
 
-def test_full_disk_is_one_line_and_leaves_nothing(source, root, monkeypatch):
+class Full(Count):
+    """Finds no room on the disk."""
 
-    class Full(Count):
-        def __call__(self, block):
-            raise OSError(28, "No space left on device")
+    def __call__(self, block):
+        raise OSError(28, "No space left on device")
 
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_full_disk_is_one_line_and_leaves_nothing(source, root, workers):
     with pytest.raises(OSError, match=r"^the disk became full while .*cache/data") as raised:
-        tokenize([source], Full())
+        tokenize([source], Full(), workers=workers)
     assert "\n" not in str(raised.value) and "TIGON_CACHE" in str(raised.value)
     assert directories(root) == []
+
+
+def test_what_ends_a_process_is_one_line(source, root, monkeypatch):
+    with pytest.raises(ChildProcessError, match=r"killed, as the system does .*workers=0"):
+        tokenize([source], Killed(), workers=2)
+    assert directories(root) == []
+    usage = shutil.disk_usage
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda p: usage(p)._replace(free=0) if p == tokenized.SHARED_MEMORY else usage(p),
+    )
+    with pytest.raises(ChildProcessError, match=r"^/dev/shm is full, .*workers=0$"):
+        tokenize([source], Full(), workers=2)
 
 
 def test_source_without_examples_is_named(tmp_path):
@@ -210,8 +228,26 @@ def test_source_without_examples_is_named(tmp_path):
         tokenize([File(str(path), Format())], Count())
 
 
-def test_same_size_and_time_is_other_content(source):
+class OnePass(list):
+    """A list that is gone through once."""
+
+    def __iter__(self):
+        assert not getattr(self, "begun", False)
+        self.begun = True
+        return super().__iter__()
+
+
+def test_many_files_take_a_time_of_their_number(tmp_path, root):
+    """And leave no file each in the cache."""
+    sources = [write_rows(tmp_path / f"{i}.jsonl", 5, i) for i in range(3)]
+    parts = tokenize(sources, Count(), workers=0)
+    assert not list(root.glob("*.digest"))
+    tokenized._check_parts(sources, OnePass(parts), Count())
+
+
+def test_same_size_and_time_is_other_content(source, root, monkeypatch):
     """As `cp --preserve` and rsync leave it."""
+    monkeypatch.setattr(tokenized, "MEMO_BYTES", 0)
     path = Path(source.name)
     tokenize([source], Count(), workers=0)
     status, content = path.stat(), bytearray(path.read_bytes())
@@ -220,6 +256,7 @@ def test_same_size_and_time_is_other_content(source):
     path.write_bytes(content)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert_same(tokenize([source], Count(), workers=0), in_memory(source))
+    assert len(list(root.glob("*.digest"))) == 2
 
 
 def test_what_is_in_the_way_is_named(source, monkeypatch):

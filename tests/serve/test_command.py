@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,8 +21,8 @@ import torch
 from tests.serve import loop
 from tests.serve.server import TEXT, chunks
 from tigon.cli import main
-from tigon.cli.serve import CPU_ROWS, GPU_ROWS
-from tigon.models import CausalLM
+from tigon.cli.serve import CPU_ROWS, GPU_ROWS, load_adapters
+from tigon.models import CausalLM, from_pretrained
 from tigon.serve import Engine
 from tigon.serve.app import Service
 from tigon.serve.batch import DecodeBatch
@@ -142,6 +143,16 @@ def test_adapters_that_cannot_be_served(
         assert main(["serve", str(directory), "--port", "0", *more]) == 1
         said = capfd.readouterr().err
         assert message in said and said.count("\n") == 1
+
+
+def test_a_run_stands_for_its_adapter(
+    directory: Path, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    model = from_pretrained(directory)
+    shutil.copytree(adapters["one"], tmp_path / "adapter")
+    (tmp_path / "config.yaml").touch()
+    load_adapters(model, {"mine": str(tmp_path)})
+    assert model.adapter_names == ["mine"]
 
 
 @pytest.mark.slow

@@ -96,6 +96,12 @@ def test_help_names_settings_defaults_and_values():
         ("parallel={tp: 2}", "unknown setting 'parallel.tp'; here: parallel.tensor"),
         ("parallel={tensor:2}", "unknown setting 'parallel.tensor:2'; .* after it: tensor: 2"),
         ("data=[{path: a, wieght: 1}]", r"data\[0\]\.wieght.; did you mean .weight."),
+        ("data=[{path: a, type: b}]", r"unknown setting 'data\[0\].type'; here: .* keys tell its"),
+        ("eval_data={path: a, subset: b}", r"'eval_data\[0\].subset'; here: config, of a data set"),
+        (
+            "data=[{path: a, type: b}, {path: c, shards: 3}]",
+            r"2 unknown .*\n.*\n.*data\[1\].shards",
+        ),
         ("nonsense_at_all=8", "unknown setting 'nonsense_at_all'; `tigon train --help` lists all"),
         ("device_map=auto", "unknown setting 'device_map'; `tigon train --help` lists all"),
         # Values of another trainer

@@ -1,6 +1,8 @@
 import json
+import pwd
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, Revi
 from safetensors.torch import save_file
 
 from tests.support.hub_server import HubServer
+from tigon.data.cache import cache_root
 from tigon.tokenizer.files import find_files as tokenizer_files
 from tigon.weights import Checkpoint, Repository
 
@@ -258,3 +261,15 @@ def test_a_hub_that_does_not_answer_is_given_up_soon(
         with pytest.raises(ConnectionError, match=r"cannot reach .* of runs/sftt"):
             Repository("runs/sftt").file("config.json")
         assert time.monotonic() - began < 30  # the client would try for more than two minutes
+
+
+def test_user_without_a_home_directory(tmp_path, monkeypatch):
+    """As a container may give its process the number of a user that nobody is."""
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("TIGON_CACHE", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "~/.cache/huggingface/hub")
+    assert Repository(tmp_path).directory == tmp_path  # needs no cache
+    for locate in (partial(Repository, "owner/name"), cache_root):
+        with pytest.raises(ValueError, match=r"^~/\.cache/.*: no home .* for ~: set HOME; a"):
+            locate()

@@ -59,11 +59,13 @@ def serve(args: Namespace) -> int:
 
 
 def load_adapters(model: CausalLM, adapters: dict[str, str]) -> None:
-    """Loads adapters by name; the active one stays active. ValueError for one that does not fit or
-    brings tokens of its own."""
+    """Loads adapters by name, of a run the one that it has exported; the active one stays active.
+    ValueError for one that does not fit or brings tokens of its own."""
     active, vocab = model.active_adapter, model.config.vocab_size
     for name, place in adapters.items():
-        model.load_adapter(place, name)
+        exported = Path(place, "adapter")
+        of_run = Path(place, "config.yaml").is_file() and exported.is_dir()
+        model.load_adapter(exported if of_run else place, name)
         if model.config.vocab_size != vocab:
             raise ValueError(
                 f"--adapter {name}={place} has a vocabulary of its own: serve it alone, as "

@@ -42,8 +42,7 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
 
 def cache_root() -> Path:
     """Returns the directory $TIGON_CACHE, or ~/.cache/tigon."""
-    directory = os.environ.get("TIGON_CACHE")
-    return expand_user(directory) if directory else Path.home() / ".cache/tigon"
+    return expand_user(os.environ.get("TIGON_CACHE") or "~/.cache/tigon")
 
 
 def make_directory(path: Path) -> None:

@@ -90,10 +90,15 @@ def _normalize_message(message: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _join_content(parts: list[Any], role: Any, name: str) -> Any:
-    """Joins the text of content parts; what is no list of parts stays as it is, as does a tool's
-    result with other parts, which raise ValueError elsewhere."""
+    """Joins the text of content parts; a tool's result that is another list stays as it is, and
+    elsewhere raises ValueError."""
     if not all(isinstance(part, dict) and part.keys() & {"type", "text"} for part in parts):
-        return parts
+        if role == "tool":
+            return parts
+        raise ValueError(
+            f"{name} must be text, or parts such as {{'type': 'text', 'text': ...}}, not "
+            f"{parts!r:.100}"
+        )
     texts = []
     for j, part in enumerate(parts):
         kind = part.get("type") or "text"

@@ -16,7 +16,7 @@ ACCEPTED_FILES = (
     ".jsonl, .json, .csv, .tsv and .txt files (each also .gz or .zst), .parquet and .arrow files, "
     f"directories written by datasets' save_to_disk, and data sets of the hub as {HUB}owner/name"
 )
-READERS = {".jsonl": JsonFile, ".json": JsonFile, ".csv": CsvFile, ".tsv": CsvFile}
+READERS = {".jsonl": JsonFile, ".csv": CsvFile, ".tsv": CsvFile, ".json": JsonFile}
 
 _BOUND = r"(-?\d{1,18})(%?)"
 _SPLIT = re.compile(rf"(\w[\w.-]*)(?:\[(?:{_BOUND})?:(?:{_BOUND})?\])?")
@@ -141,7 +141,7 @@ def _file_source(
             raise ValueError(f"{path} is not on the hub: leave out {option}={value!r}")
     if path.is_dir():
         if not any((path / state).is_file() for state in ("state.json", "dataset_dict.json")):
-            raise IsADirectoryError(f"{path} is a directory; name its files: '{path}/*.jsonl'")
+            raise IsADirectoryError(f"{path} is a directory; {_describe_files(path)}")
         source = Table(name, format, "saved", split or saved_split(path))
         source.folder()
         return source
@@ -156,6 +156,16 @@ def _file_source(
     if suffix(name) in READERS:
         return READERS[suffix(name)](name, format)
     raise ValueError(f"{path}: data is read from {ACCEPTED_FILES}")
+
+
+def _describe_files(folder: Path) -> str:
+    """Says in a message which files below a folder could be named; the likeliest is the example."""
+    ranks = {kind: i for i, kind in enumerate((".parquet", ".arrow", *READERS, ".txt"))}
+    files = [file for file in folder.rglob("*") if suffix(file.name) in ranks]
+    if not files:
+        return f"it has no data, which is read from {ACCEPTED_FILES}"
+    example = min(files, key=lambda file: (ranks[suffix(file.name)], file))
+    return f"name its files, one by one or as a glob: {str(example)!r}"
 
 
 def _hub_source(entry: Entry, split: str | None, format: Format, streaming: bool) -> Source:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tigon.data.examples import Encoder, Examples
 from tigon.data.mixture import Corpus, DrawPattern, Window, WindowSource, check_vocabulary
 from tigon.data.sources import BLOCK_BYTES, Source
-from tigon.data.tokenized import one_tokenizer_thread
+from tigon.data.tokenized import one_tokenizer_thread, worker_errors
 
 PREFETCHED_WINDOWS = 2  # windows that are made before they are needed
 POLL_SECONDS = 0.1  # seconds between two looks at whether the stream is closed
@@ -135,11 +135,12 @@ class Stream(WindowSource):
 
         def fill() -> None:
             try:
-                with one_tokenizer_thread() if self.workers else nullcontext():
-                    iterator = iter(_process_loader(windows) if self.workers else windows)
-                for window in iterator:
-                    if not put(window):
-                        return
+                with worker_errors():
+                    with one_tokenizer_thread() if self.workers else nullcontext():
+                        iterator = iter(_process_loader(windows) if self.workers else windows)
+                    for window in iterator:
+                        if not put(window):
+                            return
             except Exception as error:  # the process has died: nobody may wait for its windows
                 put(error)
 

@@ -5,13 +5,16 @@ the digest of the content and of whatever makes examples of it: tokenizer, templ
 of such a data set is a block of source rows, its columns the arrays of Examples.
 """
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -28,6 +31,9 @@ from tigon.data.sources import Source
 VERSION = 2  # of the columns; others are made anew
 MAX_WORKERS = 32  # unless a setting says more
 MIN_PARALLEL_BLOCKS = 4  # blocks that are tokenized sooner than processes start
+MEMO_BYTES = 2**20  # of files whose digest is kept
+SHARED_MEMORY = Path("/dev/shm")
+SEMAPHORE_BYTES = 2**16  # that processes need there, about
 COLUMN_KINDS = ("per_token", "per_example")
 
 
@@ -80,8 +86,11 @@ def tokenize(
 
 def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: Encoder) -> None:
     """Raises ValueError for a source without examples, or for a bad row unless skipped."""
+    parts_by_file: dict[tuple[str, ...], list[Examples]] = defaultdict(list)
+    for part in parts:
+        parts_by_file[part.files].append(part)
     for source in sources:
-        source_parts = [part for part in parts if part.files == (source.name,)]
+        source_parts = parts_by_file[source.name,]
         report = sum((part.report for part in source_parts), EncodingReport())
         if report.errors and not encoder.skip_bad_rows:
             raise ValueError(report.errors[0])
@@ -90,9 +99,10 @@ def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: 
 
 
 def _cached_digest(root: Path, source: Source) -> str:
-    """Looks up `source.digest()` by the file's size and times; reads the file if they are new."""
+    """Looks up `source.digest()` by the file's size and times; reads the file if they are new, or
+    it is small."""
     path = Path(source.name)
-    if not path.is_file():
+    if not path.is_file() or path.stat().st_size < MEMO_BYTES:
         return source.digest()
     status = path.stat()
     times = status.st_mtime_ns, status.st_ctime_ns  # the second one cannot be set by hand
@@ -120,7 +130,7 @@ def _build_dataset(
         datasets.disable_progress_bars()
     options = {"encoder": encoder, "sources": tuple(sources)}
     threads = one_tokenizer_thread() if len(runs) > 1 else nullcontext()
-    with threads, end_children_with_parent():
+    with worker_errors(), threads, end_children_with_parent():
         try:
             datasets.Dataset.from_generator(
                 _encode_shards,
@@ -130,12 +140,6 @@ def _build_dataset(
                 fingerprint=path.name,
                 writer_batch_size=16,
             )
-        except datasets.exceptions.DatasetGenerationError as error:
-            shutil.rmtree(path, ignore_errors=True)
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__
-            raise cause or error.__cause__ or error from None
         except BaseException:
             shutil.rmtree(path, ignore_errors=True)
             raise
@@ -292,6 +296,43 @@ def one_tokenizer_thread() -> Iterator[None]:
         del os.environ["TOKENIZERS_PARALLELISM"]
         if before is not None:
             os.environ["TOKENIZERS_PARALLELISM"] = before
+
+
+@contextmanager
+def worker_errors() -> Iterator[None]:
+    """Raises the error that ended the tokenizing in the `with` block in place of what `datasets`
+    and pools of processes make of it; ChildProcessError for a process that was killed, or that
+    cannot be started."""
+    try:
+        yield
+    except Exception as error:
+        found = _find_system_error(error)
+        shared = found is not None and found.errno == errno.ENOSPC and SHARED_MEMORY.is_dir()
+        if shared and shutil.disk_usage(SHARED_MEMORY).free < SEMAPHORE_BYTES:
+            raise ChildProcessError(
+                f"{SHARED_MEMORY} is full, which processes that tokenize need to be started: make "
+                "room there, or give workers=0"
+            ) from None
+        if isinstance(error, RuntimeError) and re.search("died|killed|exited", str(error)):
+            raise ChildProcessError(
+                "a process that tokenizes was killed, as the system does where memory runs out: "
+                "give fewer workers, or workers=0 for none"
+            ) from None
+        wrapped = type(error).__name__ == "DatasetGenerationError"
+        raise found or (wrapped and error.__cause__) or error from None
+
+
+def _find_system_error(error: BaseException | None) -> OSError | None:
+    """Finds an OSError among the causes of an error; another process sends the text of its own
+    alone, and `datasets` quotes some."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        quoted = isinstance(error, OSError) or type(error).__name__ == "RemoteTraceback"
+        if quoted and (match := re.search(r"\[Errno (\d+)\] (.*)", str(error))):
+            return OSError(int(match[1]), match[2])
+        error = error.__cause__
+    return None
 
 
 _parent: int | None = None  # the process whose children end with it

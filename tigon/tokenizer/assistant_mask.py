@@ -39,7 +39,10 @@ def message_weights(
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns and train_on != "all":
-        raise ValueError("messages have no turn of the role 'assistant': nothing to learn")
+        roles = ", ".join(dict.fromkeys(repr(message["role"]) for message in messages))
+        raise ValueError(
+            f"messages have no turn of the role 'assistant': nothing to learn of {roles:.100}"
+        )
     chosen = dict.fromkeys({"last": turns[-1:], "all": []}.get(train_on, turns), 1.0)
     chosen |= {i: weight for i, weight in enumerate(weights or ()) if weight is not None}
     if train_on == "all":

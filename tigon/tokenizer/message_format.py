@@ -15,6 +15,7 @@ from tigon.tokenizer.chat_template import REASONING, Message, Null, render
 
 _TAGGED = re.compile(r"\s*<think>\n*(.*?)\n*</think>\n*(.*)", re.DOTALL)
 _NAME, _KEY, _VALUE = "probe_function", "probe_key", "probe_value"
+_RESULT_KEY = "probe_result"
 _CALL = {"name": _NAME, "arguments": {_KEY: _VALUE}}
 _USER = {"role": "user", "content": _VALUE}
 # Some Mistral templates need an id of nine characters
@@ -22,6 +23,7 @@ _TOOL_CALLS = {
     "role": "assistant",
     "tool_calls": [{"id": "abcdefghi", "type": "function", "function": _CALL}],
 }
+_RESULT = {"role": "tool", "tool_call_id": "abcdefghi"}
 _PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _TOOL_FUNCTION = {"name": "other", "description": "?", "parameters": _PARAMETERS}
 _TOOL = {"type": "function", "function": _TOOL_FUNCTION}
@@ -33,6 +35,7 @@ class MessageFormat(NamedTuple):
     content_parts: bool = False  # content as [{"type": "text", "text": ...}], not as text
     arguments_text: bool = False  # the arguments of tool calls as JSON text, not as an object
     no_content: str = ""  # the content of a message of tool calls alone
+    results_text: tuple[type, ...] = ()  # what tools return of these types as JSON text
     reasoning_key: bool = False  # reasoning as reasoning_content alone, not in tags in the content
 
     def convert(self, messages: Sequence[Message]) -> list[Any]:
@@ -43,6 +46,8 @@ class MessageFormat(NamedTuple):
         """Copies a message in this form."""
         message = dict(message)
         content = message.get("content")
+        if message.get("role") == "tool" and isinstance(content, self.results_text):
+            message["content"] = json.dumps(content, ensure_ascii=False)
         if (
             self.reasoning_key
             and message.get("role") == "assistant"
@@ -88,8 +93,20 @@ def detect_format(template: str, variables: tuple[tuple[str, str], ...]) -> Mess
     # With tags, a template that reads the key writes a second block of reasoning
     reasoning_key = _KEY in as_key and as_tags.count("<think>") > 1
     for arguments_text, no_content in product((False, True), ("", Null())):
-        format = MessageFormat(parts, arguments_text, no_content, reasoning_key)
-        written = text(format, [_USER, _TOOL_CALLS], [_TOOL])
-        if _NAME in written and _KEY in written and f"'{_KEY}':" not in written:
-            return format
-    return MessageFormat(parts, reasoning_key=reasoning_key)
+        format = MessageFormat(parts, arguments_text, no_content, reasoning_key=reasoning_key)
+        call = text(format, [_USER, _TOOL_CALLS], [_TOOL])
+        if _NAME in call and _writes_key(_KEY, call):
+            break
+    else:
+        format = MessageFormat(parts, reasoning_key=reasoning_key)
+    written = {
+        type(result): text(format, [_USER, _TOOL_CALLS, {**_RESULT, "content": result}], [_TOOL])
+        for result in ({_RESULT_KEY: _VALUE}, [{_RESULT_KEY: _VALUE}])
+    }
+    unread = [kind for kind in written if not _writes_key(_RESULT_KEY, written[kind])]
+    return format._replace(results_text=tuple(unread))
+
+
+def _writes_key(key: str, text: str) -> bool:
+    """Whether a text has the key of an object, and not as Python's repr writes it."""
+    return key in text and f"'{key}':" not in text

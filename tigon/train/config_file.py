@@ -1,5 +1,6 @@
 """Settings from YAML and the command line, and back; names of other trainers get suggestions."""
 
+import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -36,6 +37,8 @@ CLASS_KEYS = (
     "type",
 )
 DATA_ENDINGS = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+DATA = ("data", "eval_data")  # settings whose entries may be groups
+_ENTRY = re.compile(r"^(eval_)?data\[\d+\]\.")  # of a name, as in data[0].path
 DICTIONARIES = ("columns", "chat_template_kwargs")  # settings with entries of any name
 # One of these on the command line replaces the other one in the file
 ALTERNATIVES = {"epochs": "steps", "steps": "epochs", "model": "init", "init": "model"}
@@ -106,11 +109,12 @@ def _read(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
     """Returns the values for `build_settings`; raises ConfigError for all unknown names."""
     known, groups = Config.__dataclass_fields__, group_fields(Config)
     names, answers_by_setting = load_aliases()
-    unknown = [
-        f"{name!r}; {suggest_setting(name, known)}"
-        for name in map(str, _setting_names(values, groups, parse))
-        if name not in known and (name.partition(".")[0] not in groups or name in names)
-    ]
+    unknown = []
+    for name in map(str, _setting_names(values, groups, parse)):
+        first = name.partition(".")[0]
+        inside = first in groups or first.endswith("]")
+        if name not in known and (not inside or _ENTRY.sub("data.", name) in names):
+            unknown.append(f"{name!r}; {suggest_setting(name, known)}")
     if len(unknown) > 1:
         raise ConfigError("\n  ".join([f"{len(unknown)} unknown settings:", *unknown]))
     if unknown:
@@ -122,14 +126,19 @@ def _read(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
 
 
 def _setting_names(values: dict[str, Any], groups: Container[str], parse: Parse) -> Iterator[str]:
-    """Yields the names of the settings, those inside a group with its name before them."""
+    """Yields the names of the settings, those inside a group or an entry with its name before
+    them."""
     for name, value in values.items():
         yield name
-        if name in groups and isinstance(value, str):
+        if (name in groups or name in DATA) and isinstance(value, str):
             with suppress(ValueError):  # `read_settings` raises it with the name
                 value = parse(value)
         if name in groups and isinstance(value, Mapping):
             yield from (f"{name}.{key}" for key in value)
+        if name in DATA:
+            entries = enumerate(value if isinstance(value, list) else [value])
+            inside = [(i, entry) for i, entry in entries if isinstance(entry, Mapping)]
+            yield from (f"{name}[{i}].{key}" for i, entry in inside for key in entry)
 
 
 def _named_eval_data(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
@@ -183,13 +192,14 @@ def _number(text: str) -> float | str:
 def load_aliases() -> tuple[dict[str, str], dict[str, dict[str, str]]]:
     """Returns what to write here for a setting of another trainer, and by setting for its values.
 
-    Settings of a group are also keyed with its name before them.
+    Settings of a group are also keyed with its name before them, those of entries only so.
     """
     content = parse_yaml(ALIASES.read_bytes(), ALIASES)
     names = _invert(content["settings"])
     for group in ("lora", "parallel"):
         members = _invert(content[group])
         names |= members | {f"{group}.{name}": text for name, text in members.items()}
+    names |= {f"data.{name}": text for name, text in _invert(content["data"]).items()}
     return names, {name: _invert(answers) for name, answers in content["values"].items()}
 
 
@@ -200,8 +210,8 @@ def _invert(answers: dict[str, list[str]]) -> dict[str, str]:
 def suggest_setting(name: str, known: Iterable[str]) -> str:
     """Returns what to write in place of an unknown setting."""
     known, (aliases, _) = list(known), load_aliases()
-    if name in aliases:
-        return f"here: {aliases[name]}"
+    if answer := aliases.get(_ENTRY.sub("data.", name)):
+        return f"here: {answer}"
     if "." in name:  # optimizer.lr, dataset.source
         first, last = name.split(".", 1)[0], name.rsplit(".", 1)[1]
         for part in (last, first) if last in CLASS_KEYS else (last,):

@@ -75,7 +75,7 @@ REQUIRES = (
     ("fp8", "dtype=auto|bfloat16", ""),
     ("fp8_except", "fp8=true", ""),
     ("optimizer_in_backward", "max_grad_norm=0", "clipping needs the norm of all gradients"),
-    ("push_to_hub & lora", "lora.merge=true", "it pushes run_dir/hf"),
+    ("push_to_hub & lora", "lora.merge=true", "it pushes run_dir/hf; `hf upload` an adapter"),
     ("lora.merge", "export=true", "it is about run_dir/hf"),
     ("param_dtype=bfloat16", "dtype=auto|bfloat16", ""),
 )

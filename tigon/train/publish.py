@@ -77,7 +77,8 @@ def is_run(path: Path) -> bool:
 
 
 def _find_export(run: Path) -> Path:
-    """Returns RUN/hf; raises FileNotFoundError if it is missing or a link."""
+    """Returns RUN/hf, or RUN/adapter where there is no other; raises FileNotFoundError if both are
+    missing, or for a link."""
     export = run / "hf"
     if export.is_symlink():
         raise FileNotFoundError(
@@ -85,6 +86,8 @@ def _find_export(run: Path) -> Path:
             "you mean, name it in place of the run"
         )
     if not export.is_dir():
+        if (run / "adapter").is_dir():
+            return run / "adapter"
         raise FileNotFoundError(
             f"{run} has no export: `tigon export {run} DIRECTORY` makes one of its newest "
             "checkpoint, which `tigon push DIRECTORY` takes"

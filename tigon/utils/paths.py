@@ -12,10 +12,11 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
     try:
         return Path(path).expanduser()
     except RuntimeError:
-        raise ValueError(
-            f"{os.fspath(path)}: no home directory is known for {Path(path).parts[0]}; a file of "
-            "this name in the current directory is ./~..."
-        ) from None
+        name, advice = Path(path).parts[0], "a file of this name in the current directory is ./~..."
+        if name == "~":
+            advice = f"set HOME; {advice}"
+        text = f"{os.fspath(path)}: no home directory is known for {name}: {advice}"
+        raise ValueError(text) from None
 
 
 def check_file_name(name: str) -> None:

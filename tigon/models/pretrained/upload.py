@@ -151,6 +151,11 @@ def list_export(folder: Path) -> dict[str, Path]:
     names = [path.relative_to(folder).as_posix() for path in paths if path.name[0] != "."]
     names = [name for name in names if name.endswith(EXPORT_SUFFIXES)]
     files = {name: folder / name for name in names if contains_file(folder, name)}
+    if "config.json" not in files and "adapter_config.json" in files:
+        raise FileNotFoundError(
+            f"{folder} is an adapter: `hf upload OWNER/NAME {folder} .` uploads it as it is, "
+            f"`tigon export {folder} DIRECTORY --merge` makes a model of it and its base"
+        )
     if "config.json" not in files or not files.keys() & {"model.safetensors", INDEX}:
         raise FileNotFoundError(
             f"{folder} holds no exported model (config.json and model.safetensors, or its index); "

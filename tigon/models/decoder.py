@@ -240,6 +240,9 @@ class Decoder(nn.Module):
     block's norms.
     """
 
+    # Whether blocks may use torch's random state, which CUDA graphs cannot set back for backward
+    draws_random_numbers: ClassVar[bool] = False
+
     def __init__(
         self,
         config: ModelConfig,
@@ -406,7 +409,7 @@ class Decoder(nn.Module):
                     x, residual, counts, *kv = checkpoint(
                         *(self.recomputable(block), x, residual, rope, state, block_ctx),
                         use_reentrant=False,
-                        preserve_rng_state=False,  # blocks use none, and CUDA graphs cannot
+                        preserve_rng_state=self.draws_random_numbers,
                     )
                 else:
                     x, residual, counts, *kv = block(x, residual, rope, state, block_ctx)

@@ -225,14 +225,18 @@ def test_unload_and_several_adapters() -> None:
     assert unloaded is ours and torch.equal(logits(ours), before)
 
 
-@pytest.mark.parametrize("invocation", [None, [int(IDS[0, 4])]], ids=["lora", "alora"])
-def test_gradient_checkpointing_with_frozen_weights(invocation: list[int] | None) -> None:
-    """Blocks are recomputed although no parameter before the first adapter is trained, and with the
-    hooks by which aLoRA begins at a token."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"alora_invocation_tokens": [int(IDS[0, 4])]}, {"lora_dropout": 0.5}],
+    ids=["lora", "alora", "dropout"],
+)
+def test_gradient_checkpointing_with_frozen_weights(options: dict[str, Any]) -> None:
+    """Blocks are recomputed although no parameter before the first adapter is trained, with the
+    hooks by which aLoRA begins at a token, and with the same dropout."""
     _, plain = pair("llama", "mlp_bias")
     _, recomputed = pair("llama", "mlp_bias")
     recomputed.gradient_checkpointing_enable()
-    config = LORA(alora_invocation_tokens=invocation)
+    config = LORA(**options)
     results = [gradients(adapt(model, config)) for model in (plain, recomputed)]
     assert any(grad.any() for grad in results[0][1].values())
     assert results[0][1].keys() == results[1][1].keys()

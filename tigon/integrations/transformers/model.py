@@ -55,6 +55,7 @@ class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
     Its native callers give all inputs of the blocks by position.
     """
 
+    draws_random_numbers = True  # dropout of adapters that others add
     native: CausalLM
     config: Any
 

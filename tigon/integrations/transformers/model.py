@@ -8,7 +8,7 @@ config, names of parameters and outputs.
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any, ClassVar, Self, cast
@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self, cast
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import (
     ModelOutput,
@@ -36,7 +37,14 @@ from tigon.integrations.transformers.native import (
 )
 from tigon.integrations.transformers.outputs import defer_logits, to_transformers
 from tigon.integrations.transformers.projections import split_projections
-from tigon.integrations.transformers.stream import MixedIn, keep_hooks, mix_in, show_stream
+from tigon.integrations.transformers.stream import (
+    MixedIn,
+    WrappedBlock,
+    is_wrapped,
+    keep_hooks,
+    mix_in,
+    show_stream,
+)
 from tigon.layers import Embedding
 from tigon.models import MODELS
 from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
@@ -55,16 +63,18 @@ class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
     Its native callers give all inputs of the blocks by position.
     """
 
-    draws_random_numbers = True  # dropout of adapters that others add
     native: CausalLM
     config: Any
 
     def __init__(self, config: PreTrainedConfig):
-        """Raises NotImplementedError: `call_with_ids` makes a native decoder one of this class."""
-        raise NotImplementedError(
-            f"{type(self).__name__} of Tigon is not made by itself, which PEFT's Shadow tries: "
-            "take another method, or load the model with transformers"
-        )
+        """Makes a decoder alone of a config of transformers, with random weights."""
+        family = MODELS[config.model_type]
+        name = family.config_class.architecture
+        native = make_native(family, config, name)
+        follow_reference(native, config, name)
+        native.lm_head = None  # type: ignore[assignment]
+        self.__dict__ |= vars(native.model)  # its modules, and what has been set on it
+        native.model = self  # type: ignore[assignment]
 
     def forward(
         self,
@@ -72,6 +82,7 @@ class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
         attention_mask: Tensor | None = None,  # [B, T]
         position_ids: Tensor | None = None,  # [B or 1, T]
         *blocks: Any,
+        inputs_embeds: Tensor | None = None,  # [B, T, C], whose name PEFT looks for
         **kwargs: Any,
     ) -> Any:
         """Returns `last_hidden_state` [B, T, C], and `hidden_states` or `router_logits` if they
@@ -79,7 +90,7 @@ class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
         if blocks:
             return super().forward(input_ids, attention_mask, position_ids, *blocks, **kwargs)
         arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-        arguments |= {"position_ids": position_ids, **kwargs}
+        arguments |= {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
         arguments["cache"] = cache = open_cache(self.native, self.config, arguments)
         flags = read_flags(self.config, arguments)
         batch = make_batch(self.native, arguments)
@@ -93,9 +104,39 @@ class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
         )
         return finish(output, self.config, kwargs.get("return_dict"))
 
-    def recomputable(self, block: nn.Module) -> Callable[..., Any]:
-        """As in the native decoder; hooks that others set for this pass are there again."""
-        return keep_hooks(block, cast(Any, super()).recomputable(block))
+    @property
+    def blocks(self) -> list[Any]:
+        """The layers, of which those that others have wrapped are called as in transformers."""
+        return [WrappedBlock(b) if is_wrapped(b) else b for b in cast(Any, self.layers)]
+
+    def recompute(self, block: Any, *inputs: Any) -> Any:
+        """Calls a block that backward computes again, with the hooks and the random state that
+        others' modules have in this pass."""
+        if isinstance(block, WrappedBlock):
+            return block(*inputs, recompute=True)
+        return checkpoint(keep_hooks(block, block), *inputs, use_reentrant=False)
+
+    def train(self, mode: bool = True) -> Self:
+        """As nn.Module's; the native model follows."""
+        self.native.training = mode
+        return super().train(mode)
+
+
+def make_native(family: type[CausalLM], config: PreTrainedConfig, name: str) -> CausalLM:
+    """Makes a native model with random weights, for transformers' class of this name."""
+    values = config.to_dict() | {"architectures": [name]}  # by which a classifier has its head
+    return family.from_config(values, dtype=torch.get_default_dtype())
+
+
+def follow_reference(native: CausalLM, config: PreTrainedConfig, name: str) -> None:
+    """Gives a native model the modules, names and order of transformers' class of this name, and a
+    decoder that has the config and takes ids."""
+    with torch.device("meta"):
+        reference = getattr(transformers, name)(deepcopy(config))
+    split_projections(native, reference)
+    show_stream(native, reference)
+    mix_in(native.model, TigonModel, type(reference.get_submodule("model")).__name__)
+    native.model.__dict__.update(native=native, config=config)  # no submodule
 
 
 def finish(output: ModelOutput, config: Any, return_dict: bool | None) -> Any:
@@ -143,16 +184,11 @@ class TigonPreTrainedModel(PreTrainedModel):
         options = check_options(tigon_options)
         super().__init__(config)
         if native is None:
-            native = self.family.from_config(config.to_dict(), dtype=torch.get_default_dtype())
+            native = make_native(self.family, config, type(self).__name__)
         self.tigon_options = options
-        with torch.device("meta"):  # its modules, names and order
-            reference = getattr(transformers, type(self).__name__)(deepcopy(config))
-        split_projections(native, reference)
-        show_stream(native, reference)
+        follow_reference(native, config, type(self).__name__)
         # Past nn.Module's own __setattr__, which would give all parameters two names
         self.__dict__ |= {"native": native, "_modules": native._modules}
-        mix_in(native.model, TigonModel, type(reference.get_submodule("model")).__name__)
-        native.model.__dict__.update(native=native, config=config)  # no submodule
         self._set_statics()
         self.register_load_state_dict_pre_hook(assemble_parameters)
         self.train(native.training)
@@ -248,11 +284,6 @@ class TigonPreTrainedModel(PreTrainedModel):
         """Whether Trainer gives the number of the step's targets, by which the loss is divided;
         not if each sequence counts the same, since then they are no denominator."""
         return self.tigon_options.get("loss_reduction", "token") == "token"
-
-    def train(self, mode: bool = True) -> Self:
-        """As nn.Module's; the native model follows."""
-        self.native.training = mode
-        return super().train(mode)
 
     def _follow_config(self, router_logits: bool) -> None:
         """Lets the native config follow what may be changed in transformers'."""

@@ -62,7 +62,7 @@ class WholeBlock(MixedIn):
     def forward(
         self, x: Tensor, *args: Any, inputs: tuple[Any, ...] = (), keep: Keep | None = None
     ) -> Any:
-        """Returns what the native block does; in a call with hooks, which gives the stream alone by
+        """Returns what the native block does; in a call for others, which gives the stream alone by
         position, the stream alone."""
         if keep is None:
             return super().forward(x, *args)  # type: ignore[misc]

@@ -57,6 +57,17 @@ def test_no_bit_changes(model_type: str, case: str, monkeypatch: pytest.MonkeyPa
         assert_same(step(model, 0, *way), expected)
 
 
+@interpreted
+@pytest.mark.kernel
+@pytest.mark.parametrize(("model_type", "case"), FAMILIES)
+def test_inference_mode(model_type: str, case: str) -> None:
+    """Its tensors have no version that a note could compare."""
+    model, ids = make(model_type, case).eval(), torch.arange(3)[None]
+    expected = model(ids).logits
+    with torch.inference_mode(), recompute_above(0), use("triton"):
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+
+
 # One with each kind of block, and one that scales branches
 STREAMS = ("llama", "gemma3_text", "olmo2", "granite", "qwen3_moe")
 

@@ -3,6 +3,7 @@
 # B batch, T tokens, n kept tokens, C model dim, V vocab
 """
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.backends import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
-from tigon.layers import LMHead, RotaryEmbedding, StaticCache
+from tigon.layers import LMHead, QuantizedWeight, RotaryEmbedding, StaticCache
 from tigon.layers.kv_state import StateSpec
 from tigon.layers.lm_head import run_head
 from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expand_kwargs_signature
@@ -25,12 +26,11 @@ from tigon.models.loss import LossTerms, resolve_arguments
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained.names import SCORE, CheckpointNames
 from tigon.models.targets import Targets, take_logits_at
-from tigon.models.weight_casts import CheckedCasts
 from tigon.utils import memory
 from tigon.weights import ShardSpec
 
 
-class LanguageModel(CheckedCasts):
+class LanguageModel(nn.Module):
     """A decoder and its head, of a language model or, if the config has `labels`, of a sequence
     classifier: all of a model but generation, files and adapters, which `CausalLM` adds."""
 
@@ -93,6 +93,16 @@ class LanguageModel(CheckedCasts):
         return LMHead(c.hidden_size, c.vocab_size, softcap=softcap, **options)
 
     @property
+    def device(self) -> torch.device:
+        """The device of the embedding's weight."""
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the embedding's weight."""
+        return self.model.embed_tokens.weight.dtype
+
+    @property
     def causal(self) -> bool:
         """Whether tokens see only those before them, so that the model can generate."""
         return True
@@ -118,6 +128,40 @@ class LanguageModel(CheckedCasts):
     def cache_restart(self) -> int | None:
         """Length at which `generate` prefills again as RoPE's table changes; None: never."""
         return None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Applies a conversion to all tensors, as `to` and `half` do; raises ValueError, before
+        any, if it changes the dtype of quantized weights."""
+        if (weight := self._quantized_weight) is not None:  # before anything is converted
+            weight.check(fn)
+        old_dtype = self.dtype
+        super()._apply(fn, recurse)
+        if self.dtype != old_dtype:
+            self.warn_of_overflow()
+        return self
+
+    def warn_of_overflow(self) -> None:
+        """Warns if the model is in float16 and its family's activations exceed it."""
+        if self.dtype == torch.float16 and self.config.overflows_float16:
+            warnings.warn(
+                f"activations of {self.config.architecture} exceed the range of float16, so that "
+                "logits become nan: use bfloat16 or float32",
+                stacklevel=2,
+            )
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As nn.Module's, but raises ValueError for True if any weight is quantized."""
+        if requires_grad and (weight := self._quantized_weight) is not None:
+            raise ValueError(
+                f"the model's weights are quantized ({weight.kind}) and cannot be trained: "
+                "add_adapter adds weights that can"
+            )
+        return super().requires_grad_(requires_grad)
+
+    @property
+    def _quantized_weight(self) -> QuantizedWeight | None:
+        """The first quantized weight among the submodules, or None."""
+        return next((m for m in self.modules() if isinstance(m, QuantizedWeight)), None)
 
     def use_attention(self, backend: Backend) -> Self:
         """Chooses the attention backend by a name of docs/attention.md, or "auto"; returns the

@@ -99,7 +99,7 @@ class Llama4Block(PreNormBlock):
         normed = c.use_qk_norm and c.rotates(layer)
         options: dict[str, Any] = {"window": c.chunk(layer), "chunked": True, "interleaved": True}
         options |= {"qk_norm_eps": c.rms_norm_eps if normed else None, "qk_norm_weight": False}
-        return self.make_attention(c, bias=c.attention_bias, **options)
+        return self.make_attention(c, layer, **options)
 
     def make_mlp(self, c: Llama4Config, layer: int) -> GatedMLP | SparseMoE:
         if not c.sparse(layer):

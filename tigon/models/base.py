@@ -119,12 +119,6 @@ class LanguageModel(nn.Module):
         return tuple(ranks for ranks in (self.tensor_ranks, self.fsdp_ranks) if ranks is not None)
 
     @property
-    def drops_elements(self) -> bool:
-        """Whether the model is in training mode and its active adapter has dropout."""
-        name = self.active_adapter
-        return self.training and name is not None and bool(self.adapters[name].dropout)
-
-    @property
     def cache_restart(self) -> int | None:
         """Length at which `generate` prefills again as RoPE's table changes; None: never."""
         return None
@@ -285,6 +279,21 @@ class LanguageModel(nn.Module):
         output.hidden = hidden if options.get("return_hidden") else None
         return output
 
+    def _dropout_keys(self, batch: Batch) -> Tensor | None:
+        """Seeds of the active adapter's dropout, int64 [B, T]: the batch's, or else drawn by
+        torch's generator; None in a pass without dropout."""
+        name = self.active_adapter
+        has_dropout = name is not None and self.adapters[name].dropout
+        if not (self.training and has_dropout) or batch.cache is not None:
+            return None
+        if batch.dropout_keys is not None:
+            return batch.dropout_keys
+        bounds = torch.iinfo(torch.int64)
+        keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
+        if self.tensor_ranks is None:
+            return keys
+        return self.tensor_ranks.gather(keys)[: len(keys)]  # those of the first rank
+
     def _run_blocks(self, batch: Batch, needs_routing: bool) -> tuple[Tensor, Sequence[Tensor]]:
         """Runs the decoder: returns the last hidden states [B, T, C] and router statistics."""
         embeds = batch.inputs_embeds
@@ -293,12 +302,7 @@ class LanguageModel(nn.Module):
             embeds = self.model.embed(batch.input_ids)
         embeds, position_ids, mask, real_token_indices = batch.drop_padding(embeds)
         options: dict[str, Any] = {} if batch.shard is None else {"shard": batch.shard}
-        if self.drops_elements and batch.cache is None:
-            keys = batch.dropout_keys
-            if keys is None:
-                keys = batch.draw_dropout_keys()
-                if self.tensor_ranks is not None:  # they take those of the first rank
-                    keys = self.tensor_ranks.gather(keys)[: len(keys)]
+        if (keys := self._dropout_keys(batch)) is not None:
             if real_token_indices is not None:
                 keys = keys.flatten()[real_token_indices][None]
             options["dropout_keys"] = keys

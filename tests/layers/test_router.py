@@ -10,7 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 
-from tigon.layers import GroupRouter, SigmoidRouter
+from tigon.layers import GroupRouter
 
 N, C, E, K = 300, 24, 20, 4
 
@@ -82,7 +82,8 @@ def test_as_lfm2_routes(corrected: bool, normalize: bool, dtype: torch.dtype) ->
     options = {"norm_topk_prob": normalize, "use_expert_bias": corrected}
     config = Lfm2MoeConfig(**sizes, **options, routed_scaling_factor=1.7)
     theirs = Lfm2MoeTopKRouter(config).to(dtype)
-    ours = SigmoidRouter(C, E, K, corrected=corrected, normalize=normalize, scale=1.7).to(dtype)
+    numbers = {"exact": False, "normalize": normalize, "scale": 1.7, "eps": 1e-6}
+    ours = GroupRouter(C, E, K, sigmoid=True, corrected=corrected, **numbers).to(dtype)
     bias = torch.randn(E) * 0.3 - 1.2 if corrected else None
     with torch.no_grad():
         theirs.weight.normal_(std=0.5)

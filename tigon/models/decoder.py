@@ -72,7 +72,7 @@ class TransformerBlock(nn.Module):
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
         """Makes the layer's attention, or another module that mixes tokens."""
-        return self.make_layer_attention(c, layer)
+        return self.make_attention(c, layer)
 
     def add_mixer(self, c: ModelConfig, layer: int) -> None:
         mixer = self.make_mixer(c, layer)  # may set mixer_name
@@ -87,21 +87,13 @@ class TransformerBlock(nn.Module):
         """Makes the layer's MLP or experts."""
         return gated_mlp(c, bias=getattr(c, "mlp_bias", False))
 
-    def make_layer_attention(
-        self, c: ModelConfig, layer: int, *, bias: bool | None = None, **options: Any
-    ) -> Attention:
-        """Makes attention with the layer's window, if any, and by default with the config's
-        `attention_bias`, if it has one."""
-        bias = getattr(c, "attention_bias", False) if bias is None else bias
-        return self.make_attention(c, bias=bias, window=layer_window(c, layer), **options)
-
-    def make_attention(
-        self, c: ModelConfig, *, bias: bool = False, out_bias: bool | None = None, **options: Any
-    ) -> Attention:
-        """Makes attention with the config's sizes and the family's norms; `bias` is that of
-        queries, keys and values, and `out_bias` that of the output, by default the same."""
+    def make_attention(self, c: ModelConfig, layer: int, **options: Any) -> Attention:
+        """Makes attention with the config's sizes and the family's norms, and by default with the
+        layer's window and the config's `attention_bias`, if any, also as the output's bias."""
         sizes = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        options |= {"bias": bias, "out_bias": bias if out_bias is None else out_bias}
+        options.setdefault("window", layer_window(c, layer))
+        options.setdefault("bias", getattr(c, "attention_bias", False))
+        options.setdefault("out_bias", options["bias"])
         options |= {"offset": self.norm_offset, "cast": self.norm_cast}
         return self.attention_class(*sizes, **options)
 

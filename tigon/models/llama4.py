@@ -102,7 +102,7 @@ class Llama4Block(PreNormBlock):
         options: dict[str, Any] = {"window": c.chunk(layer), "chunked": True, "interleaved": True}
         options |= {"qk_norm_eps": c.rms_norm_eps if normed else None, "qk_norm_weight": False}
         options["rotates_first"] = c.rope_parameters["rope_type"] in SCALED
-        return self.make_attention(c, bias=c.attention_bias, **options)
+        return self.make_attention(c, layer, **options)
 
     def make_mlp(self, c: Llama4Config, layer: int) -> GatedMLP | SparseMoE:
         if not c.sparse(layer):

@@ -166,12 +166,14 @@ def from_pretrained(
     quantize: Quantize | None = None,
     mmap: bool = False,
     staging_bytes: int = STAGING_BYTES,
+    shard: Callable[[M, Checkpoint], None] | None = None,
     **source: Any,
 ) -> M:
     """Loads the model of `models` that config.json's model_type names, in evaluation mode.
 
     With `mmap`, on the CPU, a weight that needs no conversion stays in the file until it is used.
     With `quantize` the projections' weights are quantized, and only adapters can be trained.
+    `shard` is called with the model without memory, to keep a part of it, and its checkpoint.
     """
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
     if gguf_file is None:
@@ -185,6 +187,8 @@ def from_pretrained(
             repository, models, dtype=dtype, gguf_file=gguf_file, labels=labels, quantize=quantize
         )
     model.use_attention(attention)
+    if shard is not None:
+        shard(model, checkpoint)
     mapped = map_weights(model, checkpoint) if mmap else set()
     materialize(model, torch.device(device))
     load_weights(model, checkpoint, mapped=mapped, staging_bytes=staging_bytes)

@@ -23,7 +23,7 @@ from torch import Tensor
 from tigon.utils.paths import fsync
 from tigon.weights.entries import RowBlock, TensorEntry, WriterGroup, row_chunks, row_count
 from tigon.weights.header import TAGS, write_header
-from tigon.weights.layout import covers_once
+from tigon.weights.layout import covers_tensor
 from tigon.weights.read import parallel_for
 
 
@@ -178,7 +178,11 @@ def _check_blocks(shards: Mapping[str, list[TensorEntry]], ranks: WriterGroup) -
     """Raises ValueError, on every rank, unless the ranks write each row of each tensor once."""
     entries = [entry for shard in shards.values() for entry in shard]
     described = [(file, [tuple(e[:3]) for e in shard]) for file, shard in shards.items()]
-    spans = [[(p.column, p.columns, p.row, p.rows) for p in e.blocks if p.rows] for e in entries]
+    widths = [math.prod(entry.shape[1:][-1:]) for entry in entries]
+    spans = [
+        [((b.row, b.rows), (b.column, b.columns or width)) for b in entry.blocks if b.rows]
+        for entry, width in zip(entries, widths, strict=True)
+    ]
     gathered = ranks.gather((repr(described), spans))
     with ranks.sync_errors():
         for rank, (other, _) in enumerate(gathered):
@@ -186,24 +190,12 @@ def _check_blocks(shards: Mapping[str, list[TensorEntry]], ranks: WriterGroup) -
                 raise ValueError(f"rank {rank} and rank 0 do not write the same tensors")
         for i, entry in enumerate(entries):
             blocks = [block for _, rank_spans in gathered for block in rank_spans[i]]
-            if entry.nbytes and not _covers_entry(entry, blocks):
+            if entry.nbytes and not covers_tensor(blocks, (row_count(entry.shape), widths[i])):
                 raise ValueError(
                     f"{entry.name} {list(entry.shape)} cannot be written: there are "
-                    f"{sorted({block[2:] for block in blocks})} of its rows (first, number), "
+                    f"{sorted({rows for rows, _ in blocks})} of its rows (first, number), "
                     "not each row once"
                 )
-
-
-def _covers_entry(entry: TensorEntry, blocks: Sequence[tuple[int, int | None, int, int]]) -> bool:
-    """Whether blocks (column, columns, row, rows) cover each element once."""
-    width = math.prod(entry.shape[1:][-1:])
-    stripes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for column, columns, row, rows in blocks:
-        stripes.setdefault((column, columns or width), []).append((row, rows))
-    high = row_count(entry.shape)
-    return covers_once(list(stripes), width) and all(
-        covers_once(rows, high) for rows in stripes.values()
-    )
 
 
 def _check_shared(directory: str | os.PathLike[str] | None, ranks: WriterGroup) -> Path:

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tigon.utils.json import list_first
 from tigon.weights import Checkpoint, Layout, StoredRows, WriterGroup
 from tigon.weights.files import read_lock
 from tigon.weights.header import read_header
+from tigon.weights.layout import covers_tensor
 
 # Sums of squares, scales and counts
 NEVER_NEGATIVE = ("exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale", "step")
@@ -174,27 +175,10 @@ def _check_tensors(checkpoint: Path, state: State, stored: Mapping[str, Any]) ->
 
 
 def _has_all_rows(chunks: Sequence[ChunkStorageMetadata], shape: Sequence[int]) -> bool:
-    """Returns whether chunks cover a tensor: rows, or under tensor parallelism shares of rows."""
-    stripes: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-    for chunk in chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
-            return False
-        inner = tuple(zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
-        stripes.setdefault(inner, []).append((chunk.offsets[0], chunk.sizes[0]))
-    dims = zip(zip(*stripes, strict=True), shape[1:], strict=True)
-    return all(_covers(spans, shape[0]) for spans in stripes.values()) and all(
-        _covers(spans, size) for spans, size in dims
-    )
-
-
-def _covers(spans: Iterable[tuple[int, int]], size: int) -> bool:
-    """Returns whether spans of (first, count), which may repeat, cover a range of `size`."""
-    end = 0
-    for first, count in sorted(spans):
-        if first > end:
-            return False
-        end = max(end, first + count)
-    return end == size
+    """Returns whether chunks, of which replicas may have the same, cover a tensor."""
+    if any(not len(c.offsets) == len(c.sizes) == len(shape) for c in chunks):
+        return False
+    return covers_tensor({tuple(zip(c.offsets, c.sizes, strict=True)) for c in chunks}, shape)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -69,9 +69,9 @@ class TensorSlice:
 
     def lines(self, shape: Sequence[int]) -> Iterator[RowSpan]:
         """Yields spans of rows as lines, rows of the last dimension; `shape`: the parameter's."""
-        middle = self.inner_spans[:-1]
-        if all(span == RowSpan(0, 0, n) for span, n in zip(middle, self.shape[1:-1], strict=True)):
-            per_row = math.prod(self.shape[1:-1])
+        middle, sizes = self.inner_spans[:-1], self.shape[1:-1]
+        if not middle or (middle == (RowSpan(0, 0, sizes[0]),) and shape[-2] == sizes[0]):
+            per_row = math.prod(sizes)
             for rows in self.rows:
                 yield RowSpan(*(per_row * n for n in rows))
             return
@@ -313,6 +313,14 @@ class ShardLines:
             for i, n in enumerate(dims[: cut + 1]):
                 start = start * n + first[i] + (index[i] if i < cut else 0)
             self.starts.append(start * below)
+
+    @classmethod
+    def from_lines(cls, memory: Tensor, shape: tuple[int, ...], first: int) -> Self:
+        """Returns one run of lines [lines, columns] of the full parameter, from line `first` on."""
+        lines = cls.__new__(cls)
+        lines.memory, lines.shape, lines.column = memory, shape, 0
+        lines.starts, lines.count = [first], len(memory)
+        return lines
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """Yields this rank's lines in [begin, end): the first line of each run, and its memory."""

@@ -1,8 +1,7 @@
 """Reads checkpoints into models and optimizers on any number of ranks, and checks their values."""
 
-import math
 import warnings
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,15 @@ from torch.optim import Optimizer
 
 from tigon.hub import check_folder
 from tigon.models import CausalLM
+from tigon.models.pretrained.names import stored_tensors
 from tigon.train.checkpoint.files import first_cause
 from tigon.train.checkpoint.format import EMA, OPTIMIZER, State, full_state, run_layout
 from tigon.train.optim import Ema
 from tigon.utils.json import list_first
-from tigon.weights import Checkpoint, Layout, StoredRows, WriterGroup
+from tigon.weights import Checkpoint, Layout, RowSpan, TensorInfo, TensorSlice, WriterGroup
 from tigon.weights.files import read_lock
 from tigon.weights.header import read_header
-from tigon.weights.layout import covers_tensor
+from tigon.weights.layout import covers_parameter, covers_tensor
 
 # Sums of squares, scales and counts
 NEVER_NEGATIVE = ("exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale", "step")
@@ -62,50 +62,59 @@ def load(
         ema.begin(model)
 
 
-def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[StoredRows]], Layout]:
-    """Returns where the files have the rows of each checkpoint tensor, and the model's layout.
-
-    Raises ValueError if the checkpoint is of another model; whoever reads the rows finds gaps.
-    """
+def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[Checkpoint, Layout]:
+    """Returns the blocks of checkpoint tensors that the files have, each with a name of its own,
+    and their layout in the model. Raises ValueError if the checkpoint is of another model, or lacks
+    rows of it."""
     layout = run_layout(model)
     shapes = {part.name: part.shape for parts in layout.values() for part in parts}
-    stored: dict[str, list[StoredRows]] = {}
-    files: dict[Path, Checkpoint] = {}
     metadata = _read_tensor_metadata(checkpoint)
     _check_dtypes(checkpoint, shapes, metadata)
+    headers: dict[Path, dict[str, TensorInfo]] = {}
+    stored: dict[str, TensorInfo] = {}
+    blocks: dict[str, list[tuple[str, Sequence[int]]]] = {}  # of each tensor, with their offsets
     for index, info in metadata.storage_data.items():
         name, path = index.fqn, Path(info.relative_path)
         if name.startswith((OPTIMIZER, EMA)):
             continue
-        if path not in files:
-            files[path] = Checkpoint(str(path), read_header(path))
-        tensor = files[path].tensors[name]
-        shape = shapes.get(name, tensor.shape)
-        if not tensor.dtype.is_floating_point:
+        if path not in headers:
+            headers[path] = read_header(path)
+        block = headers[path][name]
+        if not block.dtype.is_floating_point:
             fault = f"has whole numbers for others in {name} ({path.name}); take another checkpoint"
             raise _misfit(checkpoint, fault)
-        if len(tensor.shape) != len(shape):
+        if len(block.shape) != len(shapes.get(name, block.shape)):
             raise _misfit(checkpoint, f"resizes {name}")
-        for place in _row_spans(tuple(index.offset), tensor.shape, shape):
-            stored.setdefault(name, []).append(StoredRows(*place, name, files[path]))
-    for fault, names in (("lacks", shapes.keys() - stored), ("also has", stored.keys() - shapes)):
+        stored[key := f"{path.name}: {name}"] = block
+        blocks.setdefault(name, []).append((key, tuple(index.offset)))
+    for fault, names in (("lacks", shapes.keys() - blocks), ("also has", blocks.keys() - shapes)):
         if names:
             raise _misfit(checkpoint, f"{fault} {list_first(sorted(names))}")
-    return stored, layout
+    stored_layout = {
+        name: tuple(
+            _block_slice(part, key, stored[key].shape, offset)
+            for part in parts
+            for key, offset in blocks[part.name]
+        )
+        for name, parts in layout.items()
+    }
+    for name, tensor in stored_tensors(model).items():
+        if not covers_parameter(stored_layout[name], tensor):
+            raise _misfit(checkpoint, f"lacks rows of {name}")
+    return Checkpoint(str(checkpoint), stored), stored_layout
 
 
-def _row_spans(
-    offsets: tuple[int, ...], block: Sequence[int], shape: Sequence[int]
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (row, first, rows, column) of a stored block, as `StoredRows` counts them."""
-    column = offsets[-1] if len(offsets) > 1 else 0
-    per_row = math.prod(block[1:-1])
-    if tuple(block[1:-1]) == tuple(shape[1:-1]):
-        yield offsets[0] * per_row, 0, block[0] * per_row, column
-        return
-    for i in range(block[0]):  # [E, N, D] with a part of each N
-        row = (offsets[0] + i) * math.prod(shape[1:-1]) + offsets[1]
-        yield row, i * per_row, per_row, column
+def _block_slice(
+    part: TensorSlice, key: str, shape: tuple[int, ...], offset: Sequence[int]
+) -> TensorSlice:
+    """Returns the part of a parameter that a stored block of a tensor has."""
+    rows = []
+    for source, target, length in part.rows:
+        begin, end = max(source, offset[0]), min(source + length, offset[0] + shape[0])
+        if begin < end:
+            rows.append(RowSpan(begin - offset[0], target + begin - source, end - begin))
+    inner = tuple(RowSpan(0, *span) for span in zip(offset[1:], shape[1:], strict=True))
+    return TensorSlice(key, shape, tuple(rows), inner)
 
 
 def _read_tensor_metadata(checkpoint: Path) -> Metadata:

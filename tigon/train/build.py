@@ -54,7 +54,7 @@ from tigon.train.optim import (
 from tigon.train.optim.groups import num_steps
 from tigon.train.overlap import EarlyModel, tokenizer_process
 from tigon.train.prefetch import Prefetcher
-from tigon.train.resume import check_shared, claim
+from tigon.train.resume import claim
 from tigon.train.samples import SamplePrompt, read_prompts
 from tigon.train.state import TrainState
 from tigon.train.tasks import Task, find_task
@@ -65,7 +65,8 @@ from tigon.train.vocabulary import (
     read_vocabulary,
     with_added_tokens,
 )
-from tigon.weights import Repository
+from tigon.weights import Repository, WriterGroup
+from tigon.weights.entries import check_shared
 from tigon.weights.files import read_lock
 
 OTHER_FILES = "has other {} than rank 0: give all hosts the same files"
@@ -141,7 +142,9 @@ def read_inputs(
         task = find_task(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
-    check_shared(config, world)
+    if world.size > 1:  # else its first checkpoint would be lost
+        ranks = WriterGroup(world.group)
+        check_shared(Path(config.run_dir), ranks, world.raise_on_all_ranks)
     source_lock = world.closing.enter_context(ExitStack())
     with world.raise_on_all_ranks():
         source = resume.find_source(config, world)
@@ -168,7 +171,7 @@ def read_inputs(
             early.build(process, task, source, choice)
             process.join()
     with world.raise_on_all_ranks():
-        cursor = None if source is None else checkpoint.read_metadata(source).get("cursor")
+        cursor = checkpoint.read_metadata(source).get("cursor")
         data = build_loader(task, config.data, tokenizer, cursor=cursor)
         held_out = config.held_out
         eval_data = build_loader(task, held_out, tokenizer, held_out=True) if held_out else None

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,14 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from tigon.utils.paths import fsync
-from tigon.weights.entries import RowBlock, TensorEntry, WriterGroup, row_chunks, row_count
+from tigon.weights.entries import (
+    RowBlock,
+    TensorEntry,
+    WriterGroup,
+    check_shared,
+    row_chunks,
+    row_count,
+)
 from tigon.weights.header import TAGS, write_header
 from tigon.weights.layout import covers_tensor
 from tigon.weights.read import parallel_for
@@ -123,7 +130,9 @@ def write_checkpoint(
                     file.create(Path(directory), created)
                 if len(files) > 1:
                     _write_index(Path(directory, f"{stem}.safetensors.index.json"), shards, created)
-        root = _check_shared(directory, ranks)
+        root = Path(ranks.gather(os.path.abspath(directory or ""))[0])
+        if ranks.size > 1:
+            check_shared(root, ranks, ranks.sync_errors)
         # Ranks begin with different files, since writes into one wait for each other
         start = ranks.rank * len(files) // ranks.size
         with ranks.sync_errors():
@@ -196,31 +205,6 @@ def _check_blocks(shards: Mapping[str, list[TensorEntry]], ranks: WriterGroup) -
                     f"{sorted({rows for rows, _ in blocks})} of its rows (first, number), "
                     "not each row once"
                 )
-
-
-def _check_shared(directory: str | os.PathLike[str] | None, ranks: WriterGroup) -> Path:
-    """The first rank's directory; raises OSError unless every rank sees it."""
-    if ranks.size == 1:
-        assert directory is not None
-        return Path(directory)
-    token = os.urandom(16).hex() if ranks.first else ""
-    mark = Path(directory).resolve() / f".{token}" if ranks.first else None  # type: ignore[arg-type]
-    with ranks.sync_errors():
-        if mark is not None:
-            mark.write_text(token)
-    path, token = ranks.gather((mark, token))[0]
-    assert path is not None
-    try:
-        with ranks.sync_errors():
-            if not path.is_file() or path.read_text() != token:
-                raise OSError(
-                    f"rank {ranks.rank} does not see {path.parent}, which rank 0 has made: choose "
-                    "a directory on a shared file system, since every rank writes its own rows"
-                )
-    finally:
-        if mark is not None:
-            mark.unlink()
-    return path.parent
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from tests.data.rows import Count, File, write_rows
 from tests.train.ranks import Ranks
 from tigon.cli import main as tigon
 from tigon.data import Block, Examples, Format, cache, clean_cache, join, tokenize, tokenized
+from tigon.utils import paths
 from tigon.weights import files
 
 pytest.importorskip("datasets", reason="needs tigon[train]")
@@ -305,9 +306,9 @@ def test_nothing_is_written_through_a_planted_link(tmp_path, root, monkeypatch):
         (root / name).symlink_to(victim)
     monkeypatch.setattr(files.secrets, "token_hex", lambda n: "0" * 2 * n)
     with pytest.raises(FileExistsError):
-        cache.write_text(root / "memo", "theirs")
+        paths.write_text(root / "memo", "theirs")
     monkeypatch.undo()
-    cache.write_text(root / "memo", "theirs")
+    paths.write_text(root / "memo", "theirs")
     assert victim.read_text() == "mine" and not (root / "memo").is_symlink()
 
 

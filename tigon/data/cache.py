@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tigon.utils.paths import expand_user, new_file
+from tigon.utils.paths import expand_user
 from tigon.weights.files import FULL, full_disk_error
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.(digest|npy|json)\.[0-9a-f]{16}")
@@ -56,12 +56,6 @@ def make_directory(path: Path) -> None:
             with suppress(OSError):  # another process removes it
                 if time.time() - file.stat().st_mtime > DAY:
                     file.unlink()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically."""
-    with new_file(path) as partial, partial.open("x") as file:
-        file.write(text)
 
 
 @dataclass

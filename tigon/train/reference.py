@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Loader, MicroBatch, PackedRows, cache_root
-from tigon.data.cache import disk_errors, make_directory, write_text
+from tigon.data.cache import disk_errors, make_directory
 from tigon.data.collate import collate_rows
 from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
@@ -28,7 +28,7 @@ from tigon.train.config import Config, micro_batch_rows
 from tigon.train.distributed import World
 from tigon.train.model import base_digest, compute_dtype, sampled_digest
 from tigon.utils.json import read_json
-from tigon.utils.paths import new_file
+from tigon.utils.paths import new_file, write_text
 from tigon.weights import Repository
 
 COLUMN = "reference"  # of micro-batches: at each token, the log-probability of the next one

@@ -49,8 +49,10 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def read_metadata(checkpoint: Path) -> dict[str, Any]:
-    """Returns the content of run.json; raises ValueError if that is damaged."""
+def read_metadata(checkpoint: Path | None) -> dict[str, Any]:
+    """Returns the content of run.json, {} for None; raises ValueError if that is damaged."""
+    if checkpoint is None:
+        return {}
     path = checkpoint / RUN
     try:
         content = read_json(path, nan=True)

@@ -250,7 +250,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
         checkpoint.load(source, model, optimizer, ema)
         inputs.source_lock.close()
         world.log_rank0(f"resumed from {source}")
-    world.log_rank0(*describe_run(config, world, inputs, model))
+    world.log_rank0(*describe_run(config, world.sizes, world.device, inputs, model))
     run = build_run(inputs, world, model, optimizer, ema)
     run.prompts, run.benchmarks, run.base = prompts, benchmarks, digest if has_adapter else ""
     return run
@@ -267,16 +267,19 @@ def build_seeded(
     return model
 
 
-def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalLM) -> Iterator[str]:
-    """Yields lines about the model, the steps, what is chosen, and what settings do not do."""
+def describe_run(
+    config: Config, sizes: MeshSizes, device: torch.device, inputs: RunInputs, model: CausalLM
+) -> Iterator[str]:
+    """Yields lines about the model on devices of a mesh, the steps, what is chosen, and what
+    settings do not do."""
     steps, per_epoch = inputs.steps, inputs.data.steps_per_epoch
     size, num_frozen = count_parameters(model), count_parameters(model, frozen=True)
     frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
     epoch = f", {per_epoch} an epoch" if per_epoch else ""
-    layout = f": {world.sizes.description}" if world.size > 1 else ""
+    layout = f": {sizes.description}" if sizes.ranks > 1 else ""
     yield (
         f"model: {model.config.transformers_class}, {size:,} parameters{frozen}, "
-        f"on {world.size} x {world.device.type}{layout}"
+        f"on {sizes.ranks} x {device.type}{layout}"
     )
     yield f"steps: {inputs.start} to {steps}{epoch}"
     if inputs.source is None and (vocabulary := read_vocabulary(config)) is not None:
@@ -284,7 +287,7 @@ def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalL
     if inputs.choice is not None:
         yield str(inputs.choice)
     yield from (f"note: {text}" for text in find_slow_attention(config, model))
-    yield from (f"note: {text}" for text in find_unused_settings(config, steps, world.device))
+    yield from (f"note: {text}" for text in find_unused_settings(config, steps, device))
     yield from (f"note: {text}" for text in find_layers_without_fp8(config, model))
 
 

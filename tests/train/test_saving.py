@@ -361,8 +361,9 @@ def test_failed_write_of_one_rank_ends_all(workspace, failing):
     # Both ranks may print it: torch's agent ends the other one a moment later
     line = next(line for line in errors.splitlines() if line.startswith("tigon.train: "))
     said = re.fullmatch(
-        r"tigon.train: rank (\d): \S*step-00000004 was not written: (?:rank (\d): )?"
-        r"\[Errno 27\] File too large: '\S*/weights-0000(\d).safetensors'",
+        r"tigon.train: rank (\d): \S*step-00000004 was not written: "
+        r"(?:rank (\d) stopped with OSError: )?\[Errno 27\] File too large: "
+        r"'\S*/\w+-0000(\d).safetensors'",
         line,
     )
     assert said is not None, line
@@ -395,16 +396,15 @@ def give_dtype(path: Path, dtype: str) -> str:
     return name
 
 
-WHOLE = "has whole numbers for others.* in {}"
-MIXED = "is damaged: {} is torch.{}32 in {}-00000.safetensors and torch.{}32 in {}-00001"
+WHOLE = r"has whole numbers for others, or others for whole ones, in {} \({}"
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (["weights-00001"], MIXED.format("{}", "float", "weights", "int", "weights")),
-        (["optimizer-00000"], MIXED.format("{}", "int", "optimizer", "float", "optimizer")),
-        (["weights-00000", "weights-00001"], WHOLE),
+        (["weights-00001"], WHOLE.format("{}", "weights-00001")),
+        (["optimizer-00000"], WHOLE.format("{}", "optimizer-00000")),
+        (["weights-00000", "weights-00001"], WHOLE.format("{}", "weights-0000")),
     ],
 )
 def test_changed_dtypes_are_refused(workspace, of_two_ranks, tmp_path, changed, said):

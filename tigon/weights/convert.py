@@ -36,7 +36,7 @@ def convert_entries(
         for part in parts:
             name, part_dtype = part.name, kept.get(part.name, dtype)
             entry = entries.setdefault(name, TensorEntry(name, part.shape, part_dtype, []))
-            read = partial(_read, checkpoint, stored_layout[parameter], shape, part_dtype)
+            read = partial(_read, name, checkpoint, stored_layout[parameter], shape, part_dtype)
             blocks = [
                 RowBlock(source, length, partial(read, target))
                 for source, target, length in part.lines(shape)
@@ -46,6 +46,7 @@ def convert_entries(
 
 
 def _read(
+    name: str,
     checkpoint: Checkpoint,
     parts: Sequence[TensorSlice],
     shape: tuple[int, ...],
@@ -55,7 +56,8 @@ def _read(
     count: int,
 ) -> Tensor:
     """Reads `count` lines of a parameter from line `start` + `first` on, from the tensors of its
-    parts; raises ValueError if a conversion to float16 gives values that are NaN or infinite."""
+    parts; raises ValueError, which names the target, if a conversion to float16 gives values that
+    are NaN or infinite."""
     width = () if len(parts[0].shape) < 2 else shape[-1:]
     out = torch.empty(count, *width, dtype=dtype, device="cpu")
     lines = ShardLines.from_lines(out.view(count, -1), shape, start + first)
@@ -70,7 +72,7 @@ def _read(
                     span.out.copy_(span.read(reader))
                 if dtype == torch.float16 != info.dtype and not all_finite([span.out], out.device):
                     raise ValueError(
-                        f"{part.name} has values that are infinite in float16, or NaN: choose "
+                        f"{name} has values that are infinite in float16, or NaN: choose "
                         "another dtype, such as bfloat16"
                     )
     return out

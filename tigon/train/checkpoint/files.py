@@ -64,22 +64,6 @@ def read_metadata(checkpoint: Path | None) -> dict[str, Any]:
     return content
 
 
-def first_cause(error: BaseException) -> str:
-    """Returns the text of this rank's error, or else of the first rank's that failed, with its
-    number.
-
-    torch's CheckpointException holds the errors of all ranks, with tracebacks.
-    """
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return str(error) or type(error).__name__
-    this_rank = WriterGroup().rank
-    rank = this_rank if this_rank in failures else min(failures)
-    cause = failures[rank][0]
-    text = str(cause) if isinstance(cause, OSError) else repr(cause)
-    return text if rank == this_rank else f"rank {rank}: {text}"
-
-
 # Checksums
 
 

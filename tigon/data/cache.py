@@ -17,8 +17,8 @@ TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.(digest|npy|json)\.[0-9a-f]{16}")
 DAY = 86400.0  # seconds
 CACHE_NAME = re.compile(r"[0-9a-f]{32}")
 DENIED_ERRORS = errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM
-REMEDY = "set TIGON_CACHE to a directory elsewhere"
 BLOCKED_ERRORS = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY
+REMEDY = "set TIGON_CACHE to a directory elsewhere"
 
 
 @contextmanager
@@ -30,14 +30,11 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             raise full_disk_error(path, error, size, REMEDY) from None
-        if error.errno not in (*DENIED_ERRORS, *BLOCKED_ERRORS):
-            raise
-        reason = f" ({error.strerror}): "
-        if error.errno in BLOCKED_ERRORS:
-            target = Path(error.filename2 or error.filename or path)  # a renamed file's new name
-            there = next(p for p in (target, *target.parents) if os.path.lexists(p))
-            reason = f": {there} is in the way{reason}move it away, or "
-        raise OSError(f"cannot write the data cache {path}{reason}{REMEDY}") from None
+        if error.errno in (*DENIED_ERRORS, *BLOCKED_ERRORS):
+            place = error.filename2 or error.filename or path  # a renamed file's new name
+            reason = f"{error.strerror}: {place}"
+            raise OSError(f"cannot write the data cache {path} ({reason}): {REMEDY}") from None
+        raise
 
 
 def cache_root() -> Path:

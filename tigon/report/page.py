@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -79,12 +80,12 @@ FIGURES: dict[str, tuple[str, Callable[[Column], float], Callable[[float], str]]
     "Eval loss, best": ("eval_loss", lambda c: min(c.finite()), format_number),
     "Eval perplexity, last": ("eval_loss", lambda c: math.exp(min(c.last(), 700)), format_number),
     "Eval accuracy, last": ("eval_accuracy", Column.last, format_percent),
-    "Tokens seen": ("tokens", Column.total, "{:,.0f}".format),
+    "Tokens seen": ("tokens", lambda c: sum(c.finite()), "{:,.0f}".format),
     "Epochs": ("epoch", Column.last, format_number),
-    "Time of training steps": ("step_seconds", Column.total, format_duration),
-    "Time waiting for data": ("data_seconds", Column.total, format_duration),
-    "Throughput, median, tokens/s": ("tokens_per_second", Column.median, format_number),
-    "MFU, median": ("mfu", Column.median, format_percent),
+    "Time of training steps": ("step_seconds", lambda c: sum(c.finite()), format_duration),
+    "Time waiting for data": ("data_seconds", lambda c: sum(c.finite()), format_duration),
+    "Throughput, median, tokens/s": ("tokens_per_second", lambda c: median(c.finite()), format_number),
+    "MFU, median": ("mfu", lambda c: median(c.finite()), format_percent),
     "Peak memory": ("memory_gib", lambda c: max(c.finite()), "{:.2f} GiB".format),
 }
 

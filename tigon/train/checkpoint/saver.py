@@ -24,7 +24,7 @@ from tigon.train.distributed import World, local
 from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
 from tigon.utils.json import list_first
-from tigon.utils.memory import CGROUP
+from tigon.utils.memory import available_memory
 from tigon.weights import WriterGroup
 from tigon.weights.entries import RankError
 from tigon.weights.files import DiskFullError, new_directory, require_space
@@ -108,24 +108,6 @@ def check_finite(
     names = sorted({name for of_rank in WriterGroup().gather(bad) for name in of_rank})
     where = "" if dtype is None else f" in {dtype}"
     raise FloatingPointError(f"not finite{where}: {list_first(names)}")
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
-    """Returns the bytes that this process may still take; 2**60 if nothing limits them."""
-    limits = [1 << 60]
-    if meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        if "MemAvailable" in lines:
-            limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        if limit != "max":
-            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-            used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
-            limits.append(int(limit) - used)
-    except (OSError, ValueError, KeyError):
-        pass  # no limit that can be read
-    return min(limits)
 
 
 def fits_in_memory(needed: int, world: World) -> bool:

@@ -16,8 +16,10 @@ from tigon.weights.files import FULL, full_disk_error
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.(digest|npy|json)\.[0-9a-f]{16}")
 DAY = 86400.0  # seconds
 CACHE_NAME = re.compile(r"[0-9a-f]{32}")
-DENIED_ERRORS = errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM
-BLOCKED_ERRORS = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY
+UNWRITABLE = (
+    *(errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM),
+    *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY),  # something is in the way
+)
 REMEDY = "set TIGON_CACHE to a directory elsewhere"
 
 
@@ -30,10 +32,10 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             raise full_disk_error(path, error, size, REMEDY) from None
-        if error.errno in (*DENIED_ERRORS, *BLOCKED_ERRORS):
+        if error.errno in UNWRITABLE:
             place = error.filename2 or error.filename or path  # a renamed file's new name
-            reason = f"{error.strerror}: {place}"
-            raise OSError(f"cannot write the data cache {path} ({reason}): {REMEDY}") from None
+            text = f"cannot write the data cache {place} ({error.strerror}): {REMEDY}"
+            raise OSError(text) from None
         raise
 
 

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import yaml
@@ -84,8 +83,8 @@ FIGURES: dict[str, tuple[str, Callable[[Column], float], Callable[[float], str]]
     "Epochs": ("epoch", Column.last, format_number),
     "Time of training steps": ("step_seconds", lambda c: sum(c.finite()), format_duration),
     "Time waiting for data": ("data_seconds", lambda c: sum(c.finite()), format_duration),
-    "Throughput, median, tokens/s": ("tokens_per_second", lambda c: median(c.finite()), format_number),
-    "MFU, median": ("mfu", lambda c: median(c.finite()), format_percent),
+    "Throughput, median, tokens/s": ("tokens_per_second", Column.median, format_number),
+    "MFU, median": ("mfu", Column.median, format_percent),
     "Peak memory": ("memory_gib", lambda c: max(c.finite()), "{:.2f} GiB".format),
 }
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tigon.utils.json import parse_object, read_bytes
@@ -30,6 +31,10 @@ class Column:
     def finite(self) -> list[float]:
         """Returns the values that are finite, in order."""
         return [value for value in self.values if not math.isnan(value)]
+
+    def median(self) -> float:
+        """Returns the median of the finite values; StatisticsError without any."""
+        return median(self.finite())
 
     def missing(self) -> list[int]:
         """Returns the steps whose value is not finite."""

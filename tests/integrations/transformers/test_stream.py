@@ -3,13 +3,19 @@
 import copy
 import pickle
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils.parametrize import register_parametrization
 
 from tests.integrations.transformers.peers import pair
 from tigon.integrations.transformers import from_pretrained
@@ -195,6 +201,32 @@ def test_wrappers_may_leave_out_their_block_but_have_one() -> None:
     model.model.layers[1].block = nn.Identity()
     with pytest.raises(TypeError, match=r"Steered in model.layers has no block in it: wrap one"):
         model(IDS)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "shard": lambda layer: fully_shard(layer, mesh=init_device_mesh("cpu", (1,))),
+    "checkpoint": checkpoint_wrapper,
+    "parametrize": lambda layer: register_parametrization(layer, "shift", nn.Identity()),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("change", CHANGES)
+def test_torch_may_change_or_wrap_wrapped_blocks(change: str) -> None:
+    """Whose class is then torch's, or is hidden in one of torch's."""
+    _, model = pair("llama")
+    steer(model)
+    expected = model(IDS, use_cache=False).logits
+    model.model.layers[1] = CHANGES[change](model.model.layers[1])
+    torch.testing.assert_close(model(IDS, use_cache=False).logits, expected)
 
 
 @torch.no_grad()

@@ -85,10 +85,14 @@ class WrappedBlock:
 
 
 def is_wrapped(layer: nn.Module) -> bool:
-    """Whether a layer is a module of others, which torch's are not: these hand on all that they
-    get."""
-    own = isinstance(layer, TransformerBlock)
-    return not own and not type(layer).__module__.startswith(INTERNAL_MODULES)
+    """Whether there is a module of others around a layer's block. Those of torch, which hand on all
+    that they get, do not count, nor does what torch makes of a class, as fully_shard does."""
+    for module in layer.modules():
+        if isinstance(module, TransformerBlock):
+            return False
+        if not getattr(type(module).forward, "__module__", "").startswith(INTERNAL_MODULES):
+            return True
+    return True  # without a block
 
 
 def find_block(layer: nn.Module) -> TransformerBlock:

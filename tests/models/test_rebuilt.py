@@ -68,6 +68,20 @@ def test_inference_mode(model_type: str, case: str) -> None:
         torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
+@interpreted
+@pytest.mark.kernel
+@pytest.mark.parametrize(("model_type", "case"), FAMILIES)
+def test_weights_of_inference_mode(model_type: str, case: str) -> None:
+    """Outside of it: the versions of its weights could not be compared, either."""
+    with torch.inference_mode():
+        model = make(model_type, case).eval()
+    ids = torch.arange(3)[None]
+    with torch.no_grad(), use("triton"):
+        expected = model(ids).logits
+        with recompute_above(0):
+            assert torch.equal(model(ids).logits, expected)
+
+
 # One with each kind of block, and one that scales branches
 STREAMS = ("llama", "gemma3_text", "olmo2", "granite", "qwen3_moe")
 

@@ -16,7 +16,7 @@ from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained
 from tigon.models import MODELS
 from tigon.models.pretrained.convert import convert_pretrained
-from tigon.weights import Repository, entries
+from tigon.weights import Repository, convert, entries
 
 EXPERTS = ("mixtral", "qwen2_moe")
 SIZE = "60KB"
@@ -50,6 +50,20 @@ def test_experts(model_type: str, stacked: bool | None, original: bool, tmp_path
     case = next(iter(CASES[model_type].values()))
     reference(model_type, case, tmp_path / "a", save_original_format=original)
     assert_same(tmp_path / "a", tmp_path, stacked_experts=stacked)
+
+
+def test_experts_are_not_looked_for_in_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which hundreds of them, each in tensors of its own, would take seconds a layer for."""
+    seen: list[str] = []
+    plan = convert.plan_reads
+    monkeypatch.setattr(
+        convert, "plan_reads", lambda part, *rest: seen.append(part.name) or plan(part, *rest)
+    )
+    reference("mixtral", CASES["mixtral"]["plain"], tmp_path / "a", save_original_format=True)
+    convert_pretrained(Repository(tmp_path / "a"), tmp_path / "b", MODELS)
+    assert sorted(seen) == sorted(load_file(tmp_path / "a" / "model.safetensors"))
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -6,15 +6,27 @@ read as these rows of the parameter would be loaded.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.weights.checkpoint import Checkpoint
+from tigon.weights.decoded import DecodedTensor
 from tigon.weights.entries import RowBlock, TensorEntry
+from tigon.weights.header import TensorInfo
 from tigon.weights.layout import Layout, ShardLines, TensorSlice, plan_reads
 from tigon.weights.read import Reader, ReadSpan, merge_reads
 from tigon.weights.write import all_finite
+
+
+class _Source(NamedTuple):
+    """A stored tensor with lines of a parameter, from `first` to before `end`."""
+
+    part: TensorSlice
+    info: TensorInfo | DecodedTensor
+    first: int
+    end: int
 
 
 def convert_entries(
@@ -33,10 +45,11 @@ def convert_entries(
     entries: dict[str, TensorEntry] = {}
     for parameter, parts in layout.items():
         shape = tuple(parameters[parameter].shape)
+        sources = [_make_source(part, checkpoint, shape) for part in stored_layout[parameter]]
         for part in parts:
             name, part_dtype = part.name, kept.get(part.name, dtype)
             entry = entries.setdefault(name, TensorEntry(name, part.shape, part_dtype, []))
-            read = partial(_read, name, checkpoint, stored_layout[parameter], shape, part_dtype)
+            read = partial(_read, name, sources, shape, part_dtype)
             blocks = [
                 RowBlock(source, length, partial(read, target))
                 for source, target, length in part.lines(shape)
@@ -45,32 +58,42 @@ def convert_entries(
     return list(entries.values())
 
 
+def _make_source(part: TensorSlice, checkpoint: Checkpoint, shape: Sequence[int]) -> _Source:
+    """Makes the source of a part of a parameter of this shape."""
+    spans = [*part.lines(shape)]
+    end = max((span.target + span.length for span in spans), default=0)
+    first = min((span.target for span in spans), default=0)
+    return _Source(part, checkpoint.tensors[part.name], first, end)
+
+
 def _read(
     name: str,
-    checkpoint: Checkpoint,
-    parts: Sequence[TensorSlice],
+    sources: Sequence[_Source],
     shape: tuple[int, ...],
     dtype: torch.dtype,
     start: int,
     first: int,
     count: int,
 ) -> Tensor:
-    """Reads `count` lines of a parameter from line `start` + `first` on, from the tensors of its
-    parts; raises ValueError, which names the target, if a conversion to float16 gives values that
-    are NaN or infinite."""
-    width = () if len(parts[0].shape) < 2 else shape[-1:]
+    """Reads `count` lines of a parameter from line `start` + `first` on, from the sources that have
+    some of them; raises ValueError, which names the target, if a conversion to float16 gives values
+    that are NaN or infinite."""
+    width = () if len(sources[0].part.shape) < 2 else shape[-1:]
     out = torch.empty(count, *width, dtype=dtype, device="cpu")
-    lines = ShardLines.from_lines(out.view(count, -1), shape, start + first)
+    begin, end = start + first, start + first + count
+    lines = ShardLines.from_lines(out.view(count, -1), shape, begin)
     with Reader() as reader, torch.no_grad():
-        for part in parts:
-            info = checkpoint.tensors[part.name]
-            for span in plan_reads(part, info, lines):
+        for source in sources:  # of thousands of experts, few
+            if source.end <= begin or end <= source.first:
+                continue
+            for span in plan_reads(source.part, source.info, lines):
                 if isinstance(span, ReadSpan):
                     for transfer in merge_reads([span], reader.max_bytes):
                         reader.fill(transfer)
                 else:
                     span.out.copy_(span.read(reader))
-                if dtype == torch.float16 != info.dtype and not all_finite([span.out], out.device):
+                casts = dtype == torch.float16 != source.info.dtype
+                if casts and not all_finite([span.out], out.device):
                     raise ValueError(
                         f"{name} has values that are infinite in float16, or NaN: choose "
                         "another dtype, such as bfloat16"

@@ -784,11 +784,55 @@ def test_peers_have_what_tigon_has(monkeypatch: Patch) -> None:
     assert neighbours.differing(case | {"losses": {"a": 11.8, "b": 11.9}})
 
 
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "Gemma4-E4B", "Qwen3.5-0.8B"])
+def test_peers_get_packed_rows_where_chats_stay_apart(model: str) -> None:
+    """And else a padded row for each."""
+    cases = train_cases.CASES.values()
+    case = next(case for case in cases if case.model == model and case.ragged)
+    shape = train_cases.shape_of(case, tiny=True)
+    (options,) = train_cases.options_of(case, "cpu")
+    kind = train_cases.MODELS[model][1]
+    peer = train_cases.peer_model(shape, kind, options, "cpu", False).float().eval()
+    batch = train_cases.Batch.of(case, shape["vocab_size"], "cpu", tiny=True)
+    assert batch.lengths is not None and len(batch.lengths) > 2
+    with torch.no_grad():
+        alone = torch.cat([peer(ids).logits for ids in batch.ids.split(batch.lengths, 1)], 1)
+        packed = {k: v for k, v in batch.theirs(train_cases.PACKED).items() if k != "labels"}
+        apart = torch.allclose(peer(**packed).logits, alone, atol=1e-4)
+        given = batch.theirs(options.rows)
+        logits = peer(**{k: v for k, v in given.items() if k != "labels"}).logits
+    kept = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
+    torch.testing.assert_close(logits[kept], alone[0], atol=1e-4, rtol=1e-4)
+    assert options.rows == (train_cases.PACKED if apart else train_cases.PADDED)
+    on_gpu = {o.attention: o.rows for o in train_cases.options_of(case, "cuda")}
+    assert on_gpu["flash_attention_4"] == options.rows or model == "gpt-oss-20b"
+
+
+def test_a_ratio_over_less_than_the_best_peer_meets_no_target() -> None:
+    record = harness.newest(harness.records("train_step"))
+    case = next(case for case in record["cases"] if case["name"] == "Llama-3.2-1B 2 x 8192")
+    case |= {"tried": {"sdpa": {"ms": 1.0}}, "settings": [*train_cases.IN_BACKWARD]}
+    for row in case["rounds"][train_cases.OURS]:
+        row |= {"ms": 1.0, "allocated_gib": 1.0}
+
+    def met() -> list[str]:
+        return [line.split(": ")[2] for line in train_report.verdicts(case) if line[:3] == "met"]
+
+    assert train_report.lacks(case) == ["flash_attention_4"]
+    assert met() == ["share of the composed limit"]
+    first, second = train_report.notes([case])
+    assert first.endswith("- Llama-3.2-1B 2 x 8192: flash_attention_4")
+    assert "optimizer_in_backward=true" in second and second.endswith("Llama-3.2-1B 2 x 8192.")
+    case["tried"]["flash_attention_4"] = {"ms": 1.0}
+    assert len(met()) == 3
+
+
 def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
     """For another commit with the same libraries; and of trials cut off, those that are done."""
     name = "Qwen3-30B-A3B, 8 layers, 1 x 8192"
     known = {"name": name, "commit": "a", "libraries": {"Liger": "1"}, "options": {}}
-    known |= {"tried": {"sdpa": {"ms": 1.0}}, "optimizer": "adamw_bf16"}
+    done = {f"{way}, grouped_mm experts": {"ms": 1.0} for way in ("flash_attention_4", "sdpa")}
+    known |= {"tried": done, "optimizer": "adamw_bf16"}
     options = SimpleNamespace(tiny=False, optimizer="adamw_bf16", again=False)
     record: Record = {"commit": "b", "date": "", "cases": [known]}
     for libraries, again, kept in (
@@ -799,7 +843,12 @@ def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
         options.again, record["libraries"] = again, libraries
         job: Any = SimpleNamespace(options=options, record=record)
         found = train_step.begun(name, train_cases.CASES[name], job)
-        assert ("options" in found, len(found["tried"])) == (kept, kept)
+        assert ("options" in found, len(found["tried"])) == (kept, 2 * kept)
+    # A setting that was not offered then is tried, and what is offered no more does not count
+    options.again, known["tried"] = False, {"sdpa, grouped_mm experts": {"ms": 1.0}, "eager": {}}
+    job = SimpleNamespace(options=options, record=record | {"libraries": {"Liger": "1"}})
+    found = train_step.begun(name, train_cases.CASES[name], job)
+    assert "options" not in found and [*found["tried"]] == ["sdpa, grouped_mm experts"]
     tried: list[str] = []
 
     def turn(self: Any, side: str, options: train_cases.Options, _: Any) -> Record:

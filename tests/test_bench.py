@@ -1101,7 +1101,11 @@ def test_ranks_have_the_weights_of_one_gpu() -> None:
 def test_scaling_judges_sides_of_one_record() -> None:
     times = {"one GPU": 730.0, "fsdp 4": 820.0, "sharding=gradients": 760.0}
     times |= {scaling.PEERS[0]: 840.0, scaling.PEERS[1]: 830.0, scaling.EXPERT: 100.0}
-    times |= {scaling.PEER_EXPERT: 250.0, "context 4, a row of 32,768": 800.0}
+    times |= {
+        scaling.PEER_EXPERTS[0]: 300.0,
+        scaling.PEER_EXPERTS[1]: 250.0,
+        "context 4, a row of 32,768": 800.0,
+    }
     row = {"allocated_gib": 40.0, "attention": ["fa4"], "losses": [12.0], "commit": "0"}
     record = {"machine": "4 x H200", "libraries": {}, **harness.stamp("0"), "sides": {}}
     record["sides"] = {name: [row | {"ms": ms}] for name, ms in times.items()}
@@ -1109,7 +1113,7 @@ def test_scaling_judges_sides_of_one_record() -> None:
     shown = scaling.show(record)
     assert "MISSED: tok/s and GPU of sharding=gradients over " + scaling.PEERS[1] in shown
     assert "met: tok/s and GPU of sharding=gradients over one GPU: 0.961" in shown
-    assert f"met: tok/s and GPU of {scaling.EXPERT} over {scaling.PEER_EXPERT}: 2.500" in shown
+    assert f"met: tok/s and GPU of {scaling.EXPERT} over {scaling.PEER_EXPERTS[1]}: 2.500" in shown
     assert "not measured: tok/s and GPU of tigon over one GPU, fp8" in shown
     assert scaling.speed(record, "context 4, a row of 32,768") == 8192 / 0.8
     (wrong,) = scaling.differences(record)

@@ -779,6 +779,14 @@ def test_peers_have_what_tigon_has(monkeypatch: Patch) -> None:
     ours = {"name": OURS, "ms": [3.0, 3.0, 3.0]}
     case = {"providers": [ours, eager, static, {"name": generate_cases.FLASH, "error": "no"}]}
     assert generate.times(case, ours) == 2.0
+    for given, met in ([eager], 0), ([eager, static], 1):
+        rows = [ours | {"ms": [1.0] * 3, "bytes": {"parameters": 0, "cache": 0}}, *given]
+        case = {"name": "decode", "kind": "decode", "providers": rows}
+        record = {"cases": [case], "copy": {"bytes_per_second": 1e12}}
+        monkeypatch.setattr(generate, "TARGETS", [("decode", "times", 2.0)])
+        assert [line[:3] for line in generate.verdicts(record)].count("met") == met
+    case = {"providers": [ours, eager], "name": "c"}
+    assert "N, c" in generate_families.eager([{"name": "N", "cases": [case]}])
     case = {"name": "c", "sides": {neighbours.OURS: [5.0, 6.0], neighbours.PEER: [4.0, 4.0]}}
     assert neighbours.ratio(case, neighbours.PEER) == 1.375
     assert neighbours.differing(case | {"losses": {"a": 11.8, "b": 11.9}})

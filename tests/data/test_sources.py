@@ -251,6 +251,7 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     ("path", "options", "error", "message"),
     [
         ("{}/nothing*", {}, FileNotFoundError, r"no data file matches .*nothing\*"),
+        ("a.jsonl,b.json", {}, FileNotFoundError, r"'a\.jsonl,b\.json'; several files are a list"),
         ("owner/name", {}, FileNotFoundError, "'owner/name'; a data set of the hub is written hf:"),
         ("{}", {}, IsADirectoryError, r"is a directory; name its files.* glob: '.*/a\.jsonl'"),
         ("{}/empty", {}, IsADirectoryError, "is a directory; it has no data, which is read from"),

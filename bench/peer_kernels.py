@@ -22,7 +22,9 @@ def compile_configs(step: Callable[[], object]) -> None:
     with ExitStack() as patches:
         for name, method in changes.items():
             patches.enter_context(patch.object(Autotuner, name, method))
-        patches.enter_context(patch.object(Tensor, "item", lambda x: 1))  # fake ones have none
+        # what a fake tensor cannot answer; Liger asks whether the loss's gradient is 1
+        patches.enter_context(patch.object(Tensor, "item", lambda x: 1))
+        patches.enter_context(patch("torch.equal", lambda x, y: True))
         patches.enter_context(compile_kernels(step))
     for found in gc.get_objects():
         if issubclass(type(found), Autotuner):

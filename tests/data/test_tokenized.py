@@ -14,6 +14,7 @@ from tests.data.rows import Count, File, Killed, write_rows
 from tests.train.ranks import Ranks
 from tigon.cli import main as tigon
 from tigon.data import Block, Examples, Format, cache, clean_cache, join, tokenize, tokenized
+from tigon.utils import paths
 from tigon.weights import files
 
 pytest.importorskip("datasets", reason="needs tigon[train]")
@@ -262,7 +263,7 @@ def test_same_size_and_time_is_other_content(source, root, monkeypatch):
 def test_what_is_in_the_way_is_named(source, monkeypatch):
     for place, why in ((source.name, "File exists"), (f"{source.name}/cache", "Not a directory")):
         monkeypatch.setenv("TIGON_CACHE", place)
-        with pytest.raises(OSError, match=rf"{source.name} is in the way \({why}\).*TIGON_CACHE"):
+        with pytest.raises(OSError, match=rf"data cache {place}.*\({why}\): set TIGON_CACHE"):
             tokenize([source], Count(), workers=0)
 
 
@@ -342,9 +343,9 @@ def test_nothing_is_written_through_a_planted_link(tmp_path, root, monkeypatch):
         (root / name).symlink_to(victim)
     monkeypatch.setattr(files.secrets, "token_hex", lambda n: "0" * 2 * n)
     with pytest.raises(FileExistsError):
-        cache.write_text(root / "memo", "theirs")
+        paths.write_text(root / "memo", "theirs")
     monkeypatch.undo()
-    cache.write_text(root / "memo", "theirs")
+    paths.write_text(root / "memo", "theirs")
     assert victim.read_text() == "mine" and not (root / "memo").is_symlink()
 
 

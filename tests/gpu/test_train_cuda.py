@@ -10,7 +10,7 @@ from tests.train.ranks import train_on_gpus
 from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.mlp import grouped_product
 from tigon.train import checkpoint, load, main, prepare, start
-from tigon.train.checkpoint.format import optimizer_states, weight_state
+from tigon.train.checkpoint.format import optimizer_states, state_blocks, weight_state
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -119,7 +119,7 @@ def test_host_copy_has_the_bits_of_its_moment(workspace, tmp_path):
             target = saver.save(3, *saved, {"config": {}}, copy=False)  # as they are
             torch.randn(4096, 4096, device="cuda").square().sum().item()
         # Counts of steps are on the host already
-        copies = [b for bs in saver._stager.buffers.values() for b in bs if b.numel() > 1]
+        copies = [b for b in saver._stager.buffers.values() if b.numel() > 1]
         assert all(b.is_pinned() for b in copies)
         checkpoint.verify(target)
         checkpoint.load(target, run.model, run.optimizer)
@@ -136,4 +136,4 @@ def test_host_copy_has_the_bits_of_its_moment(workspace, tmp_path):
 
 def tensors(run) -> dict[str, torch.Tensor]:
     state = weight_state(run.model) | optimizer_states(run.model, run.optimizer)
-    return {name: torch.cat([c.rows for c in rows.chunks]).clone() for name, rows in state.items()}
+    return {block.name: block.rows.clone() for block in state_blocks(state)}

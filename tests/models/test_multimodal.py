@@ -1,5 +1,6 @@
 """The text model of a multimodal checkpoint: all its weights, of which transformers loads none."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,23 @@ def test_a_config_that_leaves_out_what_it_can(tmp_path: Path) -> None:
     model = tigon.Gemma3.from_pretrained(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("kind", "text_type"), PAIRS)
+def test_which_config_ties_the_head(kind: str, text_type: str) -> None:
+    """The multimodal one, or the text's; and what a config that says nothing means."""
+    text = SIZES | next(iter(CASES[text_type].values())) | {"model_type": text_type}
+    for outer, inner in ((True, False), (False, True), (None, False), (None, None)):
+        given = {} if outer is None else {"tie_word_embeddings": outer}
+        text_config = text if inner is None else text | {"tie_word_embeddings": inner}
+        raw = {"text_config": text_config, **WRAPPERS[kind], **given}
+        config = AutoConfig.for_model(kind, **copy.deepcopy(raw))
+        with torch.device("meta"):
+            theirs = AutoModelForImageTextToText.from_config(config)
+        model = theirs.language_model if kind == "llama4" else theirs
+        tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        ours = MODELS[text_type].from_config({"model_type": kind, **raw}, device="meta")
+        assert ours.ties_head == tied, (outer, inner)
 
 
 def test_an_export_without_a_text_class(tmp_path: Path) -> None:

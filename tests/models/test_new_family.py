@@ -82,7 +82,7 @@ class GatedRecurrence(nn.Module):
 class HybridBlock(PreNormBlock):
     def make_mixer(self, c: HybridConfig, layer: int) -> nn.Module:
         if (layer + 1) % c.attention_interval == 0:
-            return self.make_attention(c)
+            return self.make_attention(c, layer)
         self.mixer_name = "linear_attn"
         return GatedRecurrence(c.hidden_size)
 
@@ -265,7 +265,7 @@ class UnevenBlock(PreNormBlock):
 
     def make_mixer(self, c: ModelConfig, layer: int) -> nn.Module:
         sizes = replace(c, head_dim=12, num_key_value_heads=1) if layer % 2 else c
-        return self.make_attention(sizes, window=5 if layer else None)
+        return self.make_attention(sizes, layer, window=5 if layer else None)
 
 
 class Uneven(CausalLM):

@@ -18,7 +18,7 @@ from tigon.layers import GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
 from tigon.train.memory_tracker import Ledger, MemoryTracker, model_tensors
 
-CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe")
+CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe", "qwen3_5_text")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]
 interpreted = pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter is not on")
 
@@ -55,6 +55,17 @@ def test_no_bit_changes(model_type: str, case: str, monkeypatch: pytest.MonkeyPa
     ways = [(0, False), (2, True)] if model_type == "llama" else [(0, False)]
     for way in ways:
         assert_same(step(model, 0, *way), expected)
+
+
+@interpreted
+@pytest.mark.kernel
+@pytest.mark.parametrize(("model_type", "case"), FAMILIES)
+def test_inference_mode(model_type: str, case: str) -> None:
+    """Its tensors have no version that a note could compare."""
+    model, ids = make(model_type, case).eval(), torch.arange(3)[None]
+    expected = model(ids).logits
+    with torch.inference_mode(), recompute_above(0), use("triton"):
+        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 # One with each kind of block, and one that scales branches

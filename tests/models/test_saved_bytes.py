@@ -22,6 +22,8 @@ B, T = 2, 4096
 C, I, H, K, D, P = 2048, 4096, 8, 4, 128, 256  # noqa: E741
 BIG: dict[str, Any] = {"hidden_size": C, "intermediate_size": I, "vocab_size": 256, "head_dim": D}
 BIG |= {"num_attention_heads": H, "num_key_value_heads": K, "max_position_embeddings": T}
+DELTA = {"linear_num_key_heads": K, "linear_num_value_heads": H}
+DELTA |= {"linear_key_head_dim": D, "linear_value_head_dim": D}
 PER_LAYER = {"hidden_size_per_layer_input": P, "vocab_size_per_layer_input": 256}
 # Gate and up, the packed projection, attention's output, and 1 / rms or the log-sum-exp of heads
 COMMON = 2 * I + (H + 2 * K) * D + H * D
@@ -30,6 +32,8 @@ KEPT: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({}, 2 * C + COMMON),
     "qwen3": ({}, 2 * C + COMMON),
     "gemma3_text": ({"sliding_window": 64}, C + 2 * C + COMMON),
+    # The convolution's input, the gate, and the delta rule's output
+    "qwen3_5_text": (DELTA, 2 * C + 2 * I + (2 * K + H) * D + 2 * H * D),
     "olmo2": ({}, C + 2 * C + COMMON),
     # The branch of the layer's own input is computed again from its gated product; beside it are
     # the gate, its activation, the input, and the projection that this is a norm of
@@ -105,6 +109,15 @@ def test_readers_do_not_compute_shared_keys_again() -> None:
     assert seen.calls["tigon::qk_norm_rope"] == 2 + 2
 
 
+def test_the_delta_rule_computes_its_inputs_again() -> None:
+    """Once, for queries, keys and values together."""
+    model = make("qwen3_5_text", 2, DELTA)
+    ids = torch.zeros(B, T, dtype=torch.int64, device="meta")
+    with use("triton"), Readings() as seen:
+        model(ids, labels=ids).loss.backward()
+    assert seen.calls["tigon::causal_conv"] == 2 + 2
+
+
 @interpreted
 @pytest.mark.kernel
 @pytest.mark.parametrize(
@@ -113,6 +126,7 @@ def test_readers_do_not_compute_shared_keys_again() -> None:
         ("gemma4_text", "shared", {"num_hidden_layers": 3, "num_kv_shared_layers": 1}),
         ("gemma4_text", "keys are values", {"num_hidden_layers": 2}),
         ("qwen3", "plain", {"num_hidden_layers": 1}),
+        ("qwen3_5_text", "plain", {"num_hidden_layers": 1, "layer_types": None}),
         ("olmo2", "plain", {"num_hidden_layers": 1}),
     ],
 )

@@ -571,7 +571,12 @@ CASES |= {
             "pad_token_id": 3,
         },
         "two of each": {**CHUNKS, "moe_layers": [0, 2], "num_experts_per_tok": 2},
-        "biases": {**CHUNKS, "no_rope_layers": [1, 1, 1], "attention_bias": True},
+        "biases, yarn": {
+            **CHUNKS,
+            "no_rope_layers": [1, 1, 1],
+            "attention_bias": True,
+            "rope_parameters": YARN,
+        },
         "full, no norm": {
             **CHUNKS,
             "attention_chunk_size": None,

@@ -58,17 +58,18 @@ def padded() -> dict[str, Any]:
     return {"input_ids": draw(3, 11), "attention_mask": real}
 
 
-def restarting() -> dict[str, Any]:
+def restarting(*lengths: int) -> dict[str, Any]:
     return {
-        "input_ids": draw(1, 17),
-        "position_ids": torch.cat([torch.arange(n) for n in (5, 11, 1)])[None],
+        "input_ids": draw(1, sum(lengths)),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths])[None],
     }
 
 
 BATCHES: dict[str, Callable[[], dict[str, Any]]] = {
     "packed and padded": packed_and_padded,
     "padded": padded,
-    "restarting": restarting,
+    "restarting": lambda: restarting(5, 11, 1),
+    "a sequence from the last token of a rank": lambda: restarting(8, 9),
     "long": lambda: {"input_ids": draw(1, 31)},
     "two tokens each": lambda: {"input_ids": draw(2, 4)},
     "three tokens": lambda: {"input_ids": draw(2, 3)},

@@ -63,6 +63,8 @@ def cases() -> dict[str, dict[str, Any]]:
     experts = LLAMA | balanced | {"model_type": "mixtral", "num_local_experts": 4}
     add("experts, an odd row", experts, "trained", "restarting", pair())
     add("experts by sequence", experts, "by sequence", "padded", pair())
+    conv = SIZES | CASES["lfm2"]["plain"] | {"model_type": "lfm2"}
+    add("lfm2, cut", conv, "trained", "a sequence from the last token of a rank", pair())
     for batch in ("restarting", "padded"):
         add(f"four ranks, two kv heads, {batch}", LLAMA, "trained", batch, (0, 1, 2, 3))
         six = LLAMA | {"num_attention_heads": 6}

@@ -209,6 +209,7 @@ REFUSED: list[tuple[tuple[str, ...] | None, dict[str, Any], str]] = [
     (None, {"device_mesh": "auto"}, "unexpected keyword argument 'device_mesh'; here: 'mesh'"),
     ((), {"torch_dtype": "bfloat16"}, r"^from_pretrained\(\) got .* 'torch_dtype'; here: 'dtype'"),
     ((), {"mmap": True}, "mmap=True does not work"),
+    ((), {"labels": 3}, "labels=3 does not work"),
     ((), {"device": "meta"}, "device='meta', but the mesh is one of 'cpu'"),
     (("fsdp",), {"expert_parallel": True}, "expert_parallel=True needs a mesh with ranks"),
     (("fsdp", "replicate"), {}, r"'replicate'\): give \"replicate\" before \"fsdp\""),

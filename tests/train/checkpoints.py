@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import tigon
 from tigon.train.checkpoint import files, saver
-from tigon.train.checkpoint.format import optimizer_states, weight_state
+from tigon.train.checkpoint.format import optimizer_states, state_blocks, weight_state
 
 
 class State:
@@ -35,7 +35,7 @@ class State:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         state = weight_state(self.model) | optimizer_states(self.model, self.optimizer)
-        return {n: torch.cat([c.rows for c in rows.chunks]).clone() for n, rows in state.items()}
+        return {block.name: block.rows.clone() for block in state_blocks(state)}
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Every kind of adapter learns, resumes, trains on ranks, and is exported as PEFT computes it."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +71,10 @@ def settings(workspace: Workspace) -> Make:
 def test_it_learns_and_checkpoints_have_the_adapter_alone(workspace, settings, kind, capsys):
     main([*settings(kind, "planned"), "--dry-run"])
     stored = tensors(step(workspace, kind, 4))
-    assert f"{sum(t.numel() for t in stored.values()):,} of them trained" in capsys.readouterr().out
+    said = re.search(r"([\d,]+) parameters, ([\d,]+) of them frozen", capsys.readouterr().out)
+    assert said is not None
+    total, frozen = (int(number.replace(",", "")) for number in said.groups())
+    assert total - frozen == sum(t.numel() for t in stored.values())
     losses = workspace.metrics(kind, "loss")
     assert losses[-1] < losses[0] - LEARNS.get(kind, 0)
     for name in (*stored, *tensors(step(workspace, kind, 4), "optimizer")):

@@ -113,11 +113,11 @@ def test_another_run_dir_of_the_same_name(workspace, folders):
     each = [[*workspace.settings("own", steps=2), "run_dir=runs/own"]] * 2
     local, other = (Path(folder, "runs") for folder in folders)
     found = errors_of(each, folders)
-    assert "rank 1: run_dir=runs/own, which all ranks write to: No such file or dir" in found
+    assert "rank 1: runs/own, which all ranks write to: No such file or dir" in found
     assert not local.exists()
     (other / "own").mkdir(parents=True)
     found = errors_of(each, folders)
-    assert "rank 1: run_dir=runs/own is another directory than that of rank 0: all hosts" in found
+    assert "rank 1: runs/own is another directory on rank 1 than on rank 0: all hosts" in found
     assert not local.exists() and not [*(other / "own").iterdir()]
 
 

@@ -120,10 +120,10 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
         ({"data": "[{path: FILE, columns: {text: x}}]"}, "columns: 'text' is no key of the format"),
         ({"eval_fraction": 1e-9}, "eval_fraction=1e-09 holds out no row of data"),
         ({"eval_fraction": 0.999999999}, "leaves no row for training"),
-        ({"data": "[{path: FILE, take: 0}]"}, "take=0 must be numbers of rows"),
+        ({"data": "[{path: FILE, take: 0}]"}, "take=0 must be at least 1"),
         ({"data": "[{path: FILE, split: test}]"}, "has no split 'test'"),
-        ({"data": "[{path: FILE, weight: 0}]"}, "weight=0 of .* must be above 0"),
-        ({"data": "[{path: FILE, weight: -1}]"}, "weight=-1 of .* must be above 0"),
+        ({"data": "[{path: FILE, weight: 0}]"}, "weight=0 must be above 0"),
+        ({"data": "[{path: FILE, weight: -1}]"}, "weight=-1 must be above 0"),
         ({"eval_data": "[{path: FILE, weight: 1}]"}, "eval_data has weights"),
         (
             {"eval_data": "[{path: FILE, name: x}, {path: FILE, name: x}]"},

@@ -397,7 +397,7 @@ def test_impossible_state_is_refused(name, value):
     assert TrainState.of(TrainState(offset=3, losses=[1.0, 2]).facts()) == TrainState(
         offset=3, losses=[1.0, 2]
     )
-    with pytest.raises(ValueError, match=f"the state has {name}="):
+    with pytest.raises(ValueError, match=f"a state that no run has: {name}"):
         TrainState.of({"state": {name: value}})
 
 

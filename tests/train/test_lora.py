@@ -96,7 +96,7 @@ def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
         ({"base": "/dev/null"}, "/dev/null is a file.* if it is elsewhere, write"),
         ({"base": "~nobody-here/base"}, "no directory ~nobody-here/base"),
         ({"base": "a\nb\x1b[31m"}, r"'a\\nb\\x1b\[31m' .* write the base's folder"),
-        ({"base": "x" * 9999}, "'x{99}\\.\\.\\. .* write the base's folder"),
+        ({"base": "x" * 9999}, "'x{101}\\.\\.\\. .* write the base's folder"),
         ({"base": "a/b", "revision": "../.."}, r"revision '../..' is outside"),
         ({"base": "{quantized}"}, "bitsandbytes.* if it is elsewhere, write"),
         ({"task_type": "SEQ_CLS"}, "is of a model that scores sequences"),

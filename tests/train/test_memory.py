@@ -187,7 +187,7 @@ def test_dry_run_describes_the_run(workspace, capsys) -> None:
     main(["--dry-run", "--nproc", "2", *given])
     said = capsys.readouterr().out
     assert "not in the sum: what muon's update holds" in said
-    assert "82,304 parameters, all of them trained" in said
+    assert "82,304 parameters, on 2 x cuda: fsdp 2" in said
     assert "8 rows of 128 tokens, 4 micro-batches of 1 on each of 2 ranks" in said
     assert "steps: 0 to 3, 3 an epoch" in said
     assert "sum" in said and "for weights and states" in said

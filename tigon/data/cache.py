@@ -10,15 +10,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tigon.utils.paths import expand_user, new_file
+from tigon.utils.paths import expand_user
 from tigon.weights.files import FULL, full_disk_error
 
 TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.(digest|npy|json)\.[0-9a-f]{16}")
 DAY = 86400.0  # seconds
 CACHE_NAME = re.compile(r"[0-9a-f]{32}")
-DENIED_ERRORS = errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM
+UNWRITABLE = (
+    *(errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM),
+    *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY),  # something is in the way
+)
 REMEDY = "set TIGON_CACHE to a directory elsewhere"
-BLOCKED_ERRORS = errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY
 
 
 @contextmanager
@@ -30,14 +32,11 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno in FULL:
             raise full_disk_error(path, error, size, REMEDY) from None
-        if error.errno not in (*DENIED_ERRORS, *BLOCKED_ERRORS):
-            raise
-        reason = f" ({error.strerror}): "
-        if error.errno in BLOCKED_ERRORS:
-            target = Path(error.filename2 or error.filename or path)  # a renamed file's new name
-            there = next(p for p in (target, *target.parents) if os.path.lexists(p))
-            reason = f": {there} is in the way{reason}move it away, or "
-        raise OSError(f"cannot write the data cache {path}{reason}{REMEDY}") from None
+        if error.errno in UNWRITABLE:
+            place = error.filename2 or error.filename or path  # a renamed file's new name
+            text = f"cannot write the data cache {place} ({error.strerror}): {REMEDY}"
+            raise OSError(text) from None
+        raise
 
 
 def cache_root() -> Path:
@@ -55,12 +54,6 @@ def make_directory(path: Path) -> None:
             with suppress(OSError):  # another process removes it
                 if time.time() - file.stat().st_mtime > DAY:
                     file.unlink()
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically."""
-    with new_file(path) as partial, partial.open("x") as file:
-        file.write(text)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from tigon.data.formats import Format
 from tigon.data.sources import HUB, CsvFile, JsonFile, Source, TextFile, suffix
 from tigon.data.tables import Table, saved_split
+from tigon.utils.config import check_ranges, setting
 from tigon.utils.paths import check_file_name, expand_user
 
 ACCEPTED_FILES = (
@@ -27,15 +28,19 @@ class Entry:
     """One item of a list of data: a path, a glob, or a data set of the hub, hf://owner/name."""
 
     path: str
-    weight: float | None = None  # its share of the examples drawn from all entries
+    # Its share of the examples drawn from all entries
+    weight: float | None = setting(None, gt=0, finite=True)
     format: str | None = None  # one of formats.REQUIRED; None: detected from the keys
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
     split: str | None = None  # or slices of splits, as in `datasets`; None: train. A file is train
-    skip: int = 0  # rows at the start
-    take: int | None = None  # rows after those; None: all
+    skip: int = setting(0, ge=0)  # rows at the start
+    take: int | None = setting(None, ge=1)  # rows after those; None: all
     config: str | None = None  # of a data set of the hub
     revision: str | None = None  # of a data set of the hub
     name: str | None = None  # of held-out data that is also measured on its own
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 class Split(NamedTuple):
@@ -91,11 +96,6 @@ def find_sources(
 
 def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool) -> list[Source]:
     """Makes the sources of an entry, narrowed by its split, skip and take."""
-    if entry.skip < 0 or (entry.take is not None and entry.take < 1):
-        raise ValueError(
-            f"{entry.path}: skip={entry.skip} and take={entry.take} must be numbers of rows, skip "
-            "0 or more and take 1 or more"
-        )
     splits = [None] if entry.split is None else parse_split(entry.split)
     selected: list[Source] = []
     for split in splits:

@@ -24,9 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from tigon.data.cache import cache_root, disk_errors, make_directory, train_extra, write_text
+from tigon.data.cache import cache_root, disk_errors, make_directory, train_extra
 from tigon.data.examples import Encoder, EncodingReport, Examples, collect
 from tigon.data.sources import Source
+from tigon.utils.paths import write_text
 
 VERSION = 2  # of the columns; others are made anew
 MAX_WORKERS = 32  # unless a setting says more

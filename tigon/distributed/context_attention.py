@@ -71,13 +71,19 @@ class ContextShard:
             gather_from_group(x[None], self.ranks).transpose(0, 1).flatten(1, 2)[:, : self.tokens]
         )
 
-    def tokens_before(self, x: Tensor, count: int) -> Tensor:
+    def tokens_before(self, x: Tensor, count: int, segments: Tensor | None) -> Tensor:
         """Returns the `count` tokens [B, count, ...] before this rank's first, of the ranks' x
-        [B, S, ...]; zeros before the row's first token."""
+        [B, S, ...]; zeros before the first token of its row, and of its sequence by `segments`
+        [B, T] of packed rows."""
         last = x[:, max(self.size - count, 0) :]
         every = all_to_all(last[None].expand(self.ranks.size, *last.shape), self.ranks)
         before = every[: self.ranks.rank].transpose(0, 1).flatten(1, 2)
         before = before[:, max(before.shape[1] - count, 0) :]
+        if segments is not None:
+            first = self.ranks.rank * self.size
+            segments = F.pad(segments, (0, self.padding), value=-1)[:, max(first - count, 0) :]
+            own = segments[:, : before.shape[1]] == segments[:, before.shape[1], None]
+            before = before.masked_fill(~own.view(*own.shape, *[1] * (x.dim() - 2)), 0)
         return F.pad(before, (0, 0) * (x.dim() - 2) + (count - before.shape[1], 0))
 
     def sum(self, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tigon.generation.prompt import DecodingTokenizer, Steps
+from tigon.generation.prompt import DecodingTokenizer
 from tigon.kernels.loss.argmax import NOT_FINITE
 
 ABSENT = -1  # in place of a token if a step has none for a row
@@ -233,10 +233,12 @@ class HostCopies:
 
 
 def run_steps(
-    steps: Steps, output: Continuations, lag: int = LAG, *, in_step: bool = False
+    steps: Callable[[int], Tensor], output: Continuations, lag: int = LAG, *, in_step: bool = False
 ) -> None:
     """Runs steps until every row has ended; with `in_step`, all ranks stop after the same step.
 
+    A step returns the next tokens [b, n], or ABSENT, and is one of `remaining` calls at most. Steps
+    from which rows can be removed also have `select(index)`, which keeps those of the index.
     The host learns some steps later that a row has ended, and drops the tokens of steps launched
     since. When at least half of the rows have ended, they are removed from the batch.
     """

@@ -1,6 +1,6 @@
-"""The interfaces of generation (model, tokenizer, streamer, steps), and the checked prompt.
+"""The interfaces of generation (model, tokenizer, streamer), and the checked prompt.
 
-# B rows at first, b rows now, n tokens of a step, T prompt tokens, V vocab
+# B rows, T prompt tokens
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -72,17 +72,6 @@ class Streamer(Protocol):
 
     def end(self) -> None:
         """Ends the stream, after the last tokens."""
-        ...
-
-
-class Steps(Protocol):
-    """One generation step at a time on the device, without waiting for the values of tokens.
-
-    Steps from which rows can be removed also have `select(index)`, which keeps those of the index.
-    """
-
-    def __call__(self, remaining: int) -> Tensor:
-        """Returns the next tokens [b, n], or ABSENT; this is one of `remaining` calls at most."""
         ...
 
 

@@ -125,12 +125,12 @@ def note_recompute(
 ) -> None:
     """Notes on `x` that `compute(*saved, *constants)` gives its bits; `x` is contiguous.
 
-    Does nothing if `x` is smaller than MIN_BYTES.
+    Does nothing if `x` is smaller than MIN_BYTES, or in inference mode, where nothing is saved.
     `saved` should be what graphs save in any case; it is kept as long as a reader of `x` needs it.
     With `chained`, tensors that can be recomputed themselves need not be saved, as in
     `chain_recompute`. Call it only in eager mode.
     """
-    if should_note(x.numel() * x.element_size()):
+    if should_note(x.numel() * x.element_size()) and not x.is_inference():
         if chained:
             compute, saved = chain_recompute(compute, saved)
         # Their graph may lead to x one day, which would be a cycle

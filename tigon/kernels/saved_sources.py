@@ -1,7 +1,8 @@
 """Saves what tensors are recomputed from in place of the tensors, inside operators of others.
 
-Products and norms of Tigon look at the notes of `recompute` themselves. What another library saves,
-such as an attention kernel its queries, torch's hooks on saved tensors replace.
+Products and norms of Tigon look at the notes of `recompute` themselves. Of attention kernels, which
+may be another library's, and of the delta rule, torch's hooks on saved tensors replace what is
+saved.
 """
 
 from collections.abc import Callable
@@ -55,7 +56,7 @@ class _Sources:
         if index not in self.waiting:
             if not self.note.is_intact():
                 raise RuntimeError(
-                    "what attention recomputes its inputs from has been modified by an inplace "
+                    "what an operator recomputes its inputs from has been modified by an inplace "
                     "operation, or its memory has been freed"
                 )
             fn = self.note.fn

@@ -24,7 +24,7 @@ from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, co
 from tigon.layers.norm import AddRMSNorm, RMSNorm
 from tigon.layers.quantized import FP8Weight, NF4Weight, QuantizedWeight
 from tigon.layers.rope import RotaryEmbedding, Rotation, make_rotary, rotated_dims, yarn_magnitude
-from tigon.layers.router import GroupRouter, ScaledRouter, SigmoidRouter, TopKRouter
+from tigon.layers.router import GroupRouter, ScaledRouter, TopKRouter
 from tigon.layers.short_conv import ShortConv
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
     "GatedLinear", "GatedMLP", "GroupRouter", "KVCache", "LMHead", "LatentAttention", "LatentSizes",
     "LayerAdapter", "LayerState", "Linear", "LoRAPart", "LowRank", "LowRankEmbedding",
     "LowRankExperts", "MoEOutput", "NF4Weight", "QuantizedWeight", "RMSNorm", "RotaryEmbedding",
-    "Rotation", "RowOrder", "SavedModules", "ScaledRouter", "ShortConv", "SigmoidRouter",
-    "SoftmaxAttention", "SparseMoE", "StateSpec", "StaticCache", "TopKRouter", "balance",
-    "count_routing", "make_rotary", "rotated_dims", "yarn_magnitude",
+    "Rotation", "RowOrder", "SavedModules", "ScaledRouter", "ShortConv", "SoftmaxAttention",
+    "SparseMoE", "StateSpec", "StaticCache", "TopKRouter", "balance", "count_routing",
+    "make_rotary", "rotated_dims", "yarn_magnitude",
 ]  # fmt: skip

@@ -87,9 +87,9 @@ class LMHead(nn.Module):
         if at is not None:
             with torch.no_grad():
                 logits_at = scale_and_cap(self._logits(at, weight, low), self.options)
-        logit_options = return_logits and self.vocabulary is None
+        keeps_logits = return_logits and self.vocabulary is None
         values: list[HeadValue] = []
-        if criteria and not logit_options:
+        if criteria and not keeps_logits:
             values = run_loss_terms(
                 hidden,
                 weight,
@@ -104,7 +104,7 @@ class LMHead(nn.Module):
             if not return_logits:
                 return HeadOutput(values, None, logits_at)
         raw = self._logits(hidden, weight, low)
-        if logit_options:
+        if keeps_logits:
             values = run_loss_terms(
                 raw, None, None, criteria, options=self.options, logits_bytes=logits_bytes
             )

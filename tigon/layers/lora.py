@@ -213,21 +213,22 @@ class LowRankExperts(LayerAdapter):
         return initial
 
     def factors(self, part: LoRAPart) -> tuple[Tensor, Tensor]:
-        """Returns A [E, r, K], and B [E, O, r] times its scale."""
+        """Returns views of A [E, r, K] and B [E, O, r]."""
         a = self.get_parameter(LORA_A + part.name).view(self.experts, part.rank, -1)
         b = self.get_parameter(LORA_B + part.name).view(part.size, part.rank, self.experts)
-        return a, b.permute(2, 0, 1) * part.scale
+        return a, b.permute(2, 0, 1)
 
     def lora_factors(
         self, gate_up: Tensor, down: Tensor, *, transposed: bool = False
     ) -> LoRAFactors:
         """Returns A [E, r, K] and scaled B [E, O, r] of gate_up and down, rank 0 without."""
-        local = {part.name: part for part in self.parts}
-        initial: list[Tensor] = []
+        parts = {part.name: part for part in self.parts}
+        factors: list[Tensor] = []
         for name, matrix in zip(MATRICES, (gate_up, down), strict=True):
-            if name in local:
-                initial += self.factors(local[name])
+            if name in parts:
+                a, b = self.factors(parts[name])
+                factors += [a, b * parts[name].scale]
             else:
                 e, o, k = (matrix.mT if transposed else matrix).shape
-                initial += [matrix.new_empty(e, 0, k), matrix.new_empty(e, o, 0)]
-        return LoRAFactors(*initial)
+                factors += [matrix.new_empty(e, 0, k), matrix.new_empty(e, o, 0)]
+        return LoRAFactors(*factors)

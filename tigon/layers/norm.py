@@ -76,21 +76,16 @@ class AddRMSNorm(RMSNorm):
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor | None, post: RMSNorm | None = None
     ) -> tuple[Tensor, Tensor]:
-        if residual is None and post is not None:
-            raise ValueError("post norms what is added to a residual, but residual is None")
-        if post is not None and not can_fuse_norm(post):
+        how = self.offset, self.cast  # one pass has them for both norms
+        if post is not None and (
+            residual is None or not can_fuse_norm(post) or (post.offset, post.cast) != how
+        ):
             x, post = post(x), None
         if residual is None:
             return rms_norm_with_input(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
         if post is None:
             return rms_norm(
                 x, self.weight, self.eps, offset=self.offset, cast=self.cast, residual=residual
-            )
-        options = self.offset, self.cast
-        if options != (post.offset, post.cast):
-            raise ValueError(
-                f"offset, cast are {options} here and {post.offset, post.cast} in post: one pass "
-                "takes the same for both; call post(x) on its own"
             )
         return sandwich_norm(
             x,

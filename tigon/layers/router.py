@@ -114,11 +114,11 @@ class GroupRouter(Router):
 
     A group is as good as the sum of its two best experts. The weights are the scores of the chosen
     experts, made to sum to 1 with `normalize`, times `scale`. With `sigmoid`, each score is one of
-    its own, in fp32, and `e_score_correction_bias` is added for the choice alone; no gradient
-    reaches it. Without, scores are probabilities of all experts in the model's dtype.
+    its own, in fp32 with `exact`, and if `corrected`, `e_score_correction_bias` is added for the
+    choice alone; no gradient reaches it. Without, scores are probabilities of all experts in the
+    model's dtype.
     """
 
-    eps = 1e-20  # added to the sum of a token's weights
     e_score_correction_bias: Tensor | None  # [E], fp32 in models of any dtype
 
     def __init__(
@@ -128,10 +128,13 @@ class GroupRouter(Router):
         per_token: int,
         *,
         sigmoid: bool,
+        corrected: bool = True,
+        exact: bool = True,
         groups: int = 1,
         top_groups: int = 1,
         normalize: bool = True,
         scale: float = 1.0,
+        eps: float = 1e-20,  # added to the sum of a token's weights
     ):
         super().__init__(dim, experts)
         if experts % groups or (groups > 1 and experts < 2 * groups):
@@ -141,16 +144,15 @@ class GroupRouter(Router):
                 f"topk_group={top_groups} of {groups} groups of {experts // groups} experts: no "
                 f"token can take {per_token} of them"
             )
-        self.per_token, self.sigmoid, self.normalize = per_token, sigmoid, normalize
-        self.groups, self.top_groups, self.scale = groups, top_groups, scale
-        self.register_buffer(
-            "e_score_correction_bias",
-            torch.zeros(experts, dtype=torch.float32) if sigmoid else None,
-        )
+        self.per_token, self.sigmoid, self.exact = per_token, sigmoid, exact
+        self.groups, self.top_groups = groups, top_groups
+        self.normalize, self.scale, self.eps = normalize, scale, eps
+        bias = torch.zeros(experts, dtype=torch.float32) if sigmoid and corrected else None
+        self.register_buffer("e_score_correction_bias", bias)
 
     def logits(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
-        """Returns logits [N, E] of x [N, C], in fp32 with `sigmoid`."""
-        if not self.sigmoid:
+        """Returns logits [N, E] of x [N, C], in fp32 with `sigmoid` and `exact`."""
+        if not (self.sigmoid and self.exact):
             return super().logits(x)
         with without_autocast(x.device):
             return F.linear(x.float(), self.weight.float())
@@ -188,29 +190,3 @@ class GroupRouter(Router):
             return move(x) if x is exact else fn(x)
 
         return super()._apply(convert, recurse)
-
-
-class SigmoidRouter(GroupRouter):
-    """LFM2's choice of k of E experts: as GroupRouter's in one group, by sigmoids in the model's
-    dtype, and with a correction bias only if `corrected`."""
-
-    eps = 1e-6
-
-    def __init__(
-        self,
-        dim: int,
-        experts: int,
-        per_token: int,
-        *,
-        corrected: bool,
-        normalize: bool,
-        scale: float,
-    ):
-        sizes = dim, experts, per_token
-        super().__init__(*sizes, sigmoid=True, normalize=normalize, scale=scale)
-        if not corrected:
-            self.e_score_correction_bias = None
-
-    def logits(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
-        """Returns logits [N, E] of x [N, C], in its dtype."""
-        return Router.logits(self, x)

@@ -47,7 +47,8 @@ class ShortConv(nn.Module):
         if ctx.real is not None:
             x = x.masked_fill(~ctx.real[..., None], 0)
         if ctx.shard is not None:
-            before = ctx.shard.tokens_before(x, self.conv.weight.shape[2] - 1)
+            count = self.conv.weight.shape[2] - 1
+            before = ctx.shard.tokens_before(x, count, ctx.mask.segment_ids)
             y = self._convolve(x, starts=ctx.starts, state=before)
         elif state is None or ctx.append is None:
             y = self._convolve(x, starts=ctx.starts)

@@ -3,6 +3,7 @@
 # B batch, T tokens, n kept tokens, C model dim, V vocab
 """
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.backends import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
-from tigon.layers import LMHead, RotaryEmbedding, StaticCache
+from tigon.layers import LMHead, QuantizedWeight, RotaryEmbedding, StaticCache
 from tigon.layers.kv_state import StateSpec
 from tigon.layers.lm_head import run_head
 from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expand_kwargs_signature
@@ -25,12 +26,11 @@ from tigon.models.loss import LossTerms, resolve_arguments
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained.names import SCORE, CheckpointNames
 from tigon.models.targets import Targets, take_logits_at
-from tigon.models.weight_casts import CheckedCasts
 from tigon.utils import memory
 from tigon.weights import ShardSpec
 
 
-class LanguageModel(CheckedCasts):
+class LanguageModel(nn.Module):
     """A decoder and its head, of a language model or, if the config has `labels`, of a sequence
     classifier: all of a model but generation, files and adapters, which `CausalLM` adds."""
 
@@ -93,6 +93,16 @@ class LanguageModel(CheckedCasts):
         return LMHead(c.hidden_size, c.vocab_size, softcap=softcap, **options)
 
     @property
+    def device(self) -> torch.device:
+        """The device of the embedding's weight."""
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the embedding's weight."""
+        return self.model.embed_tokens.weight.dtype
+
+    @property
     def causal(self) -> bool:
         """Whether tokens see only those before them, so that the model can generate."""
         return True
@@ -109,15 +119,43 @@ class LanguageModel(CheckedCasts):
         return tuple(ranks for ranks in (self.tensor_ranks, self.fsdp_ranks) if ranks is not None)
 
     @property
-    def drops_elements(self) -> bool:
-        """Whether the model is in training mode and its active adapter has dropout."""
-        name = self.active_adapter
-        return self.training and name is not None and bool(self.adapters[name].dropout)
-
-    @property
     def cache_restart(self) -> int | None:
         """Length at which `generate` prefills again as RoPE's table changes; None: never."""
         return None
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Applies a conversion to all tensors, as `to` and `half` do; raises ValueError, before
+        any, if it changes the dtype of quantized weights."""
+        if (weight := self._quantized_weight) is not None:  # before anything is converted
+            weight.check(fn)
+        old_dtype = self.dtype
+        super()._apply(fn, recurse)
+        if self.dtype != old_dtype:
+            self.warn_of_overflow()
+        return self
+
+    def warn_of_overflow(self) -> None:
+        """Warns if the model is in float16 and its family's activations exceed it."""
+        if self.dtype == torch.float16 and self.config.overflows_float16:
+            warnings.warn(
+                f"activations of {self.config.architecture} exceed the range of float16, so that "
+                "logits become nan: use bfloat16 or float32",
+                stacklevel=2,
+            )
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As nn.Module's, but raises ValueError for True if any weight is quantized."""
+        if requires_grad and (weight := self._quantized_weight) is not None:
+            raise ValueError(
+                f"the model's weights are quantized ({weight.kind}) and cannot be trained: "
+                "add_adapter adds weights that can"
+            )
+        return super().requires_grad_(requires_grad)
+
+    @property
+    def _quantized_weight(self) -> QuantizedWeight | None:
+        """The first quantized weight among the submodules, or None."""
+        return next((m for m in self.modules() if isinstance(m, QuantizedWeight)), None)
 
     def use_attention(self, backend: Backend) -> Self:
         """Chooses the attention backend by a name of docs/attention.md, or "auto"; returns the
@@ -241,6 +279,21 @@ class LanguageModel(CheckedCasts):
         output.hidden = hidden if options.get("return_hidden") else None
         return output
 
+    def _dropout_keys(self, batch: Batch) -> Tensor | None:
+        """Seeds of the active adapter's dropout, int64 [B, T]: the batch's, or else drawn by
+        torch's generator; None in a pass without dropout."""
+        name = self.active_adapter
+        has_dropout = name is not None and self.adapters[name].dropout
+        if not (self.training and has_dropout) or batch.cache is not None:
+            return None
+        if batch.dropout_keys is not None:
+            return batch.dropout_keys
+        bounds = torch.iinfo(torch.int64)
+        keys = torch.randint(bounds.min, bounds.max, batch.shape, device=batch.device)
+        if self.tensor_ranks is None:
+            return keys
+        return self.tensor_ranks.gather(keys)[: len(keys)]  # those of the first rank
+
     def _run_blocks(self, batch: Batch, needs_routing: bool) -> tuple[Tensor, Sequence[Tensor]]:
         """Runs the decoder: returns the last hidden states [B, T, C] and router statistics."""
         embeds = batch.inputs_embeds
@@ -249,12 +302,7 @@ class LanguageModel(CheckedCasts):
             embeds = self.model.embed(batch.input_ids)
         embeds, position_ids, mask, real_token_indices = batch.drop_padding(embeds)
         options: dict[str, Any] = {} if batch.shard is None else {"shard": batch.shard}
-        if self.drops_elements and batch.cache is None:
-            keys = batch.dropout_keys
-            if keys is None:
-                keys = batch.draw_dropout_keys()
-                if self.tensor_ranks is not None:  # they take those of the first rank
-                    keys = self.tensor_ranks.gather(keys)[: len(keys)]
+        if (keys := self._dropout_keys(batch)) is not None:
             if real_token_indices is not None:
                 keys = keys.flatten()[real_token_indices][None]
             options["dropout_keys"] = keys

@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -72,7 +72,7 @@ class TransformerBlock(nn.Module):
 
     def make_mixer(self, c: Any, layer: int) -> nn.Module:
         """Makes the layer's attention, or another module that mixes tokens."""
-        return self.make_layer_attention(c, layer)
+        return self.make_attention(c, layer)
 
     def add_mixer(self, c: ModelConfig, layer: int) -> None:
         mixer = self.make_mixer(c, layer)  # may set mixer_name
@@ -87,21 +87,13 @@ class TransformerBlock(nn.Module):
         """Makes the layer's MLP or experts."""
         return gated_mlp(c, bias=getattr(c, "mlp_bias", False))
 
-    def make_layer_attention(
-        self, c: ModelConfig, layer: int, *, bias: bool | None = None, **options: Any
-    ) -> Attention:
-        """Makes attention with the layer's window, if any, and by default with the config's
-        `attention_bias`, if it has one."""
-        bias = getattr(c, "attention_bias", False) if bias is None else bias
-        return self.make_attention(c, bias=bias, window=layer_window(c, layer), **options)
-
-    def make_attention(
-        self, c: ModelConfig, *, bias: bool = False, out_bias: bool | None = None, **options: Any
-    ) -> Attention:
-        """Makes attention with the config's sizes and the family's norms; `bias` is that of
-        queries, keys and values, and `out_bias` that of the output, by default the same."""
+    def make_attention(self, c: ModelConfig, layer: int, **options: Any) -> Attention:
+        """Makes attention with the config's sizes and the family's norms, and by default with the
+        layer's window and the config's `attention_bias`, if any, also as the output's bias."""
         sizes = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        options |= {"bias": bias, "out_bias": bias if out_bias is None else out_bias}
+        options.setdefault("window", layer_window(c, layer))
+        options.setdefault("bias", getattr(c, "attention_bias", False))
+        options.setdefault("out_bias", options["bias"])
         options |= {"offset": self.norm_offset, "cast": self.norm_cast}
         return self.attention_class(*sizes, **options)
 
@@ -311,10 +303,15 @@ class Decoder(nn.Module):
         """The last hidden states [B, T, C], from what the last block returns."""
         return self.norm(x, residual)[0]
 
+    @property
+    def blocks(self) -> Sequence[TransformerBlock]:
+        """The layers as `forward` calls them."""
+        return cast(Sequence[TransformerBlock], self.layers)
+
     def set_state_kinds(self) -> None:
         """Sets `state_kinds` and `shares_prefixes`, by the layers as they are."""
         states = self.make_states(StateSpec(1, 1, torch.float32, "meta"))
-        chunked = any(getattr(block.mixer, "chunked", False) for block in self.layers)
+        chunked = any(getattr(block.mixer, "chunked", False) for block in self.blocks)
         shares = all(isinstance(state, KVState) for state in states) and not chunked
         self._states = self._layer_ids(), tuple(state.layout for state in states), shares
 
@@ -347,15 +344,13 @@ class Decoder(nn.Module):
     @property
     def state_indices(self) -> list[int]:
         """For each layer, which of the states of a cache is its own."""
-        blocks = cast(Iterable[TransformerBlock], self.layers)
-        sources = [i if b.kv_source is None else b.kv_source for i, b in enumerate(blocks)]
+        sources = [i if b.kv_source is None else b.kv_source for i, b in enumerate(self.blocks)]
         owners = {source: i for i, source in enumerate(sorted({*sources}))}
         return [owners[source] for source in sources]
 
     def make_states(self, spec: StateSpec) -> list[LayerState]:
         """Makes an empty state for each layer that does not read another's."""
-        blocks = cast(Iterable[TransformerBlock], self.layers)
-        return [block.mixer.make_state(spec) for block in blocks if block.kv_source is None]
+        return [block.mixer.make_state(spec) for block in self.blocks if block.kv_source is None]
 
     def forward(
         self,
@@ -383,30 +378,30 @@ class Decoder(nn.Module):
         ropes = [rope(position_ids, dtype, row_positions) for rope in self.rotary_embs]
         append = None if cache is None else cache.append
         ctx = BlockInputs(position_ids, mask, routing, append, shard=shard)
-        layers = self.layers
+        blocks = self.blocks
         states = None if cache is None else cache.open(self.make_states, x, mask)
         # A recomputed block would append to the cache again
         training = cache is None and torch.is_grad_enabled()
-        recomputed = recomputed_blocks(recompute, len(layers)) if training else ()
+        recomputed = recomputed_blocks(recompute, len(blocks)) if training else ()
         offloading = None
         if offload and training:
             offloading = ActivationOffload(x.device, [t for r in ropes for t in r if t is not None])
         residual, router_stats = None, []
         shared: dict[int, SharedKV] = {}  # Dynamo does not trace dict[...]()
         state_indices = () if states is None else self.state_indices
-        for i, block in enumerate(layers):
-            rope = ropes[cast(int, block.rope_index)]
+        for i, block in enumerate(blocks):
+            rope = ropes[block.rope_index]
             state = None if states is None else states[state_indices[i]]
-            block_ctx = self._block_inputs(ctx, i, dropout_keys, layer_inputs, shared)
+            source = block.kv_source
+            shared_kv = None if source is None else shared[source]
+            block_ctx = self._block_inputs(ctx, i, dropout_keys, layer_inputs, shared_kv)
             # Not the last block: backward begins with it and would fetch at once
-            with offloading.of(block) if offloading and i + 1 < len(layers) else nullcontext():
+            with offloading.of(block) if offloading and i + 1 < len(blocks) else nullcontext():
                 if i in recomputed:
                     if residual is not None:  # save one tensor for the block, not two
                         x, residual = residual + x, None
-                    x, residual, counts, *kv = checkpoint(
-                        *(self.recomputable(block), x, residual, rope, state, block_ctx),
-                        use_reentrant=False,
-                        preserve_rng_state=False,  # blocks use none, and CUDA graphs cannot
+                    x, residual, counts, *kv = self.recompute(
+                        block, x, residual, rope, state, block_ctx
                     )
                 else:
                     x, residual, counts, *kv = block(x, residual, rope, state, block_ctx)
@@ -426,7 +421,7 @@ class Decoder(nn.Module):
         layer: int,
         dropout_keys: Tensor | None,
         layer_inputs: Sequence[Tensor] | None,
-        shared: Mapping[int, SharedKV],
+        shared_kv: SharedKV | None,
     ) -> BlockInputs:
         """The inputs of one block: `ctx` with what the layer has for itself."""
         changes: dict[str, Any] = {}
@@ -434,11 +429,12 @@ class Decoder(nn.Module):
             changes["dropout_keys"] = dropout_keys + as_int64(mix(layer))
         if layer_inputs is not None:
             changes["layer_input"] = layer_inputs[layer]
-        source = cast(TransformerBlock, self.layers[layer]).kv_source
-        if source is not None:
-            changes["shared_kv"] = shared[source]
+        if shared_kv is not None:
+            changes["shared_kv"] = shared_kv
         return replace(ctx, **changes) if changes else ctx
 
-    def recomputable(self, block: nn.Module) -> Callable[..., BlockOutput]:
-        """The function that is checkpointed in place of the block; here the block."""
-        return block
+    def recompute(self, block: Callable[..., BlockOutput], *inputs: Any) -> BlockOutput:
+        """Calls a block that backward computes again."""
+        # Blocks use no random state, which CUDA graphs could not set back
+        output = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return cast(BlockOutput, output)

@@ -42,7 +42,7 @@ class Ernie4_5Block(PreNormBlock):
     rounded_angles = False
 
     def make_mixer(self, c: Ernie4_5Config, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, bias=bool(c.use_bias), interleaved=True)
+        return self.make_attention(c, layer, bias=bool(c.use_bias), interleaved=True)
 
     def make_mlp(self, c: Ernie4_5Config, layer: int) -> GatedMLP:
         return gated_mlp(c, bias=bool(c.use_bias))

@@ -64,7 +64,7 @@ class Exaone4Block(PostNormBlock):
     """A `PostNormBlock` with QK-norm per head and the layer's sliding window."""
 
     def make_mixer(self, c: Exaone4Config, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
+        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
 
 
 class Exaone4(CausalLM):

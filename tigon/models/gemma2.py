@@ -46,7 +46,7 @@ class Gemma2Block(SandwichBlock):
     def make_mixer(self, c: Gemma2Config, layer: int) -> Attention:
         """Makes attention with the config's scale and softcap."""
         scale, softcap = c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
-        return self.make_layer_attention(c, layer, scale=scale, softcap=softcap)
+        return self.make_attention(c, layer, scale=scale, softcap=softcap)
 
 
 class Gemma2(Gemma):

@@ -75,8 +75,8 @@ class Gemma3Block(Gemma2Block):
         window = layer_window(c, layer)
         if window is not None and c.use_bidirectional_attention:
             window = window // 2 + 1  # the config gives the width of both sides
-        bias, scale, eps = c.attention_bias, c.query_pre_attn_scalar**-0.5, c.rms_norm_eps
-        return self.make_attention(c, bias=bias, qk_norm_eps=eps, scale=scale, window=window)
+        scale, eps = c.query_pre_attn_scalar**-0.5, c.rms_norm_eps
+        return self.make_attention(c, layer, qk_norm_eps=eps, scale=scale, window=window)
 
 
 class Gemma3(Gemma2):

@@ -175,7 +175,7 @@ class Gemma3nBlock(TransformerBlock):
         """Makes attention with scale 1, which may read another layer's keys and values."""
         source = "projection" if c.kv_source(layer) is None else "layer"
         options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "scale": 1.0}
-        return self.make_layer_attention(c, layer, values_from=source, **options)
+        return self.make_attention(c, layer, values_from=source, **options)
 
     def make_mlp(self, c: Any, layer: int) -> GatedMLP:
         """Makes a gated MLP of the layer's size, with a share of its units only if it is sparse."""

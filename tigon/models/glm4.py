@@ -50,7 +50,7 @@ class Glm4Block(SandwichBlock):
     )
 
     def make_mixer(self, c: Glm4Config, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, out_bias=False, interleaved=True)
+        return self.make_attention(c, layer, out_bias=False, interleaved=True)
 
 
 class Glm4(CausalLM):

@@ -52,7 +52,7 @@ class Glm4MoeBlock(PreNormBlock):
 
     def make_mixer(self, c: Glm4MoeConfig, layer: int) -> Attention:
         eps = c.rms_norm_eps if c.use_qk_norm else None
-        return self.make_layer_attention(c, layer, out_bias=False, qk_norm_eps=eps)
+        return self.make_attention(c, layer, out_bias=False, qk_norm_eps=eps)
 
     def make_mlp(self, c: Glm4MoeConfig, layer: int) -> GatedMLP | SparseMoE:
         return group_experts_or_mlp(c, layer)

@@ -59,7 +59,7 @@ class GptOssBlock(PreNormBlock):
     norm_cast = "after_weight"
 
     def make_mixer(self, c: GptOssConfig, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, sinks=True)
+        return self.make_attention(c, layer, sinks=True)
 
     def make_mlp(self, c: GptOssConfig, layer: int) -> SparseMoE:
         """Makes experts with biases and the clamped SwiGLU; softmax is over those that are chosen,

@@ -35,7 +35,7 @@ class GraniteBlock(PreNormBlock):
         self.branch_scale = c.residual_multiplier
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, scale=c.attention_multiplier)
+        return self.make_attention(c, layer, scale=c.attention_multiplier)
 
 
 class Granite(CausalLM):

@@ -54,7 +54,7 @@ class GraniteSWABlock(GraniteBlock):
     """Granite's block with sinks, and the layer's sliding window."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        mixer = self.make_layer_attention(c, layer, scale=c.attention_multiplier, sinks=True)
+        mixer = self.make_attention(c, layer, scale=c.attention_multiplier, sinks=True)
         mixer.zero_init = ("sinks",)
         return mixer
 

@@ -38,7 +38,7 @@ class HunYuanV1DenseBlock(PreNormBlock):
     """A `PreNormBlock` whose attention norms heads after it has rotated them."""
 
     def make_mixer(self, c: HunYuanV1DenseConfig, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, rotates_first=True)
+        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps, rotates_first=True)
 
 
 class HunYuanV1Dense(CausalLM):

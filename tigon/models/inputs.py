@@ -140,11 +140,6 @@ class Batch:
         inputs = input_ids, inputs_embeds, positions, segment_ids, mask, cache
         return cls(*inputs, model.defaults, drop, keys)
 
-    def draw_dropout_keys(self) -> Tensor:
-        """Draws seeds of an adapter's dropout, int64 [B, T], from torch's generator."""
-        bounds = torch.iinfo(torch.int64)
-        return torch.randint(bounds.min, bounds.max, self.shape, device=self.device)
-
     def drop_padding(self, x: Tensor) -> tuple[Tensor, Tensor, AttentionMask, Tensor | None]:
         """x [B, T, C], positions and mask for the blocks, and the indices of the real tokens.
 

@@ -124,7 +124,7 @@ class Lfm2Block(PreNormBlock):
     def make_mixer(self, c: ShortConvConfig, layer: int) -> nn.Module:
         """Makes attention with QK-norm, or a short convolution, which is called "conv"."""
         if c.attends(layer):
-            return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
+            return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
         self.mixer_name = CONV
         return ShortConv(c.hidden_size, c.conv_L_cache, bias=c.conv_bias)
 

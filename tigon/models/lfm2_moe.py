@@ -5,7 +5,7 @@ Paper: arXiv 2511.23404; checked against transformers' modeling_lfm2_moe.
 
 from dataclasses import dataclass
 
-from tigon.layers import GatedMLP, SigmoidRouter, SparseMoE
+from tigon.layers import GatedMLP, GroupRouter, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.lfm2 import PACKED, RENAMED, Lfm2Block, ShortConvConfig
 from tigon.models.moe import ExpertsConfig, sparse_moe
@@ -39,8 +39,11 @@ class Lfm2MoeBlock(Lfm2Block):
     def make_mlp(self, c: Lfm2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
         if layer < c.num_dense_layers:
             return super().make_mlp(c, layer)
-        router = SigmoidRouter(
+        router = GroupRouter(
             *(c.hidden_size, c.num_experts, c.num_experts_per_tok),
+            sigmoid=True,
+            exact=False,
+            eps=1e-6,
             corrected=c.use_expert_bias,
             normalize=c.norm_topk_prob,
             scale=c.routed_scaling_factor,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tigon.layers import Attention, GatedMLP, SparseMoE
+from tigon.layers.rope import SCALED
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import FULL, ConfigError, check_layer_kinds
 from tigon.models.decoder import PreNormBlock
@@ -95,11 +96,13 @@ class Llama4Block(PreNormBlock):
 
     def make_mixer(self, c: Llama4Config, layer: int) -> Attention:
         """Makes attention in the layer's chunks; with RoPE, which is interleaved, heads are normed
-        without weights. The norm commutes with the rotation, which it follows in transformers."""
+        without weights. The norm follows the rotation, and comes before it if this has no factor,
+        where both orders give the same."""
         normed = c.use_qk_norm and c.rotates(layer)
         options: dict[str, Any] = {"window": c.chunk(layer), "chunked": True, "interleaved": True}
         options |= {"qk_norm_eps": c.rms_norm_eps if normed else None, "qk_norm_weight": False}
-        return self.make_attention(c, bias=c.attention_bias, **options)
+        options["rotates_first"] = c.rope_parameters["rope_type"] in SCALED
+        return self.make_attention(c, layer, **options)
 
     def make_mlp(self, c: Llama4Config, layer: int) -> GatedMLP | SparseMoE:
         if not c.sparse(layer):

@@ -37,7 +37,7 @@ class Olmo2Block(PostNormBlock):
     rounded_angles = False
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, flat_qk_norm=True)
+        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps, flat_qk_norm=True)
 
 
 class Olmo2(CausalLM):

@@ -44,7 +44,7 @@ class OlmoeBlock(PreNormBlock):
 
     def make_mixer(self, c: OlmoeConfig, layer: int) -> Attention:
         options: dict[str, Any] = {"flat_qk_norm": True, "clip": c.clip_qkv}
-        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, **options)
+        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps, **options)
 
     def make_mlp(self, c: OlmoeConfig, layer: int) -> SparseMoE:
         return sparse_moe(c, c.intermediate_size, normalize=c.norm_topk_prob)

@@ -36,7 +36,7 @@ class Qwen2Block(PreNormBlock):
     """A `PreNormBlock` with biases of queries, keys and values, and the layer's sliding window."""
 
     def make_mixer(self, c: Qwen2Config, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, bias=True, out_bias=False)
+        return self.make_attention(c, layer, bias=True, out_bias=False)
 
 
 class Qwen2(CausalLM):

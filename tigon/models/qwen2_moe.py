@@ -74,7 +74,7 @@ class Qwen2MoeBlock(PreNormBlock):
     """A `PreNormBlock` with sliding windows, and experts and a shared one, or an MLP."""
 
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, bias=c.qkv_bias, out_bias=False)
+        return self.make_attention(c, layer, bias=c.qkv_bias, out_bias=False)
 
     def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
         return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)

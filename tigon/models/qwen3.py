@@ -26,7 +26,7 @@ class Qwen3Block(PreNormBlock):
     """A `PreNormBlock` with QK-norm per head, `attention_bias` and the layer's sliding window."""
 
     def make_mixer(self, c: Qwen3Config, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
+        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
 
 
 class Qwen3(CausalLM):

@@ -66,7 +66,7 @@ class GatedDeltaBlock(PreNormBlock):
 
     def make_mixer(self, c: GatedDeltaConfig, layer: int) -> nn.Module:
         if c.attends(layer):
-            return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps, gate="q_proj")
+            return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps, gate="q_proj")
         self.mixer_name = "linear_attn"
         heads = c.linear_num_key_heads, c.linear_num_value_heads
         dims = c.linear_key_head_dim, c.linear_value_head_dim

@@ -44,7 +44,7 @@ class Qwen3MoeBlock(PreNormBlock):
     """A `PreNormBlock` with QK-norm per head, and with experts, none of them shared, or an MLP."""
 
     def make_mixer(self, c: Qwen3MoeConfig, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
+        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
 
     def make_mlp(self, c: Qwen3MoeConfig, layer: int) -> GatedMLP | SparseMoE:
         return experts_or_mlp(c, layer)

@@ -36,7 +36,7 @@ class SeedOssBlock(PreNormBlock):
     """Llama's block with a switch of its own for the bias of attention's output."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        return self.make_layer_attention(c, layer, out_bias=c.attention_out_bias)
+        return self.make_attention(c, layer, out_bias=c.attention_out_bias)
 
 
 class SeedOss(CausalLM):

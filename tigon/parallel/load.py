@@ -11,26 +11,24 @@ from typing import Any, Unpack
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from tigon import models
 from tigon.distributed.collectives import Ranks, check_same_on_all_ranks
 from tigon.layers import Experts
-from tigon.models import MODELS, CausalLM, build, load_weights, materialize
+from tigon.models import MODELS, CausalLM
 from tigon.models.arguments import check_keywords
-from tigon.models.pretrained.load import LoadOptions, parse_gguf_path
+from tigon.models.pretrained import load
 from tigon.parallel.expert_parallel import shard_experts
 from tigon.parallel.fsdp import shard_blocks
 from tigon.parallel.tensor_parallel import shard_model
-from tigon.weights import STAGING_BYTES, ReplicaIndex, Repository
+from tigon.weights import Checkpoint, ReplicaIndex
 
 CALL = "the first call of the model"
 ROWS = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens", "labels")
-
 
 MESH_DIMENSIONS = ("replicate", "fsdp", "tensor")  # names of dimensions, if there are several
 SINGLE_DIMENSION = ("fsdp", "tensor", "tp")  # names of the only dimension
 
 
-class MeshOptions(LoadOptions, total=False):
+class MeshOptions(load.LoadOptions, total=False):
     """Keywords of `tigon.from_pretrained`."""
 
     mesh: DeviceMesh | None
@@ -47,8 +45,8 @@ def from_pretrained(
     weights. Every rank calls this and reads only its shard, to the mesh's device type unless
     `device` is given. All ranks then make the same calls, and get the losses, logits and tokens of
     the full model (docs/parallel.md). `expert_parallel`: a "tensor" rank has some whole experts of
-    each layer instead of a shard of each. Raises ValueError for `mmap` and `quantize`, which work
-    on one rank alone, and for heads or experts that the ranks do not divide.
+    each layer instead of a shard of each. Raises ValueError for `mmap`, `quantize` and `labels`,
+    which work on one rank alone, and for heads or experts that the ranks do not divide.
     """
     arguments: dict[str, Any] = dict(options)
     check_keywords("from_pretrained", arguments, frozenset(MeshOptions.__annotations__))
@@ -56,39 +54,33 @@ def from_pretrained(
     if mesh is None:
         if expert_parallel:
             raise ValueError("expert_parallel=True needs mesh=, whose ranks have the experts")
-        return models.from_pretrained(path_or_repo, **arguments)
+        return load.from_pretrained(path_or_repo, MODELS, **arguments)
     tensor, fsdp = _tensor_and_fsdp_mesh(mesh)
-    for name in ("mmap", "quantize"):
+    for name in ("mmap", "quantize", "labels"):
         if value := arguments.pop(name, None):
             raise ValueError(f"{name}={value!r} does not work with mesh=: leave one of them out")
     device = torch.device(arguments.pop("device", mesh.device_type))
     if device.type != mesh.device_type:
         raise ValueError(f"device={str(device)!r}, but the mesh is one of {mesh.device_type!r}")
-    attention = arguments.pop("attention", "auto")
-    staging_bytes = arguments.pop("staging_bytes", STAGING_BYTES)
-    build_options = {k: arguments.pop(k) for k in ("dtype", "gguf_file") if k in arguments}
-    if build_options.get("gguf_file") is None:
-        path_or_repo, build_options["gguf_file"] = parse_gguf_path(path_or_repo)
-    model, checkpoint = build(Repository(path_or_repo, **arguments), MODELS, **build_options)
-    model.use_attention(attention)
     if expert_parallel and tensor is None:
         raise ValueError('expert_parallel=True needs a mesh with ranks for "tensor"')
-    if tensor is not None:
-        shard_layers(model, tensor, expert_parallel=expert_parallel)
-    if fsdp is not None:
-        shard_blocks(model, fsdp, keeps_ends=False)
-        model.fsdp_ranks = Ranks.of(fsdp.get_group("fsdp"))
-    elif tensor is not None:
-        _share_writing(model, mesh, tensor)
-    materialize(model, device)
-    load_weights(model, checkpoint, staging_bytes=staging_bytes)
-    model.files_digest = repr(model.config) + checkpoint.sampled_digest()
-    if model.communication_groups:
-        # Before FSDP's hook, which gathers weights
-        model.first_call_hook = model.register_forward_pre_hook(
-            check_first_call, with_kwargs=True, prepend=True
-        )
-    return model.eval()
+
+    def shard(model: CausalLM, checkpoint: Checkpoint) -> None:
+        if tensor is not None:
+            shard_layers(model, tensor, expert_parallel=expert_parallel)
+        if fsdp is not None:
+            shard_blocks(model, fsdp, keeps_ends=False)
+            model.fsdp_ranks = Ranks.of(fsdp.get_group("fsdp"))
+        elif tensor is not None:
+            _share_writing(model, mesh, tensor)
+        model.files_digest = repr(model.config) + checkpoint.sampled_digest()
+        if model.communication_groups:
+            # Before FSDP's hook, which gathers weights
+            model.first_call_hook = model.register_forward_pre_hook(
+                check_first_call, with_kwargs=True, prepend=True
+            )
+
+    return load.from_pretrained(path_or_repo, MODELS, device=device, shard=shard, **arguments)
 
 
 def shard_layers(model: CausalLM, mesh: DeviceMesh, *, expert_parallel: bool) -> None:

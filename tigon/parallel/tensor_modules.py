@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tigon.distributed.all_reduce import all_reduce_small_norm
@@ -310,13 +310,13 @@ class TensorParallelDecoder(Decoder):
         region = replace(region, saves_gathered=True)
         return region.gather_from_region(hidden, single_reader=True), counts
 
-    def recomputable(self, block: nn.Module) -> Callable[..., BlockOutput]:
-        """The block as a function in whose region gathered tokens are saved, not gathered again."""
+    def recompute(self, block: Callable[..., BlockOutput], *inputs: Any) -> BlockOutput:
+        """As a decoder's, in a region where gathered tokens are saved, not gathered again."""
         # What the block gathers has just been gathered
         region = replace(self.tensor.region, saves_gathered=True)
 
-        def run(*args: Any) -> BlockOutput:
+        def run(*inputs: Any) -> BlockOutput:
             with self.tensor.running(region):
-                return block(*args)
+                return block(*inputs)
 
-        return run
+        return super().recompute(run, *inputs)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tigon.report.page import format_duration, render_page
 from tigon.report.read import read
-from tigon.utils.paths import new_file
+from tigon.utils.paths import write_text
 
 __all__ = ["format_duration", "lacks_page", "write", "write_or_explain"]
 
@@ -35,12 +35,7 @@ def write(
         raise FileNotFoundError(f"no directory {path.parent} for {path.name}")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file, such as {path / name}")
-    text = render_page(results)
-    with (
-        new_file(path) as temporary,
-        temporary.open("x", encoding="utf-8", errors="replace") as file,
-    ):
-        file.write(text)
+    write_text(path, render_page(results))
     return path
 
 

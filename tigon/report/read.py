@@ -36,16 +36,13 @@ class Column:
         """Returns the median of the finite values; StatisticsError without any."""
         return median(self.finite())
 
-    def total(self) -> float:
-        """Returns the sum of the finite values."""
-        return sum(self.finite())
-
     def missing(self) -> list[int]:
         """Returns the steps whose value is not finite."""
         return [s for s, v in zip(self.steps, self.values, strict=True) if math.isnan(v)]
 
     def last(self) -> float:
-        return next((value for value in reversed(self.values) if not math.isnan(value)), math.nan)
+        """Returns the last finite value; NaN without any."""
+        return [math.nan, *self.finite()][-1]
 
     def lowest(self) -> tuple[int, float] | None:
         """Returns the step and the value of the first minimum; None without finite values."""

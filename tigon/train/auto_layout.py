@@ -96,7 +96,7 @@ def checkpoint_layout(config: Config, gpus: int) -> tuple[Path | None, list[Layo
             source = checkpoint.latest(Path(config.run_dir) / "checkpoints")
         elif config.resume:
             source = Path(str(config.resume))
-        values = None if source is None else checkpoint.read_metadata(source)["config"]["parallel"]
+        values = checkpoint.read_metadata(source)["config"]["parallel"]
         if values is not None:
             sizes = build_settings(Parallel, read_settings(Parallel, values)).sizes(gpus)
             return source, [Layout(**asdict(sizes))]

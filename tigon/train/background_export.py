@@ -15,7 +15,6 @@ from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
 from tigon.train.distributed import World
 from tigon.weights import WriterGroup
-from tigon.weights.entries import RankError
 from tigon.weights.files import explain_full_disk
 from tigon.weights.write import copy_to_host
 
@@ -69,9 +68,8 @@ class Exporter(checkpoint.BackgroundWriter):
             try:
                 with explain_full_disk(target, sum(entry.nbytes for entry in tensors)):
                     write(target, tensors, describe, ranks=self._ranks, replace=True)
-            except Exception as error:  # whatever stopped it, memory too
-                why = error if isinstance(error, OSError | RankError) else repr(error)
-                raise checkpoint.SaveError(f"{target} was not written: {why}") from error
+            except Exception as error:
+                raise checkpoint.SaveError.of(target, error) from error
             self.world.log_rank0(f"exported to {target}")
 
         self.pending = self._thread.submit(write_files)

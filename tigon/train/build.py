@@ -54,7 +54,7 @@ from tigon.train.optim import (
 from tigon.train.optim.groups import num_steps
 from tigon.train.overlap import EarlyModel, tokenizer_process
 from tigon.train.prefetch import Prefetcher
-from tigon.train.resume import check_shared, claim
+from tigon.train.resume import claim
 from tigon.train.samples import SamplePrompt, read_prompts
 from tigon.train.state import TrainState
 from tigon.train.tasks import Task, find_task
@@ -65,7 +65,8 @@ from tigon.train.vocabulary import (
     read_vocabulary,
     with_added_tokens,
 )
-from tigon.weights import Repository
+from tigon.weights import Repository, WriterGroup
+from tigon.weights.entries import check_shared
 from tigon.weights.files import read_lock
 
 OTHER_FILES = "has other {} than rank 0: give all hosts the same files"
@@ -141,7 +142,9 @@ def read_inputs(
         task = find_task(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
-    check_shared(config, world)
+    if world.size > 1:  # else its first checkpoint would be lost
+        ranks = WriterGroup(world.group)
+        check_shared(Path(config.run_dir), ranks, world.raise_on_all_ranks)
     source_lock = world.closing.enter_context(ExitStack())
     with world.raise_on_all_ranks():
         source = resume.find_source(config, world)
@@ -170,7 +173,7 @@ def read_inputs(
             early.build(process, task, source, choice)
             process.join()
     with world.raise_on_all_ranks():
-        cursor = None if source is None else checkpoint.read_metadata(source).get("cursor")
+        cursor = checkpoint.read_metadata(source).get("cursor")
         data = build_loader(task, config.data, tokenizer, cursor=cursor)
         held_out = config.held_out
         eval_data = build_loader(task, held_out, tokenizer, held_out=True) if held_out else None
@@ -249,7 +252,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
         checkpoint.load(source, model, optimizer, ema)
         inputs.source_lock.close()
         world.log_rank0(f"resumed from {source}")
-    world.log_rank0(*describe_run(config, world, inputs, model))
+    world.log_rank0(*describe_run(config, world.sizes, world.device, inputs, model))
     run = build_run(inputs, world, model, optimizer, ema)
     run.prompts, run.benchmarks, run.base = prompts, benchmarks, digest if has_adapter else ""
     return run
@@ -266,16 +269,19 @@ def build_seeded(
     return model
 
 
-def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalLM) -> Iterator[str]:
-    """Yields lines about the model, the steps, what is chosen, and what settings do not do."""
+def describe_run(
+    config: Config, sizes: MeshSizes, device: torch.device, inputs: RunInputs, model: CausalLM
+) -> Iterator[str]:
+    """Yields lines about the model on devices of a mesh, the steps, what is chosen, and what
+    settings do not do."""
     steps, per_epoch = inputs.steps, inputs.data.steps_per_epoch
     size, num_frozen = count_parameters(model), count_parameters(model, frozen=True)
     frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
     epoch = f", {per_epoch} an epoch" if per_epoch else ""
-    layout = f": {world.sizes.description}" if world.size > 1 else ""
+    layout = f": {sizes.description}" if sizes.ranks > 1 else ""
     yield (
         f"model: {model.config.transformers_class}, {size:,} parameters{frozen}, "
-        f"on {world.size} x {world.device.type}{layout}"
+        f"on {sizes.ranks} x {device.type}{layout}"
     )
     yield f"steps: {inputs.start} to {steps}{epoch}"
     if inputs.source is None and (vocabulary := read_vocabulary(config)) is not None:
@@ -283,7 +289,7 @@ def describe_run(config: Config, world: World, inputs: RunInputs, model: CausalL
     if inputs.choice is not None:
         yield str(inputs.choice)
     yield from (f"note: {text}" for text in find_slow_attention(config, model))
-    yield from (f"note: {text}" for text in find_unused_settings(config, steps, world.device))
+    yield from (f"note: {text}" for text in find_unused_settings(config, steps, device))
     yield from (f"note: {text}" for text in find_layers_without_fp8(config, model))
 
 

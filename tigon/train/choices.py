@@ -255,7 +255,7 @@ def resolve_choices(
         )
     if budget is None or not auto:
         with world.raise_on_all_ranks():
-            kept = _previous_way(_read_saved(source)).rows
+            kept = _previous_way(checkpoint.read_metadata(source)).rows
         possible = useful_rows(config, sizes, 0, kept)
         rows = kept if kept in possible else possible[-1]
         return replace(config, micro_batch_size=rows, sharding=leanest_sharding(config)), None
@@ -281,7 +281,7 @@ def _choose(
         tried = replace(config, micro_batch_size=way.rows, sharding=way.sharding)
         return estimate(model, task, tried, gpus, compute).total
 
-    layers, saved = build().model.layers, _read_saved(source)
+    layers, saved = build().model.layers, checkpoint.read_metadata(source)
     previous = _previous_way(saved)
     block = sum(p.numel() for p in layers[0].parameters())
     rows = useful_rows(config, sizes, block, previous.rows)
@@ -297,11 +297,6 @@ def _choose(
         auto=auto, offload=config.activation_offload, all_rows=all_rows, previous=previous,
     )  # fmt: skip
     return as_before(choice, saved.get("choice"))
-
-
-def _read_saved(source: Path | None) -> Mapping[str, Any]:
-    """Returns what a checkpoint says of its run; nothing without one."""
-    return {} if source is None else checkpoint.read_metadata(source)
 
 
 def _previous_way(saved: Mapping[str, Any]) -> Way:

@@ -24,8 +24,7 @@ from tigon.train.build import (
     RunInputs,
     TrainingRun,
     build_run,
-    find_layers_without_fp8,
-    find_unused_settings,
+    describe_run,
     read_inputs,
     resolve_parallel,
 )
@@ -129,18 +128,14 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     here = world.device.type == "cuda" or not targets_gpu(config)
     device = GPU if targets_gpu(config) else world.device
     inputs = read_inputs(config, world, here=here, sizes=sizes, device=device)
-    config, choice = inputs.config, inputs.choice
+    config = inputs.config
     try:
         with world.raise_on_all_ranks():
             model = meta_model(config, weights_dtype(config, device), inputs.source)
             inputs.check_model(model)
             freeze(model, config)
-        world.log_rank0(*describe_run(config, inputs, model, gpus))
-        idle = find_unused_settings(config, inputs.steps, device)
-        for notice in [*idle, *find_layers_without_fp8(config, model)]:
-            world.log_rank0(f"note: {notice}")
-        if choice is not None:
-            world.log_rank0(str(choice))
+        world.log_rank0(*describe_run(config, sizes, device, inputs, model))
+        world.log_rank0(*describe_step(config, inputs, model, sizes))
         advised = False
         if not targets_gpu(config):
             world.log_rank0(
@@ -163,20 +158,17 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         inputs.data.close()
 
 
-def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) -> list[str]:
-    """Returns lines with the parameters, operations, tokens and steps of a run."""
-    data, steps = inputs.data, inputs.steps
+def describe_step(
+    config: Config, inputs: RunInputs, model: CausalLM, sizes: MeshSizes
+) -> list[str]:
+    """Returns lines with the operations, tokens and communication of a step."""
+    data = inputs.data
     first = inputs.start + inputs.state.offset  # step of the data
-    total_parameters = count_parameters(model)
-    trained = total_parameters - count_parameters(model, frozen=True)
-    active = total_parameters
+    total = active = count_parameters(model)
     for layer in (m for m in model.modules() if isinstance(m, SparseMoE)):
         numbers = sum(p.numel() for p in layer.experts.parameters())
         active -= numbers - numbers * layer.per_token // len(layer.experts.down_proj)
-    share = "all" if trained == total_parameters else f"{trained:,}"
-    size = f"{total_parameters:,} parameters, {share} of them trained"
-    if active < total_parameters:
-        size += f", {active:,} active for a token"
+    share = f", by {active:,} of the parameters" if active < total else ""
     lengths = [
         int(length)
         for batch in data.micro_batches(first)
@@ -189,22 +181,18 @@ def describe_run(config: Config, inputs: RunInputs, model: CausalLM, gpus: int) 
         learned = f" in {format_count(pairs, inputs.task.unit)}, whose scores are learned"
     else:
         learned = f", of which {targets:,} are learned"
-    each = f", {data.steps_per_epoch:,} an epoch" if data.steps_per_epoch else ""
-    sizes = mesh_sizes(config, gpus)
     rows = micro_batch_rows(config)
     per_rank = config.batch_size // (sizes.data * rows)
     parts = f"{per_rank} micro-batch{'es' if per_rank > 1 else ''} of {rows}"
     group_size = sizes.ranks // sizes.data
-    ranks = f" on each of {sizes.data} ranks" if gpus > 1 else ""
+    ranks = f" on each of {sizes.data} ranks" if sizes.ranks > 1 else ""
     if group_size > 1:
         groups = "each of " if sizes.data > 1 else ""
         ranks = f" on {groups}{format_count(sizes.data, 'group')} of {group_size} ranks"
     lines = [
-        f"model: {model.config.transformers_class}, {size}",
-        f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward",
+        f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward{share}",
         f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts}{ranks}; "
         f"the first has {sequences.sum():,} tokens{learned}",
-        f"steps: {inputs.start:,} to {steps:,}{each}",
     ]
     return [*lines, *describe_communication(config, model, sizes)]
 

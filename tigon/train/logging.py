@@ -23,7 +23,7 @@ from tigon.train.config import Config
 from tigon.train.config_file import dump
 from tigon.train.distributed import World
 from tigon.utils.json import parse_object
-from tigon.utils.paths import new_file
+from tigon.utils.paths import write_text
 from tigon.utils.terminal import escape_controls
 from tigon.weights.files import explain_full_disk
 
@@ -464,5 +464,5 @@ def _line(row: dict[str, Any]) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Replaces a file in one step."""
-    with explain_full_disk(path), new_file(path) as new, new.open("x", encoding="utf-8") as file:
-        file.write(text)
+    with explain_full_disk(path):
+        write_text(path, text)

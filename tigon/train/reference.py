@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tigon.data import Loader, MicroBatch, PackedRows, cache_root
-from tigon.data.cache import disk_errors, make_directory, write_text
+from tigon.data.cache import disk_errors, make_directory
 from tigon.data.collate import collate_rows
 from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
@@ -28,11 +28,10 @@ from tigon.train.config import Config, micro_batch_rows
 from tigon.train.distributed import World
 from tigon.train.model import base_digest, compute_dtype, sampled_digest
 from tigon.utils.json import read_json
-from tigon.utils.paths import new_file
+from tigon.utils.paths import new_file, write_text
 from tigon.weights import Repository
 
 COLUMN = "reference"  # of micro-batches: at each token, the log-probability of the next one
-WITHOUT_ADAPTERS = "without adapters"  # the digest of a reference that is the base model
 VERSION = 3  # of these files; those of other versions are computed again
 GROUPS = 4096  # groups that are packed at a time
 REDUCE_SIZE = 2**26  # numbers in one all-reduce
@@ -157,15 +156,13 @@ def shared_digest(
     *,
     trained: bool,
     what: Literal["reference", "teacher"] = "reference",
-    base: Callable[[], str] | None = None,
 ) -> str:
     """Returns the weights' digest of a reference or teacher, which the first rank computes by
     `find`.
 
     The run directory records it. Raises ValueError if a resumed run (`trained`) has another model
     than it began with; if the files are gone, the record is used, and the cache must have the
-    log-probabilities. `base` computes the digest of an adapter's base, to which WITHOUT_ADAPTERS is
-    compared.
+    log-probabilities.
     """
     path = Path(config.run_dir, f"{what}.json")
 
@@ -177,10 +174,7 @@ def shared_digest(
             if known is None:
                 raise
             return known
-        models = {known or found, found}
-        if len(models) > 1 and WITHOUT_ADAPTERS in models and base is not None:
-            models = models - {WITHOUT_ADAPTERS} | {base()}
-        if len(models) > 1:
+        if known not in (None, found):
             raise ValueError(
                 f"{getattr(config, what) or config.model or config.init} is not the {what} that "
                 f"the run began with, as {where} has it: give {what} and its files as they were, "
@@ -210,11 +204,14 @@ def _read_cached_digest(config: Config, path: Path) -> tuple[str | None, Path]:
 
 
 def model_digest(config: Config) -> str:
-    """Returns a digest of the config of the reference, or else of the initial model, and of samples
-    of its weights."""
+    """Returns a digest of the config of the reference, or else of the initial model, which an
+    adapter's base may quantize, and of samples of its weights."""
     if not (config.reference or config.model):
         return f"{base_digest(config)} {config.param_dtype}"
-    path = config.reference or config.model
-    revision = None if config.reference else config.revision
+    path, revision, quantize = config.reference, None, None
+    if not path:
+        path, revision = config.model, config.revision
+        quantize = None if config.lora is None else config.lora.quantize
     model_config = read_config(Repository(path, revision=revision), MODELS)[1]
-    return hashlib.sha256(f"{model_config} {sampled_digest(path, revision)}".encode()).hexdigest()
+    text = f"{model_config} {sampled_digest(path, revision)} {quantize}"
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -8,7 +8,6 @@ adapter and base.
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, fields
@@ -113,32 +112,6 @@ def _clean(path: Path) -> None:
                 file.unlink()
 
 
-def check_shared(config: Config, world: World) -> None:
-    """Raises InputError if a rank cannot write to the run_dir that rank 0 has claimed, as on a host
-    with a disk of its own: its first checkpoint would be lost. Every rank calls this."""
-    if world.size == 1:
-        return
-    path = Path(config.run_dir)
-    probe = path / f".rank-{world.rank}-{secrets.token_hex(4)}"
-    try:
-        with world.raise_on_all_ranks():
-            try:
-                probe.touch(exist_ok=False)
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise OSError(f"run_dir={path}, which all ranks write to: {reason}") from None
-        first = world.gather(probe.name)[0]
-        with world.raise_on_all_ranks():
-            if not (path / first).exists():
-                raise ValueError(
-                    f"run_dir={path} is another directory than that of rank 0: all hosts need the "
-                    "same one, on storage that they share"
-                )
-    finally:
-        with suppress(OSError):
-            probe.unlink()
-
-
 # The checkpoint to resume from
 
 
@@ -167,7 +140,7 @@ def run_metadata(config: Config, data: Loader) -> dict[str, Any]:
 def start_time(source: Path | None, world: World) -> datetime:
     """Returns when the run began, which chat templates write as the present time: as the checkpoint
     says, or the clock of rank 0. Every rank calls this."""
-    saved = None if source is None else checkpoint.read_metadata(source).get("strftime_now")
+    saved = checkpoint.read_metadata(source).get("strftime_now")
     first = world.gather(str(saved or chat_template.now().isoformat()))[0]
     try:
         return datetime.fromisoformat(first)

@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from tigon.utils.json import quote
+from tigon.utils.config import build_settings, prefix_errors, read_settings, setting
 
 WINDOW = 128  # steps that a spike is measured against
 MAX_STEPS = 2**40  # steps, which no run has
@@ -14,31 +14,26 @@ MAX_STEPS = 2**40  # steps, which no run has
 class TrainState:
     """Remembers rollbacks, skipped steps and evaluations; the same on every rank."""
 
-    offset: int = 0  # steps' rows that rollbacks have passed over
-    rollbacks: int = 0
-    skips: int = 0  # in a row
-    skipped: int = 0  # steps of the run
+    offset: int = setting(0, ge=0, lt=MAX_STEPS)  # steps' rows that rollbacks have passed over
+    rollbacks: int = setting(0, ge=0, lt=MAX_STEPS)
+    skips: int = setting(0, ge=0, lt=MAX_STEPS)  # in a row
+    skipped: int = setting(0, ge=0, lt=MAX_STEPS)  # steps of the run
     losses: list[float] = field(default_factory=list)  # of the last WINDOW steps
     grad_norms: list[float] = field(default_factory=list)
-    evaluated: int = -1  # step of the last evaluation
-    best_step: int | None = None  # of the evaluation with the lowest loss
-    best_loss: float = math.inf
-    evaluations_since: int = 0  # the best one
+    evaluated: int = setting(-1, ge=-1, lt=MAX_STEPS)  # step of the last evaluation
+    best_step: int | None = setting(None, ge=0, lt=MAX_STEPS)  # of that with the lowest loss
+    best_loss: float = setting(math.inf, le=math.inf)
+    evaluations_since: int = setting(0, ge=0, lt=MAX_STEPS)  # the best one
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> Self:
         """Returns the state in a checkpoint's metadata; the initial one if that has none. Raises
         ValueError for values that no run has."""
-        known = facts.get("state", {})
-        best = known.get("best_loss")
-        try:
-            found = cls(**{**known, "best_loss": math.inf if best is None else float(best)})
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"the state of another version of Tigon: {error}") from None
-        for name, value in asdict(found).items():
-            if not _possible(value):
-                raise ValueError(f"the state has {name}={quote(value)}, which no run has")
-        return found
+        known = dict(facts.get("state", {}))
+        if known.get("best_loss") is None:
+            known["best_loss"] = math.inf
+        with prefix_errors("run.json has a state that no run has"):
+            return build_settings(cls, read_settings(cls, known))
 
     def facts(self) -> dict[str, Any]:
         """Returns {"state": ...} for the metadata of a checkpoint, in values that JSON has."""
@@ -69,12 +64,3 @@ class TrainState:
     def roll_back_to(self, was: "TrainState", offset: int) -> None:
         """Takes the state of a checkpoint, with this `offset` and one more rollback."""
         self.__dict__.update(was.__dict__, offset=offset, rollbacks=self.rollbacks + 1)
-
-
-def _possible(value: Any) -> bool:
-    """Returns whether a field may have this value: a count or a step, losses, or None."""
-    if isinstance(value, list):
-        return len(value) <= WINDOW and all(type(v) in (int, float) for v in value)
-    if isinstance(value, float):
-        return not math.isnan(value)
-    return value is None or (type(value) is int and -1 <= value < MAX_STEPS)

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 MAX_BYTES = 16 * 2**20  # of a file, unless the caller knows better
@@ -131,13 +131,11 @@ def _check_depth(content: Any) -> None:
 
 def quote(value: Any, limit: int = 100) -> str:
     """Formats a value of a file for a message: as Python writes it (text in quotes, control
-    characters escaped), cut behind `limit` characters."""
-    text = ""
-    for piece in _pieces(value, limit):
-        text += piece
-        if len(text) > limit + 2:  # the quotes
-            return f"{text[:limit]}..."
-    return text
+    characters escaped), cut behind `limit` characters and the quotes."""
+    try:
+        return escape(repr(value), limit + 2)
+    except (RecursionError, ValueError):  # of many levels, or of thousands of digits
+        return f"a value too large to show ({type(value).__name__})"
 
 
 def escape(text: object, limit: int = 1000) -> str:
@@ -147,30 +145,6 @@ def escape(text: object, limit: int = 1000) -> str:
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:limit]
     )
     return f"{plain}..." if len(text) > limit else plain
-
-
-def _pieces(value: Any, limit: int) -> Iterator[str]:
-    """Yields the text of a value in pieces, up to a limit."""
-    if isinstance(value, str | bytes):
-        yield repr(value[: limit + 3])  # so that `quote` sees that it is cut
-    elif isinstance(value, dict):
-        yield "{"
-        for i, (key, item) in enumerate(value.items()):
-            yield ", " if i else ""
-            yield from _pieces(key, limit)
-            yield ": "
-            yield from _pieces(item, limit)
-        yield "}"
-    elif isinstance(value, list | tuple):
-        yield "[" if isinstance(value, list) else "("
-        for i, item in enumerate(value):
-            yield ", " if i else ""
-            yield from _pieces(item, limit)
-        yield "]" if isinstance(value, list) else ",)" if len(value) == 1 else ")"
-    elif isinstance(value, int) and value.bit_length() > 4 * limit:
-        yield f"a number of {value.bit_length()} bits"
-    else:
-        yield escape(repr(value), limit + 3)
 
 
 def list_first(texts: Sequence[str], most: int = 3) -> str:

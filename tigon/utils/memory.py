@@ -19,12 +19,29 @@ def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     try:
-        limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on Windows
-        limits = [UNKNOWN]
+        size = UNKNOWN
+    return min(size, _cgroup_limit(cgroup))
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
+    """Returns the bytes of the host's memory that this process may still take."""
+    free, used = UNKNOWN, 0
+    with suppress(OSError, ValueError, LookupError):
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    with suppress(OSError, ValueError, LookupError):
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
+    return min(free, _cgroup_limit(cgroup) - used)
+
+
+def _cgroup_limit(cgroup: Path) -> int:
+    """Returns the bytes that a control group may have; UNKNOWN without a limit."""
     with suppress(OSError, ValueError):  # there is none, or it is the word max
-        limits.append(int((cgroup / "memory.max").read_text()))
-    return min(limits)
+        return int((cgroup / "memory.max").read_text())
+    return UNKNOWN
 
 
 def check_memory(

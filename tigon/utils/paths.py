@@ -40,6 +40,12 @@ def new_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes or replaces a file in one step; what UTF-8 cannot write becomes a question mark."""
+    with new_file(path) as new, new.open("x", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+
+
 def fsync(path: Path) -> None:
     """Flushes a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -2,7 +2,7 @@
 
 from tigon.hub import Repository
 from tigon.weights.checkpoint import BlockScales, Checkpoint
-from tigon.weights.convert import StoredRows, convert_entries
+from tigon.weights.convert import convert_entries
 from tigon.weights.decoded import DecodedTensor
 from tigon.weights.entries import TensorEntry, WriterGroup, make_entries
 from tigon.weights.gguf import GGUF, GGMLTensor
@@ -34,7 +34,7 @@ from tigon.weights.write import write_checkpoint
 
 __all__ = [
     "GGUF", "STAGING_BYTES", "BlockScales", "Checkpoint", "DecodedTensor", "GGMLTensor", "Layout",
-    "Misfits", "Mxfp4Blocks", "ReplicaIndex", "Repository", "RowSpan", "ShardSpec", "StoredRows",
+    "Misfits", "Mxfp4Blocks", "ReplicaIndex", "Repository", "RowSpan", "ShardSpec",
     "TensorEntry", "TensorInfo", "TensorSlice", "WriterGroup", "compare_tensors", "convert_entries",
     "format_misfits", "load_into", "local_blocks", "local_rows", "local_shard", "make_entries",
     "map_parameters", "match_tensors", "prepin_staging", "row_group", "shard_slices",

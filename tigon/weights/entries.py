@@ -1,9 +1,11 @@
 """What a process writes of a checkpoint: its rows of each tensor, and the ranks that share them."""
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -123,6 +125,31 @@ class WriterGroup:
         for rank, rank_fault in enumerate(faults):
             if rank_fault is not None:
                 raise RankError(f"rank {rank} stopped with {rank_fault}")
+
+
+def check_shared(
+    directory: Path, ranks: WriterGroup, sync_errors: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """Raises OSError, on all ranks as `sync_errors` does, unless each can write to the directory
+    that rank 0 sees under this name: a host may have a disk of its own there."""
+    probe = directory / f".rank-{ranks.rank}-{secrets.token_hex(4)}"
+    try:
+        with sync_errors():
+            try:
+                probe.touch(exist_ok=False)
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise OSError(f"{directory}, which all ranks write to: {reason}") from None
+        first = ranks.gather(probe.name)[0]
+        with sync_errors():
+            if not (directory / first).exists():
+                raise OSError(
+                    f"{directory} is another directory on rank {ranks.rank} than on rank 0: all "
+                    "hosts need the same one, on storage that they share"
+                )
+    finally:
+        with suppress(OSError):
+            probe.unlink()
 
 
 def make_entries(

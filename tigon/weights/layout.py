@@ -3,9 +3,9 @@
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tigon.weights.decoded import DecodedTensor
 from tigon.weights.header import TensorInfo
 from tigon.weights.read import Reader, ReadSpan
+
+Span = tuple[int, int]  # the first row or column, and how many
 
 
 class RowSpan(NamedTuple):
@@ -67,9 +69,9 @@ class TensorSlice:
 
     def lines(self, shape: Sequence[int]) -> Iterator[RowSpan]:
         """Yields spans of rows as lines, rows of the last dimension; `shape`: the parameter's."""
-        middle = self.inner_spans[:-1]
-        if all(span == RowSpan(0, 0, n) for span, n in zip(middle, self.shape[1:-1], strict=True)):
-            per_row = math.prod(self.shape[1:-1])
+        middle, sizes = self.inner_spans[:-1], self.shape[1:-1]
+        if not middle or (middle == (RowSpan(0, 0, sizes[0]),) and shape[-2] == sizes[0]):
+            per_row = math.prod(sizes)
             for rows in self.rows:
                 yield RowSpan(*(per_row * n for n in rows))
             return
@@ -142,8 +144,7 @@ def covers_parameter(parts: Sequence[TensorSlice], parameter: Tensor) -> bool:
     """Whether the parts cover every element of the parameter once, within their tensors."""
     dims = len(parts[0].shape[1:])
     lead = parameter.dim() - dims
-    rest = parameter.shape[lead:]
-    rows_by_inner: dict[tuple[tuple[int, int], ...], list[tuple[int, int]]] = {}
+    blocks: list[list[Span]] = []
     for part in parts:
         if len(part.shape[1:]) != dims:
             return False
@@ -152,18 +153,29 @@ def covers_parameter(parts: Sequence[TensorSlice], parameter: Tensor) -> bool:
         bounds += zip(part.inner_spans, part.shape[1:], strict=True)
         if any(s.source < 0 or s.source + s.length > size for s, size in bounds):
             return False
-        spans = tuple((s.target, s.length) for s in part.inner_spans)
-        rows_by_inner.setdefault(spans, []).extend((s.target, s.length) for s in part.rows)
-    height = math.prod(parameter.shape[:lead])
-    if not all(covers_once(rows, height) for rows in rows_by_inner.values()):
-        return False
-    # Only one of the other dimensions has several spans
-    dim_spans = [list(dict.fromkeys(spans)) for spans in zip(*rows_by_inner, strict=True)]
-    return all(covers_once(spans, n) for spans, n in zip(dim_spans, rest, strict=True))
+        inner = [(s.target, s.length) for s in part.inner_spans]
+        blocks += [[(rows.target, rows.length), *inner] for rows in part.rows]
+    return covers_tensor(blocks, (math.prod(parameter.shape[:lead]), *parameter.shape[lead:]))
 
 
-def covers_once(spans: Sequence[tuple[int, int]], height: int) -> bool:
-    """Whether spans (first row, number of rows) cover each of `height` rows once."""
+def covers_tensor(blocks: Iterable[Sequence[Span]], shape: Sequence[int]) -> bool:
+    """Whether blocks, each with a span of every dimension, cover each element of a tensor once.
+
+    Only one of the dimensions after the first may be divided.
+    """
+    rows: dict[tuple[Span, ...], list[Span]] = {}
+    for first, *inner in blocks:
+        rows.setdefault(tuple(inner), []).append(first)
+    if not rows:
+        return 0 in shape
+    dims = [list(dict.fromkeys(spans)) for spans in zip(*rows, strict=True)]
+    return all(covers_once(spans, shape[0]) for spans in rows.values()) and all(
+        covers_once(spans, size) for spans, size in zip(dims, shape[1:], strict=True)
+    )
+
+
+def covers_once(spans: Sequence[Span], height: int) -> bool:
+    """Whether spans cover each of `height` rows once."""
     end = 0
     for first, count in sorted(spans):
         if first != end:
@@ -301,6 +313,14 @@ class ShardLines:
             for i, n in enumerate(dims[: cut + 1]):
                 start = start * n + first[i] + (index[i] if i < cut else 0)
             self.starts.append(start * below)
+
+    @classmethod
+    def from_lines(cls, memory: Tensor, shape: tuple[int, ...], first: int) -> Self:
+        """Returns one run of lines [lines, columns] of the full parameter, from line `first` on."""
+        lines = cls.__new__(cls)
+        lines.memory, lines.shape, lines.column = memory, shape, 0
+        lines.starts, lines.count = [first], len(memory)
+        return lines
 
     def within(self, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
         """Yields this rank's lines in [begin, end): the first line of each run, and its memory."""

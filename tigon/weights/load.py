@@ -25,6 +25,7 @@ from tigon.weights.header import TensorInfo
 from tigon.weights.layout import (
     DecodedSpan,
     Layout,
+    LocalShard,
     ShardLines,
     TensorSlice,
     covers_parameter,
@@ -265,14 +266,27 @@ def load_into(
     local = {name: local_shard(name, parameter) for name, parameter in parameters.items()}
     matched = match_tensors(parameters, layout, checkpoint, **names)
     replicas = Replicas(parameters)
-    spans: list[ReadSpan | DecodedSpan] = []
-    for name in replicas.local_names:
-        lines = ShardLines(local[name], single=len(layout[name][0].shape) < 2)
-        for part, info in matched[name]:
-            spans += plan_reads(part, info, lines)
     with replicas.sync_errors():
-        _read_all(spans, *_shares(workers, staging_bytes))
+        shards = {name: local[name] for name in replicas.local_names}
+        fill_shards(shards, matched, workers=workers, staging_bytes=staging_bytes)
     replicas.broadcast({name: shard.memory for name, shard in local.items()})
+
+
+def fill_shards(
+    shards: Mapping[str, LocalShard],
+    matched: Matched,
+    *,
+    workers: int | None = None,
+    staging_bytes: int = STAGING_BYTES,
+) -> None:
+    """Fills this rank's memory of each parameter from the tensors that match it."""
+    spans: list[ReadSpan | DecodedSpan] = []
+    for name, shard in shards.items():
+        if matched[name]:
+            lines = ShardLines(shard, single=len(matched[name][0][0].shape) < 2)
+            for part, info in matched[name]:
+                spans += plan_reads(part, info, lines)
+    _read_all(spans, *_shares(workers, staging_bytes))
 
 
 @contextmanager

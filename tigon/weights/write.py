@@ -8,7 +8,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -21,9 +21,16 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
 from tigon.utils.paths import fsync
-from tigon.weights.entries import RowBlock, TensorEntry, WriterGroup, row_chunks, row_count
+from tigon.weights.entries import (
+    RowBlock,
+    TensorEntry,
+    WriterGroup,
+    check_shared,
+    row_chunks,
+    row_count,
+)
 from tigon.weights.header import TAGS, write_header
-from tigon.weights.layout import covers_once
+from tigon.weights.layout import covers_tensor
 from tigon.weights.read import parallel_for
 
 
@@ -123,7 +130,9 @@ def write_checkpoint(
                     file.create(Path(directory), created)
                 if len(files) > 1:
                     _write_index(Path(directory, f"{stem}.safetensors.index.json"), shards, created)
-        root = _check_shared(directory, ranks)
+        root = Path(ranks.gather(os.path.abspath(directory or ""))[0])
+        if ranks.size > 1:
+            check_shared(root, ranks, ranks.sync_errors)
         # Ranks begin with different files, since writes into one wait for each other
         start = ranks.rank * len(files) // ranks.size
         with ranks.sync_errors():
@@ -178,7 +187,11 @@ def _check_blocks(shards: Mapping[str, list[TensorEntry]], ranks: WriterGroup) -
     """Raises ValueError, on every rank, unless the ranks write each row of each tensor once."""
     entries = [entry for shard in shards.values() for entry in shard]
     described = [(file, [tuple(e[:3]) for e in shard]) for file, shard in shards.items()]
-    spans = [[(p.column, p.columns, p.row, p.rows) for p in e.blocks if p.rows] for e in entries]
+    widths = [math.prod(entry.shape[1:][-1:]) for entry in entries]
+    spans = [
+        [((b.row, b.rows), (b.column, b.columns or width)) for b in entry.blocks if b.rows]
+        for entry, width in zip(entries, widths, strict=True)
+    ]
     gathered = ranks.gather((repr(described), spans))
     with ranks.sync_errors():
         for rank, (other, _) in enumerate(gathered):
@@ -186,49 +199,12 @@ def _check_blocks(shards: Mapping[str, list[TensorEntry]], ranks: WriterGroup) -
                 raise ValueError(f"rank {rank} and rank 0 do not write the same tensors")
         for i, entry in enumerate(entries):
             blocks = [block for _, rank_spans in gathered for block in rank_spans[i]]
-            if entry.nbytes and not _covers_entry(entry, blocks):
+            if entry.nbytes and not covers_tensor(blocks, (row_count(entry.shape), widths[i])):
                 raise ValueError(
                     f"{entry.name} {list(entry.shape)} cannot be written: there are "
-                    f"{sorted({block[2:] for block in blocks})} of its rows (first, number), "
+                    f"{sorted({rows for rows, _ in blocks})} of its rows (first, number), "
                     "not each row once"
                 )
-
-
-def _covers_entry(entry: TensorEntry, blocks: Sequence[tuple[int, int | None, int, int]]) -> bool:
-    """Whether blocks (column, columns, row, rows) cover each element once."""
-    width = math.prod(entry.shape[1:][-1:])
-    stripes: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for column, columns, row, rows in blocks:
-        stripes.setdefault((column, columns or width), []).append((row, rows))
-    high = row_count(entry.shape)
-    return covers_once(list(stripes), width) and all(
-        covers_once(rows, high) for rows in stripes.values()
-    )
-
-
-def _check_shared(directory: str | os.PathLike[str] | None, ranks: WriterGroup) -> Path:
-    """The first rank's directory; raises OSError unless every rank sees it."""
-    if ranks.size == 1:
-        assert directory is not None
-        return Path(directory)
-    token = os.urandom(16).hex() if ranks.first else ""
-    mark = Path(directory).resolve() / f".{token}" if ranks.first else None  # type: ignore[arg-type]
-    with ranks.sync_errors():
-        if mark is not None:
-            mark.write_text(token)
-    path, token = ranks.gather((mark, token))[0]
-    assert path is not None
-    try:
-        with ranks.sync_errors():
-            if not path.is_file() or path.read_text() != token:
-                raise OSError(
-                    f"rank {ranks.rank} does not see {path.parent}, which rank 0 has made: choose "
-                    "a directory on a shared file system, since every rank writes its own rows"
-                )
-    finally:
-        if mark is not None:
-            mark.unlink()
-    return path.parent
 
 
 @dataclass(frozen=True)

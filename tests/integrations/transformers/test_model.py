@@ -314,6 +314,20 @@ def test_modules_are_shared() -> None:
     assert torch.equal(again(ids).logits, model(ids).logits)
 
 
+@pytest.mark.slow(first=4)
+@pytest.mark.parametrize("model_type, case", FAMILIES)
+def test_decoder_may_be_made_alone(model_type: str, case: str) -> None:
+    """By its class and a config, as transformers' may."""
+    theirs, ours = pair(model_type, case)
+    alone = type(ours.model)(ours.config)
+    assert [*alone.state_dict()] == [*theirs.model.state_dict()]
+    alone.load_state_dict(theirs.model.state_dict())
+    ids = inputs()["input_ids"]
+    states = [model(ids).last_hidden_state for model in (alone.eval(), theirs.model)]
+    torch.testing.assert_close(*states, rtol=0, atol=1e-4)
+    assert alone(ids).cache is not None and alone.train()(ids).cache is None
+
+
 def test_copies_and_pickles() -> None:
     _, model = pair("qwen3")
     given = inputs()

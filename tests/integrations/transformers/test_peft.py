@@ -16,6 +16,7 @@ from tests.integrations.transformers.peers import checkpoint, pair, score_pair
 
 IDS = torch.arange(3, 21).view(2, 9) * 7 % 200
 LORA = partial(peft.LoraConfig, task_type="CAUSAL_LM", r=4, lora_alpha=7)
+SHADOW = partial(peft.ShadowConfig, task_type="CAUSAL_LM", shadow_alpha=1.0, shadow_dropout=0.0)
 LN = ["input_layernorm", "q_norm", "post_attention_layernorm", "pre_feedforward_layernorm", "norm"]
 # Family, and case of it -> the config of each method
 METHODS: dict[str, tuple[str, str, partial[peft.PeftConfig]]] = {
@@ -103,6 +104,11 @@ METHODS: dict[str, tuple[str, str, partial[peft.PeftConfig]]] = {
         *("llama", "grouped"),
         partial(peft.PromptTuningConfig, task_type="CAUSAL_LM", num_virtual_tokens=4),
     ),
+    "shadow": ("llama", "mlp_bias", partial(SHADOW, share_embeddings=False)),
+    "shadow of some layers": (
+        *("gemma3_text", "two ropes"),
+        partial(SHADOW, layers_to_transform=[1, 2], layers_pattern="layers", shadow_hidden_size=48),
+    ),
 }
 # What the native `load_adapter` does not read: other methods, routers as parts of "all-linear", and
 # tables that layers read
@@ -116,7 +122,10 @@ NOT_NATIVE = {
     "prefix",
     "latent attention",
     "delta",
+    "shadow",
+    "shadow of some layers",
 }
+UNMERGED = {"tokens", "shadow", "shadow of some layers"}
 
 
 def adapt(model: Any, config: peft.PeftConfig) -> Any:
@@ -124,8 +133,10 @@ def adapt(model: Any, config: peft.PeftConfig) -> Any:
     torch.manual_seed(0)
     adapted = get_peft_model(model, config).train()
     torch.manual_seed(0)
-    for _, p in sorted(adapted.named_parameters()):
+    for name, p in sorted(adapted.named_parameters()):
         if p.requires_grad:
+            if "shadow_" in name:  # each library draws in an order of its own
+                p.data.zero_()
             p.data.add_(torch.randn(p.shape) * 0.1)
     return adapted
 
@@ -182,7 +193,7 @@ def test_method(method: str, tmp_path: Path) -> None:
         native.load_adapter(tmp_path / "ours")
         with torch.no_grad():
             assert_near(native(IDS).logits, expected)
-    if hasattr(ours, "merge_and_unload") and method != "tokens":
+    if hasattr(ours, "merge_and_unload") and method not in UNMERGED:
         merged, their_merged = ours.merge_and_unload(), theirs.merge_and_unload()
         assert type(merged).__name__ == type(their_merged).__name__
         assert_near(logits(merged), logits(their_merged))
@@ -225,14 +236,18 @@ def test_unload_and_several_adapters() -> None:
     assert unloaded is ours and torch.equal(logits(ours), before)
 
 
-@pytest.mark.parametrize("invocation", [None, [int(IDS[0, 4])]], ids=["lora", "alora"])
-def test_gradient_checkpointing_with_frozen_weights(invocation: list[int] | None) -> None:
-    """Blocks are recomputed although no parameter before the first adapter is trained, and with the
-    hooks by which aLoRA begins at a token."""
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"alora_invocation_tokens": [int(IDS[0, 4])]}, {"lora_dropout": 0.5}],
+    ids=["lora", "alora", "dropout"],
+)
+def test_gradient_checkpointing_with_frozen_weights(options: dict[str, Any]) -> None:
+    """Blocks are recomputed although no parameter before the first adapter is trained, with the
+    hooks by which aLoRA begins at a token, and with the same dropout."""
     _, plain = pair("llama", "mlp_bias")
     _, recomputed = pair("llama", "mlp_bias")
     recomputed.gradient_checkpointing_enable()
-    config = LORA(alora_invocation_tokens=invocation)
+    config = LORA(**options)
     results = [gradients(adapt(model, config)) for model in (plain, recomputed)]
     assert any(grad.any() for grad in results[0][1].values())
     assert results[0][1].keys() == results[1][1].keys()
@@ -249,11 +264,31 @@ def test_prefixes_are_refused_with_checkpointing() -> None:
             get_peft_model(model, config)
 
 
-def test_shadow_is_refused() -> None:
-    """It makes a second decoder of the first one's class."""
-    _, model = pair("llama")
-    with pytest.raises(NotImplementedError, match=r"LlamaModel of Tigon .* which PEFT's Shadow"):
-        get_peft_model(model, peft.ShadowConfig(task_type="CAUSAL_LM"))
+@torch.no_grad()
+def test_shadow_goes_on_with_its_cache() -> None:
+    """Which holds one of the model and one of the second decoder: in beams, and in calls of one's
+    own; also with that decoder alone."""
+    theirs, ours = (adapt(model, SHADOW()).eval() for model in pair("llama"))
+    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(IDS)}
+    for beams in (1, 3):
+        expected = theirs.generate(input_ids=IDS, num_beams=beams, use_cache=False, **options)
+        assert torch.equal(ours.generate(input_ids=IDS, num_beams=beams, **options), expected)
+    past = ours(input_ids=IDS[:, :5]).past_key_values
+    assert_near(ours(input_ids=IDS[:, 5:], past_key_values=past).logits, logits(theirs)[:, 5:])
+    with pytest.raises(TypeError, match="the cache is a ShadowCache: Tigon's models take over a"):
+        ours.generate(input_ids=IDS, past_key_values=past, **options)
+    alone, their_alone = (model.base_model.unload_shadow(copy=True) for model in (ours, theirs))
+    assert_near(alone(input_ids=IDS).logits, their_alone(input_ids=IDS).logits)
+    expected = their_alone.generate(IDS, **options)
+    assert torch.equal(alone.generate(IDS, **options), expected)
+
+
+def test_shadow_of_a_classifier() -> None:
+    """The second decoder has no head, whatever the model's is."""
+    config = SHADOW(task_type="SEQ_CLS")
+    theirs, ours = (adapt(model, config) for model in score_pair("qwen3", 2))
+    losses = [model(input_ids=IDS, labels=torch.tensor([0, 1])).loss for model in (theirs, ours)]
+    assert abs(losses[0] - losses[1]) <= 1e-6
 
 
 def test_classifier_trains_its_score() -> None:

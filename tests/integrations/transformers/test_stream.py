@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.integrations.transformers.peers import pair
 from tigon.integrations.transformers import from_pretrained
@@ -132,10 +132,87 @@ def test_a_hook_alone_is_called_as_often_as_in_transformers(family: str) -> None
 def test_hidden_states_are_those_that_hooks_leave(family: str) -> None:
     outputs = []
     for model in pair(family):
+        model.model.layers[0].register_forward_pre_hook(lambda module, args: (args[0] - 0.2,))
         model.model.layers[0].register_forward_hook(lambda module, args, stream: stream * 1.1)
         model.model.layers[1].register_forward_pre_hook(lambda module, args: (args[0] + 0.5,))
         outputs.append(model(IDS, output_hidden_states=True, use_cache=False).hidden_states)
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-4)
+
+
+class Steered(nn.Module):
+    """A block with a change of the stream before and after it."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block, self.factor = block, 1.2
+        self.shift = nn.Parameter(torch.linspace(-1, 1, 96))
+
+    def forward(self, stream: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return 1.5 * self.block(self.factor * stream + self.shift, *args, **kwargs)
+
+
+def steer(model: Any) -> Any:
+    """Wraps the second block of the model, and returns the wrapper."""
+    model.model.layers[1] = Steered(model.model.layers[1])
+    return model.model.layers[1]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_may_be_wrapped(family: str, recomputed: bool) -> None:
+    """What is around a block gets and returns the stream, is called once in a step, and may be
+    another in the next one before backward."""
+    results = []
+    for model in pair(family, FAMILIES[family]):
+        wrapper = steer(model.train())
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = model(IDS, labels=IDS).loss
+        wrapper.factor = 0.5
+        (loss + model(IDS.flip(1), labels=IDS).loss).backward()
+        results.append([loss, *(p.grad for _, p in sorted(model.named_parameters()))])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_wrapped_blocks_have_caches_and_hidden_states(family: str) -> None:
+    results = []
+    for model in pair(family):
+        steer(model)
+        states = model(IDS, output_hidden_states=True, use_cache=False).hidden_states
+        tokens = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=5)
+        results.append([*states, tokens])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-4)
+
+
+def test_wrappers_may_leave_out_their_block_but_have_one() -> None:
+    results = []
+    for model in pair("llama"):
+        steer(model).forward = lambda stream, *args, **kwargs: stream + 1
+        results.append(model(IDS, use_cache=False).logits)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-4)
+    model.model.layers[1].block = nn.Identity()
+    with pytest.raises(TypeError, match=r"Steered in model.layers has no block in it: wrap one"):
+        model(IDS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_others_see_tokens_in_their_rows(wrapped: bool) -> None:
+    """Where the model alone would leave padding out of its blocks."""
+    _, model = pair("llama")
+    model.native.drop_padding = True
+    mask = torch.ones_like(IDS)
+    mask[0, 4:] = 0
+    shapes: list[Any] = []
+    if wrapped:
+        steer(model).forward = lambda stream, **kwargs: shapes.append(stream.shape) or stream
+    else:
+        see = lambda module, args: shapes.append(args[0].shape)  # noqa: E731
+        model.model.layers[1].register_forward_pre_hook(see)
+    model(IDS, attention_mask=mask, use_cache=False)
+    assert shapes == [(2, 7, 96)]
 
 
 def test_threads_share_a_model_with_hooks() -> None:

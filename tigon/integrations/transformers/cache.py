@@ -180,7 +180,7 @@ def _read(cache: Cache, model: LanguageModel) -> KVCache:
         return KVCache()
     rows = next(len(layer.keys) for layer in layers if hasattr(layer, "keys"))
     states = model.model.make_states(StateSpec(rows, None, model.dtype, model.device))
-    owners = [i for i, block in enumerate(model.model.layers) if block.kv_source is None]
+    owners = [i for i, block in enumerate(model.model.blocks) if block.kv_source is None]
     for i, state in zip(owners, states, strict=True):
         layer: Any = layers[i] if i < len(layers) else None
         if type(state) is not GrowingKV or not _fits(layer, state, length):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from tigon.integrations.transformers.stream import add_branch
+from tigon.integrations.transformers.stream import add_branch, find_block, is_hooked, is_wrapped
 from tigon.layers.router import Router, Routing
 from tigon.models.arguments import BATCH, PASS, check_keywords, select_keys
 from tigon.models.base import LanguageModel
@@ -68,7 +68,11 @@ def make_batch(native: LanguageModel, arguments: Mapping[str, Any]) -> Batch:
     seq_idx = arguments.get("seq_idx")
     if seq_idx is not None and not any(chosen.get(name) is not None for name in BOUNDS):
         chosen["cu_seq_lens"] = find_bounds(seq_idx)
-    return Batch.of(native, arguments.get("input_ids"), **chosen)
+    batch = Batch.of(native, arguments.get("input_ids"), **chosen)
+    layers = () if batch.mask.key_mask is None else native.model.layers
+    if any(is_wrapped(layer) or is_hooked(layer) for layer in layers):
+        batch.drops_padding = False  # others take states [B, T, C]
+    return batch
 
 
 def refuse_liger(forward: Any) -> None:
@@ -90,7 +94,7 @@ def find_bounds(seq_idx: Tensor) -> Tensor:
 
 
 class Captured:
-    """What hooks have seen of a pass: the input of each block, and the logits of each router."""
+    """What hooks have seen of a pass: the stream before each block, and the logits of routers."""
 
     def __init__(self) -> None:
         self.streams: list[Tensor] = []  # [B, T, C] of each block
@@ -112,8 +116,12 @@ def capture(
     """Captures what is asked for, in passes of the body of a `with`, at the batch's positions."""
     captured, handles = Captured(), list[RemovableHandle]()
 
-    def keep_stream(block: nn.Module, args: tuple[Any, ...]) -> None:
-        captured.streams.append(add_branch(*args[:2]))  # with hooks of others the stream alone
+    def keep_input(block: nn.Module, args: tuple[Any, ...]) -> None:
+        captured.streams.append(add_branch(*args[:2]))
+
+    def keep_output(block: nn.Module, args: Any, output: Any) -> None:
+        whole = isinstance(output, Tensor)  # with hooks of others, or in a module of theirs
+        captured.streams.append(output if whole else add_branch(*output[:2]))
 
     def keep_logits(router: nn.Module, args: Any, routing: Routing) -> None:
         captured.router_logits.append(routing.logits)
@@ -121,9 +129,9 @@ def capture(
     if hidden_states or router_logits:
         batch.drops_padding = False
     if hidden_states:
-        handles += [
-            b.register_forward_pre_hook(keep_stream, prepend=True) for b in native.model.layers
-        ]
+        blocks = [find_block(layer) for layer in native.model.layers]
+        handles.append(blocks[0].register_forward_pre_hook(keep_input))
+        handles += [block.register_forward_hook(keep_output) for block in blocks[:-1]]
     if router_logits:
         routers = (m for m in native.model.modules() if isinstance(m, Router))
         handles += [r.register_forward_hook(keep_logits) for r in routers]

@@ -86,8 +86,9 @@ class TigonGeneration(GenerationMixin):
     ) -> dict[str, Any]:
         """As transformers'; where a RoPE turns, the whole text is read again.
 
-        PEFT, which puts its own in place of this for virtual tokens, looks for a cache by its older
-        name, and leaves positions to the model, which begin behind them.
+        PEFT looks for a cache by its older name: for one that it has put around the model's, and
+        for virtual tokens, where it puts its own in place of this and leaves positions to the
+        model, which begin behind them.
         """
         restart = self.native.cache_restart
         turns = restart is not None and input_ids.shape[1] >= restart
@@ -97,8 +98,10 @@ class TigonGeneration(GenerationMixin):
         inputs = super().prepare_inputs_for_generation(
             input_ids, next_sequence_length, cache, inputs_embeds=inputs_embeds, **kwargs
         )
-        if "prepare_inputs_for_generation" in vars(self):
+        virtual = "prepare_inputs_for_generation" in vars(self)
+        if virtual or not isinstance(cache, TigonCache | None):
             inputs["past_key_values"] = inputs.pop("cache", None)
+        if virtual:
             del inputs["position_ids"]
         return inputs
 

@@ -8,25 +8,24 @@ config, names of parameters and outputs.
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Self, cast
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import (
-    ModelOutput,
-    MoeModelOutputWithPast,
-    SequenceClassifierOutputWithPast,
-)
-from transformers.modeling_utils import EmbeddingAccessMixin, ModuleUtilsMixin
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tigon.integrations.transformers.cache import open_cache
 from tigon.integrations.transformers.calls import capture, check_options, make_batch, refuse_liger
+from tigon.integrations.transformers.decoder import (
+    finish,
+    follow_reference,
+    make_native,
+    read_flags,
+)
 from tigon.integrations.transformers.generation import TigonGeneration
 from tigon.integrations.transformers.native import (
     assemble_parameters,
@@ -35,8 +34,6 @@ from tigon.integrations.transformers.native import (
     warn_of_attention,
 )
 from tigon.integrations.transformers.outputs import defer_logits, to_transformers
-from tigon.integrations.transformers.projections import split_projections
-from tigon.integrations.transformers.stream import MixedIn, keep_hooks, mix_in, show_stream
 from tigon.layers import Embedding
 from tigon.models import MODELS
 from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
@@ -47,76 +44,6 @@ from tigon.models.moe import MoEConfig
 from tigon.models.targets import Targets
 
 OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
-
-
-class TigonModel(MixedIn, ModuleUtilsMixin, EmbeddingAccessMixin, nn.Module):
-    """A decoder that takes ids, too, and then returns transformers' `MoeModelOutputWithPast`.
-
-    Its native callers give all inputs of the blocks by position.
-    """
-
-    native: CausalLM
-    config: Any
-
-    def __init__(self, config: PreTrainedConfig):
-        """Raises NotImplementedError: `call_with_ids` makes a native decoder one of this class."""
-        raise NotImplementedError(
-            f"{type(self).__name__} of Tigon is not made by itself, which PEFT's Shadow tries: "
-            "take another method, or load the model with transformers"
-        )
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,  # [B, T]
-        attention_mask: Tensor | None = None,  # [B, T]
-        position_ids: Tensor | None = None,  # [B or 1, T]
-        *blocks: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Returns `last_hidden_state` [B, T, C], and `hidden_states` or `router_logits` if they
-        are asked for; called with the inputs of the blocks, what the native decoder returns."""
-        if blocks:
-            return super().forward(input_ids, attention_mask, position_ids, *blocks, **kwargs)
-        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-        arguments |= {"position_ids": position_ids, **kwargs}
-        arguments["cache"] = cache = open_cache(self.native, self.config, arguments)
-        flags = read_flags(self.config, arguments)
-        batch = make_batch(self.native, arguments)
-        with capture(self.native, batch, *flags) as captured:
-            last, _ = self.native._run_blocks(batch, False)
-        output = MoeModelOutputWithPast(
-            last_hidden_state=last,
-            cache=cache,
-            hidden_states=captured.hidden_states(last),
-            router_logits=captured.logits_of_routers(),
-        )
-        return finish(output, self.config, kwargs.get("return_dict"))
-
-    def recomputable(self, block: nn.Module) -> Callable[..., Any]:
-        """As in the native decoder; hooks that others set for this pass are there again."""
-        return keep_hooks(block, cast(Any, super()).recomputable(block))
-
-
-def finish(output: ModelOutput, config: Any, return_dict: bool | None) -> Any:
-    """Returns the output, or a tuple if the call or the config wants one."""
-    as_dict = config.return_dict if return_dict is None else return_dict
-    return output if as_dict else output.to_tuple()
-
-
-def read_flags(config: PreTrainedConfig, arguments: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Reads output_hidden_states and output_router_logits from a call, or else from the config;
-    raises ValueError for output_attentions."""
-
-    def flag(name: str) -> bool:
-        value = arguments.get(name)
-        return bool(getattr(config, name, False) if value is None else value)
-
-    if flag("output_attentions"):
-        raise ValueError(
-            "output_attentions=True: Tigon's attention kernels never have all probabilities in "
-            "memory; load the model with transformers to look at them"
-        )
-    return flag("output_hidden_states"), flag("output_router_logits")
 
 
 class TigonPreTrainedModel(PreTrainedModel):
@@ -142,16 +69,11 @@ class TigonPreTrainedModel(PreTrainedModel):
         options = check_options(tigon_options)
         super().__init__(config)
         if native is None:
-            native = self.family.from_config(config.to_dict(), dtype=torch.get_default_dtype())
+            native = make_native(self.family, config, type(self).__name__)
         self.tigon_options = options
-        with torch.device("meta"):  # its modules, names and order
-            reference = getattr(transformers, type(self).__name__)(deepcopy(config))
-        split_projections(native, reference)
-        show_stream(native, reference)
+        follow_reference(native, config, type(self).__name__)
         # Past nn.Module's own __setattr__, which would give all parameters two names
         self.__dict__ |= {"native": native, "_modules": native._modules}
-        mix_in(native.model, TigonModel, type(reference.get_submodule("model")).__name__)
-        native.model.__dict__.update(native=native, config=config)  # no submodule
         self._set_statics()
         self.register_load_state_dict_pre_hook(assemble_parameters)
         self.train(native.training)
@@ -247,11 +169,6 @@ class TigonPreTrainedModel(PreTrainedModel):
         """Whether Trainer gives the number of the step's targets, by which the loss is divided;
         not if each sequence counts the same, since then they are no denominator."""
         return self.tigon_options.get("loss_reduction", "token") == "token"
-
-    def train(self, mode: bool = True) -> Self:
-        """As nn.Module's; the native model follows."""
-        self.native.training = mode
-        return super().train(mode)
 
     def _follow_config(self, router_logits: bool) -> None:
         """Lets the native config follow what may be changed in transformers'."""

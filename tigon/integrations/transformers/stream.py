@@ -1,15 +1,17 @@
 """Blocks and norms as transformers has them: of the whole residual stream.
 
 Natively a block returns a branch beside the stream that it is not yet added to, which the next norm
-adds in one pass. Whoever calls a norm, or sets a hook on a norm or a block, forward or backward,
-gets the sum; torch's global hooks of all modules see the native calls.
+adds in one pass. Whoever calls a norm, sets a hook on a norm or a block, forward or backward, or
+puts a block into a module of his own gets the sum; torch's global hooks of all modules see the
+native calls.
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, TypeAlias
+from functools import cache, partial
+from typing import Any, TypeAlias, cast
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tigon.layers import AddRMSNorm
 from tigon.models.base import LanguageModel
@@ -49,25 +51,67 @@ def _new_module(mixin: Any, kind: Any, name: str) -> Any:
 class WholeBlock(MixedIn):
     """A block whose hooks get the stream before it, and the stream with all its branches."""
 
-    def __call__(self, x: Tensor, residual: Tensor | None, *inputs: Any) -> Any:
-        if not is_hooked(self):
-            return super().__call__(x, residual, *inputs)  # type: ignore[misc]
-        extra: list[Any] = []  # what else the native block returns
-        # A bound method, since FSDP2 copies lists that it looks for tensors in
-        options: dict[str, Any] = {"inputs": inputs, "keep": extra.extend}
-        stream = super().__call__(add_branch(x, residual), **options)  # type: ignore[misc]
-        return stream, None, *extra
+    def __call__(self, x: Tensor, *inputs: Any, recompute: bool = False, **options: Any) -> Any:
+        block, call = cast(Any, self), cast(Any, super()).__call__
+        if recompute:
+            return checkpoint(keep_hooks(block, partial(call, **options)), x, use_reentrant=False)
+        if options or not is_hooked(block):
+            return call(x, *inputs, **options)
+        return call_with_stream(call, x, *inputs)
 
     def forward(
         self, x: Tensor, *args: Any, inputs: tuple[Any, ...] = (), keep: Keep | None = None
     ) -> Any:
-        """Returns what the native block does; in a call with hooks, which gives the stream alone by
+        """Returns what the native block does; in a call for others, which gives the stream alone by
         position, the stream alone."""
         if keep is None:
             return super().forward(x, *args)  # type: ignore[misc]
         branch, stream, *rest = super().forward(x, None, *inputs)  # type: ignore[misc]
         keep(rest)
         return add_branch(branch, stream)
+
+
+class WrappedBlock:
+    """A block as the decoder calls it, in a module of others that gets and returns the stream."""
+
+    def __init__(self, module: nn.Module):
+        """Raises TypeError for a module without a block."""
+        block = find_block(module)
+        self.module, self.parameters = module, module.parameters
+        self.mixer, self.rope_index, self.kv_source = block.mixer, block.rope_index, block.kv_source
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        return call_with_stream(self.module, *inputs, **options)
+
+
+def is_wrapped(layer: nn.Module) -> bool:
+    """Whether a layer is a module of others, which torch's are not: these hand on all that they
+    get."""
+    own = isinstance(layer, TransformerBlock)
+    return not own and not type(layer).__module__.startswith(INTERNAL_MODULES)
+
+
+def find_block(layer: nn.Module) -> TransformerBlock:
+    """Returns the block that a layer is or has; TypeError if there is none."""
+    for module in layer.modules():
+        if isinstance(module, TransformerBlock):
+            return module
+    raise TypeError(
+        f"{type(layer).__name__} in model.layers has no block in it: wrap one, or remove the layer "
+        "by del model.model.layers[i]"
+    )
+
+
+def call_with_stream(
+    call: Callable[..., Any], x: Tensor, residual: Tensor | None, *inputs: Any, **options: Any
+) -> Any:
+    """Calls a block, or what has one in it, with the stream alone by position, and returns what a
+    native block does."""
+    extra: list[Any] = []  # what else the native block returns
+    # A bound method, since FSDP2 copies lists that it looks for tensors in
+    options |= {"inputs": inputs, "keep": extra.extend}
+    stream = call(add_branch(x, residual), **options)
+    return stream, None, *(extra or [None])
 
 
 class WholeNorm(MixedIn):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.kernels.rope.rope import with_contiguous_dim
 from tigon.kernels.runtime import next_power_of_2, operator, refuse_second_derivative, tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -327,12 +328,7 @@ class _WideAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("attention")
-        return *_backward(_adjacent(dout), *ctx.saved_tensors, *ctx.how), *[None] * 7
-
-
-def _adjacent(x: Tensor) -> Tensor:
-    """Returns x, whose dims of a head are next to each other."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+        return *_backward(with_contiguous_dim(dout), *ctx.saved_tensors, *ctx.how), *[None] * 7
 
 
 def wide_attention(
@@ -350,7 +346,7 @@ def wide_attention(
     Without bounds all sequences have the lengths of the longest. `reach` is how many keys before
     and after itself a query sees; None is all.
     """
-    q, k, v = (_adjacent(x) for x in (q, k, v))
+    q, k, v = (with_contiguous_dim(x) for x in (q, k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     left, right = (UNLIMITED if side is None else side for side in reach)
     cu, key_cu = bounds

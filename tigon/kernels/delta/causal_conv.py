@@ -22,6 +22,7 @@ from tigon.kernels.runtime import (
     refuse_second_derivative,
     runs_triton,
 )
+from tigon.kernels.saved_sources import note_parts
 
 Activation = Literal["silu"]
 L2_EPS = 1e-6  # of the norm of queries and keys
@@ -247,7 +248,10 @@ class _CausalConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Any, state: Any, *how: Any) -> Any:
         ctx.how = how
         ctx.save_for_backward(x, weight, starts, state)
-        return _one_or_all(_forward(x, weight, starts, state, *how))
+        outputs = _forward(x, weight, starts, state, *how)
+        if not torch.compiler.is_compiling():
+            note_parts(tuple(outputs), _forward, (x, weight, starts, state), *how)
+        return _one_or_all(outputs)
 
     @staticmethod
     def backward(ctx: Any, *ups: Tensor) -> Any:

@@ -31,6 +31,7 @@ from tigon.kernels.runtime import (
     runs_triton,
     without_autocast,
 )
+from tigon.kernels.saved_sources import save_sources
 
 MAX_STEP_TOKENS = 16
 
@@ -140,7 +141,7 @@ def _check_state(state: Tensor, rows: int, q: Tensor, v: Tensor) -> None:
 
 
 class _GatedDeltaRule(torch.autograd.Function):
-    """Saves its inputs alone: the backward pass computes the rest again."""
+    """Saves its inputs, or what they are recomputed from: backward computes the rest again."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:  # what `gated_delta_forward` takes
@@ -152,8 +153,9 @@ class _GatedDeltaRule(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dfinal: Tensor | None) -> Any:
         refuse_second_derivative("gated_delta_rule")
-        do = torch.zeros_like(ctx.saved_tensors[2]) if do is None else do
-        return *gated_delta_backward(*ctx.saved_tensors, do, dfinal), None, None
+        saved = ctx.saved_tensors  # each access recomputes
+        do = torch.zeros_like(saved[2]) if do is None else do
+        return *gated_delta_backward(*saved, do, dfinal), None, None
 
 
 def _served(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> bool:
@@ -199,7 +201,8 @@ def gated_delta_rule(
     if not _served(q, k, v, g, beta) or (learns and not gradients_compile(q)):
         return gated_delta_rule_ref(q, k, v, g, beta, cu_seqlens=cu_seqlens, state=state)
     if learns:
-        return _GatedDeltaRule.apply(*inputs)
+        with save_sources(q, k, v):
+            return _GatedDeltaRule.apply(*inputs)
     o, final = gated_delta_forward(*inputs)
     return o, final
 

@@ -262,10 +262,10 @@ def select_rows(
 
 def _any_row(keeps: Sequence[Tensor | None]) -> Tensor | None:
     """Returns bool [N], True where one of the terms counts the row; None if one counts all."""
-    outputs = keeps[0]
+    union = keeps[0]
     for keep in keeps[1:]:
-        outputs = None if outputs is None or keep is None else outputs | keep
-    return outputs
+        union = None if union is None or keep is None else union | keep
+    return union
 
 
 def _deciding_weights(a: PreparedTerm) -> Tensor | None:

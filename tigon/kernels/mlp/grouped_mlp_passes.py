@@ -45,20 +45,6 @@ class ExpertBiases(NamedTuple):
     down: Tensor  # [E, C]
 
 
-def sorted_slots(
-    experts: Tensor, number: int, slots: int | None, *, fused: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the order of the slots by expert [S], its inverse [N k], and where each expert ends.
-
-    Experts equal to `number` are absent, all but `slots`; their inverse is S or more. With
-    UNKNOWN_SLOTS S is N k, and the end of the order, after all ends, is absent.
-    """
-    order, inverse, ends = sort_slots(experts, number, slots is not None, fused=fused)
-    if slots == UNKNOWN_SLOTS:
-        return order, inverse.masked_fill_(experts.flatten() == number, len(order)), ends
-    return (order if slots is None else order[:slots].clone()), inverse, ends
-
-
 def _product(
     x: Tensor,
     w: Tensor,
@@ -150,7 +136,12 @@ def grouped_mlp_forward(
 ) -> list[Tensor]:
     """Returns the output and, for backward, per slot gate_up and products with A, and the order."""
     k, (up_bias, down_bias) = experts.shape[1], biases or (None, None)
-    order, inverse, ends = sorted_slots(experts, len(gate_up), slots, fused=runs_triton(x))
+    number, absent, fused = len(gate_up), slots is not None, runs_triton(x)
+    order, inverse, ends = sort_slots(experts, number, absent, fused=fused)
+    if slots == UNKNOWN_SLOTS:  # S is N k, and the end of the order is absent
+        inverse.masked_fill_(experts.flatten() == number, len(order))
+    elif slots is not None:  # absent slots come last: their inverse is S or more
+        order = order[:slots].clone()
     rows = spread_rows(x, inverse, k, len(order))
     hidden, u = _product(rows, gate_up, low[:2], ends, transposed, up_bias)
     del rows

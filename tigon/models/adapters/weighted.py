@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tigon.layers import LayerAdapter, LoRAPart, LowRank, LowRankEmbedding, LowRankExperts
-from tigon.layers.lora import LORA_A, LORA_B
+from tigon.layers.lora import LORA_B
 from tigon.models.adapters.adapters import (
     adapter_layers,
     adapter_parameters,
@@ -147,13 +147,12 @@ def _factors(layer: LayerAdapter, part: LoRAPart) -> tuple[Tensor, Tensor]:
     """Views A [r, K] and B [O, r] of a part, of experts A [E, r, K] and B [E, O, r]."""
     if isinstance(layer, LowRankEmbedding):
         return layer.lora_embedding_A, layer.lora_embedding_B
-    b = layer.get_parameter(LORA_B + part.name)
     if isinstance(layer, LowRankExperts):
-        a = layer.get_parameter(LORA_A + part.name).view(layer.experts, part.rank, -1)
-        return a, b.view(part.size, part.rank, layer.experts).permute(2, 0, 1)
+        return layer.factors(part)
     assert isinstance(layer, LowRank)
     first = sum(p.rank for p in layer.parts[: layer.parts.index(part)])
-    return layer.lora_A[first : first + part.rank], b
+    a = layer.lora_A[first : first + part.rank]
+    return a, layer.get_parameter(LORA_B + part.name)
 
 
 # Combinations, in fp32: A [..., R, K] and B [..., O, R] whose product is the sum, or near it

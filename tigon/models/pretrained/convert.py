@@ -1,7 +1,8 @@
 """Converts checkpoints to what saving the loaded model would write, without a model in memory."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal, TypeVar, Unpack
 
 import torch
@@ -10,6 +11,7 @@ from tigon.models.base import LanguageModel
 from tigon.models.pretrained.gguf_export import save_gguf, write_gguf_model
 from tigon.models.pretrained.load import build
 from tigon.models.pretrained.match import match_arguments
+from tigon.models.pretrained.names import stored_tensors
 from tigon.models.pretrained.save import (
     FileOptions,
     buffer_dtypes,
@@ -18,8 +20,7 @@ from tigon.models.pretrained.save import (
     save_pretrained,
     write_model,
 )
-from tigon.weights import Layout, Repository, StoredRows, WriterGroup, convert_entries
-from tigon.weights.entries import row_count
+from tigon.weights import Checkpoint, Layout, Repository, WriterGroup, convert_entries
 
 M = TypeVar("M", bound=LanguageModel)
 
@@ -41,13 +42,12 @@ def convert_pretrained(
     """
     model, checkpoint = build(source, models, dtype=dtype, gguf_file=gguf_file)
     arguments = match_arguments(model, checkpoint)
-    stored_layout, source_of = arguments["layout"], arguments["source_of"]
-    shapes = {part.name: part.shape for parts in stored_layout.values() for part in parts}
-    stored = {
-        name: [StoredRows(0, 0, row_count(shape), 0, source_of.get(name, name), checkpoint)]
-        for name, shape in shapes.items()
+    source_of = arguments["source_of"]
+    stored_layout = {
+        name: tuple(replace(part, name=source_of.get(part.name, part.name)) for part in parts)
+        for name, parts in arguments["layout"].items()
     }
-    write_converted(model, target, stored, stored_layout, gguf=gguf, **options)
+    write_converted(model, target, checkpoint, stored_layout, gguf=gguf, **options)
     return model
 
 
@@ -70,19 +70,20 @@ def save_model(
 def write_converted(
     model: LanguageModel,
     target: str | os.PathLike[str],
-    stored: Mapping[str, Sequence[StoredRows]],
+    checkpoint: Checkpoint,
     stored_layout: Layout,
     *,
     gguf: str | None = None,
     **options: Unpack[FileOptions],
 ) -> None:
     """Writes what `save_model` would, for a model on the meta device: each tensor's rows are read
-    from `stored`, whose tensors hold the parameters' rows as `stored_layout` says."""
+    from the checkpoint, whose tensors hold the parameters' rows as `stored_layout` says."""
     stacked = False if gguf else options.get("stacked_experts")
     target_layout = file_layout(model, stacked)
     kept = buffer_dtypes(model, target_layout)
     dtype, tokenizer = torch.float32 if gguf else model.dtype, options.get("tokenizer")
-    tensors = convert_entries(target_layout, dtype, stored, stored_layout, kept)
+    parameters = stored_tensors(model)
+    tensors = convert_entries(parameters, target_layout, dtype, checkpoint, stored_layout, kept)
     if gguf:
         kind = model.dtype if gguf == "auto" else gguf
         write_gguf_model(model, target, tensors, tokenizer=tokenizer, dtype=kind)

@@ -31,6 +31,7 @@ from tigon.models.pretrained.match import (
 from tigon.models.pretrained.names import (
     MULTIMODAL,
     SCORE,
+    TIED_BY_TEXT,
     UNTIED,
     base_tensors,
     embedding_and_head,
@@ -127,9 +128,8 @@ def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
         return source
     text = dict(config.check_type("text_config", source.get("text_config") or {}, dict))
     text.setdefault("model_type", MULTIMODAL[kind])
-    if kind in UNTIED:
-        text["tie_word_embeddings"] = source.get("tie_word_embeddings", False)
-    text.setdefault("tie_word_embeddings", source.get("tie_word_embeddings", True))
+    if kind not in TIED_BY_TEXT:
+        text["tie_word_embeddings"] = source.get("tie_word_embeddings", kind not in UNTIED)
     dtype = source.get("dtype") or source.get("torch_dtype")
     if dtype is not None and not (text.get("dtype") or text.get("torch_dtype")):
         text["dtype"] = dtype
@@ -166,12 +166,14 @@ def from_pretrained(
     quantize: Quantize | None = None,
     mmap: bool = False,
     staging_bytes: int = STAGING_BYTES,
+    shard: Callable[[M, Checkpoint], None] | None = None,
     **source: Any,
 ) -> M:
     """Loads the model of `models` that config.json's model_type names, in evaluation mode.
 
     With `mmap`, on the CPU, a weight that needs no conversion stays in the file until it is used.
     With `quantize` the projections' weights are quantized, and only adapters can be trained.
+    `shard` is called with the model without memory, to keep a part of it, and its checkpoint.
     """
     check_keywords("from_pretrained", source, frozenset(LoadOptions.__annotations__))
     if gguf_file is None:
@@ -185,6 +187,8 @@ def from_pretrained(
             repository, models, dtype=dtype, gguf_file=gguf_file, labels=labels, quantize=quantize
         )
     model.use_attention(attention)
+    if shard is not None:
+        shard(model, checkpoint)
     mapped = map_weights(model, checkpoint) if mmap else set()
     materialize(model, torch.device(device))
     load_weights(model, checkpoint, mapped=mapped, staging_bytes=staging_bytes)

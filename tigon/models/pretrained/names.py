@@ -39,7 +39,9 @@ MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-# Those whose own tie_word_embeddings counts and not that in text_config; by default false
+# Their own tie_word_embeddings counts and not that in text_config, except in these
+TIED_BY_TEXT = ("llama4",)
+# Those where it is false by default, not true
 UNTIED = ("muse_glimmer", "qwen3_5", "qwen3_5_moe")
 # Those of which transformers' AutoModelForCausalLM makes the text model alone
 TEXT_ALONE = ("llama4", "qwen3_5", "qwen3_5_moe")

@@ -1,7 +1,7 @@
 """Checkpoints of a run: weights, optimizer states and the step; complete or absent, and verified.
 
-No file of a checkpoint is unpickled or run. torch.distributed.checkpoint plans which rows each rank
-writes and reads; docs/checkpoints.md has the format.
+No file of a checkpoint is unpickled or run. Each rank reads its rows as it reads those of a Hugging
+Face checkpoint; docs/checkpoints.md has the format.
 """
 
 from tigon.train.checkpoint.files import (

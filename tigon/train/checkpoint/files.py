@@ -49,8 +49,10 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def read_metadata(checkpoint: Path) -> dict[str, Any]:
-    """Returns the content of run.json; raises ValueError if that is damaged."""
+def read_metadata(checkpoint: Path | None) -> dict[str, Any]:
+    """Returns the content of run.json, {} for None; raises ValueError if that is damaged."""
+    if checkpoint is None:
+        return {}
     path = checkpoint / RUN
     try:
         content = read_json(path, nan=True)
@@ -60,22 +62,6 @@ def read_metadata(checkpoint: Path) -> dict[str, Any]:
         if not isinstance(content.get(name, {}), dict):
             raise ValueError(f"{path} is damaged: its {name} is no JSON object")
     return content
-
-
-def first_cause(error: BaseException) -> str:
-    """Returns the text of this rank's error, or else of the first rank's that failed, with its
-    number.
-
-    torch's CheckpointException holds the errors of all ranks, with tracebacks.
-    """
-    failures = getattr(error, "failures", None)
-    if not failures:
-        return str(error) or type(error).__name__
-    this_rank = WriterGroup().rank
-    rank = this_rank if this_rank in failures else min(failures)
-    cause = failures[rank][0]
-    text = str(cause) if isinstance(cause, OSError) else repr(cause)
-    return text if rank == this_rank else f"rank {rank}: {text}"
 
 
 # Checksums

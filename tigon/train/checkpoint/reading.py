@@ -1,32 +1,46 @@
 """Reads checkpoints into models and optimizers on any number of ranks, and checks their values."""
 
-import math
-import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.optim import Optimizer
 
 from tigon.hub import check_folder
 from tigon.models import CausalLM
-from tigon.train.checkpoint.files import first_cause
-from tigon.train.checkpoint.format import EMA, OPTIMIZER, State, full_state, run_layout
+from tigon.models.pretrained.names import stored_tensors
+from tigon.train.checkpoint.format import (
+    EMA,
+    OPTIMIZER,
+    State,
+    full_state,
+    run_layout,
+    state_blocks,
+)
 from tigon.train.optim import Ema
 from tigon.utils.json import list_first
-from tigon.weights import Checkpoint, Layout, StoredRows, WriterGroup
+from tigon.weights import Checkpoint, Layout, RowSpan, TensorInfo, TensorSlice, WriterGroup
 from tigon.weights.files import read_lock
 from tigon.weights.header import read_header
+from tigon.weights.layout import covers_parameter
+from tigon.weights.load import Matched, fill_shards
 
 # Sums of squares, scales and counts
 NEVER_NEGATIVE = ("exp_avg_sq", "exp_avg_sq_scale", "exp_avg_scale", "step")
 BEGIN_AGAIN = "begin another run_dir, with model= an export of this one"
+
+
+class StoredBlock(NamedTuple):
+    """A block of a checkpoint tensor in a file, and where it begins in the full tensor."""
+
+    info: TensorInfo
+    offset: tuple[int, ...]
+
+
+StoredBlocks = dict[str, list[StoredBlock]]  # by the tensor's name
 
 
 def load(
@@ -38,84 +52,117 @@ def load(
     Each rank reads its own rows only. In a process group every rank calls this. Raises ValueError
     if the checkpoint does not fit the model, cannot be read, or has values that no run has.
     """
-    with read_lock(checkpoint), warnings.catch_warnings():
+    with read_lock(checkpoint):
         check_folder(checkpoint)
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        metadata = _read_tensor_metadata(checkpoint)
-        stored: dict[str, Any] = metadata.state_dict_metadata
+        stored = _read_blocks(checkpoint)
         has_average = any(name.startswith(EMA) for name in stored)
         unused = tuple(p for p, of in ((EMA, ema), (OPTIMIZER, optimizer)) if of is None)
-        stored = {name: info for name, info in stored.items() if not name.startswith(unused)}
+        stored = {name: blocks for name, blocks in stored.items() if not name.startswith(unused)}
+        state = full_state(model, optimizer, ema if has_average else None)
+        layout = {name: shard.parts for name, shard in state.items()}
+        _check_optimizer(checkpoint, _tensor_names(layout), stored)
+        tensors = {
+            name: torch.empty(shard.shape, dtype=shard.memory.dtype, device="meta")
+            for name, (shard, _) in state.items()
+        }
+        matched, fault = _match_blocks(checkpoint, tensors, layout, stored), ""
         try:
-            state = full_state(model, optimizer, ema if has_average else None)
-            _check_optimizer(checkpoint, state, stored)
-            _check_dtypes(checkpoint, stored, metadata)
-            _check_tensors(checkpoint, state, stored)
-            reader = HuggingFaceStorageReader(str(checkpoint))
-            with torch.device("cpu"):  # where safetensors puts what it has read, not on the default
-                dcp.load(dict(state), storage_reader=reader, no_dist=not dist.is_initialized())
-        except CheckpointException as error:
-            raise ValueError(f"{checkpoint} cannot be read: {first_cause(error)}") from error
-        check_values(checkpoint, state, metadata)
+            fill_shards({name: shard.local for name, shard in state.items()}, matched)
+        except (OSError, ValueError) as error:
+            fault = str(error)
+        if fault := next(filter(None, WriterGroup().gather(fault)), ""):
+            raise ValueError(f"{checkpoint} cannot be read: {fault}")
+        _check_values(checkpoint, state, stored)
     if ema is not None and not has_average:
         ema.begin(model)
 
 
-def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[dict[str, list[StoredRows]], Layout]:
-    """Returns where the files have the rows of each checkpoint tensor, and the model's layout.
-
-    Raises ValueError if the checkpoint is of another model; whoever reads the rows finds gaps.
-    """
-    layout = run_layout(model)
-    shapes = {part.name: part.shape for parts in layout.values() for part in parts}
-    stored: dict[str, list[StoredRows]] = {}
-    files: dict[Path, Checkpoint] = {}
-    metadata = _read_tensor_metadata(checkpoint)
-    _check_dtypes(checkpoint, shapes, metadata)
-    for index, info in metadata.storage_data.items():
-        name, path = index.fqn, Path(info.relative_path)
-        if name.startswith((OPTIMIZER, EMA)):
-            continue
-        if path not in files:
-            files[path] = Checkpoint(str(path), read_header(path))
-        tensor = files[path].tensors[name]
-        shape = shapes.get(name, tensor.shape)
-        if not tensor.dtype.is_floating_point:
-            fault = f"has whole numbers for others in {name} ({path.name}); take another checkpoint"
-            raise _misfit(checkpoint, fault)
-        if len(tensor.shape) != len(shape):
-            raise _misfit(checkpoint, f"resizes {name}")
-        for place in _row_spans(tuple(index.offset), tensor.shape, shape):
-            stored.setdefault(name, []).append(StoredRows(*place, name, files[path]))
-    for fault, names in (("lacks", shapes.keys() - stored), ("also has", stored.keys() - shapes)):
-        if names:
-            raise _misfit(checkpoint, f"{fault} {list_first(sorted(names))}")
-    return stored, layout
+def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[Checkpoint, Layout]:
+    """Returns the blocks of checkpoint tensors that the files have, each with a name of its own,
+    and their layout in the model. Raises ValueError if the checkpoint is of another model, or lacks
+    rows of it."""
+    stored = _read_blocks(checkpoint)
+    stored = {n: blocks for n, blocks in stored.items() if not n.startswith((OPTIMIZER, EMA))}
+    matched = _match_blocks(checkpoint, stored_tensors(model), run_layout(model), stored)
+    tensors = {part.name: info for parts in matched.values() for part, info in parts}
+    layout = {name: tuple(part for part, _ in parts) for name, parts in matched.items()}
+    return Checkpoint(str(checkpoint), tensors), layout
 
 
-def _row_spans(
-    offsets: tuple[int, ...], block: Sequence[int], shape: Sequence[int]
-) -> Iterator[tuple[int, int, int, int]]:
-    """Yields (row, first, rows, column) of a stored block, as `StoredRows` counts them."""
-    column = offsets[-1] if len(offsets) > 1 else 0
-    per_row = math.prod(block[1:-1])
-    if tuple(block[1:-1]) == tuple(shape[1:-1]):
-        yield offsets[0] * per_row, 0, block[0] * per_row, column
-        return
-    for i in range(block[0]):  # [E, N, D] with a part of each N
-        row = (offsets[0] + i) * math.prod(shape[1:-1]) + offsets[1]
-        yield row, i * per_row, per_row, column
-
-
-def _read_tensor_metadata(checkpoint: Path) -> Metadata:
-    """Returns names, shapes and dtypes of a checkpoint's tensors; ValueError if unreadable."""
+def _read_blocks(checkpoint: Path) -> StoredBlocks:
+    """Returns the blocks that a checkpoint's files have of each tensor; ValueError if one cannot be
+    read."""
     try:
-        return HuggingFaceStorageReader(str(checkpoint)).read_metadata()
+        found = HuggingFaceStorageReader(str(checkpoint)).read_metadata().storage_data
     except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
         raise ValueError(f"{checkpoint} cannot be read: {error}") from error
+    headers = {path: read_header(Path(path)) for path in {i.relative_path for i in found.values()}}
+    blocks: StoredBlocks = {}
+    for index, info in found.items():
+        block = StoredBlock(headers[info.relative_path][index.fqn], tuple(index.offset))
+        blocks.setdefault(index.fqn, []).append(block)
+    return blocks
 
 
 # Checks of what is stored against the model
+
+
+def _match_blocks(
+    checkpoint: Path, tensors: Mapping[str, Tensor], layout: Layout, stored: StoredBlocks
+) -> Matched:
+    """Returns what stored blocks have of each tensor of a rank, which may be on the meta device;
+    raises ValueError for other names, shapes or kinds of numbers, and for missing rows."""
+    names = _tensor_names(layout)
+    for fault, wrong in (("lacks", names - stored.keys()), ("also has", stored.keys() - names)):
+        if wrong:
+            hint = ""
+            if all(name.startswith((OPTIMIZER, EMA)) for name in wrong):
+                hint = f"; if parameter_groups freeze other parameters than before, {BEGIN_AGAIN}"
+            raise _misfit(checkpoint, f"{fault} {list_first(sorted(wrong))}{hint}")
+    matched: Matched = {}
+    for name, parts in layout.items():
+        tensor, matched[name] = tensors[name], []
+        for part in parts:
+            blocks = stored[part.name]
+            ends = [map(sum, zip(b.offset, b.info.shape, strict=True)) for b in blocks]
+            if tuple(map(max, zip(*ends, strict=True))) != part.shape:
+                raise _misfit(checkpoint, f"resizes {part.name}")
+            for i, (info, offset) in enumerate(blocks):
+                if info.dtype.is_floating_point != tensor.dtype.is_floating_point:
+                    fault = "has whole numbers for others, or others for whole ones, in"
+                    file = f"({info.path.name}); take another checkpoint"
+                    raise _misfit(checkpoint, f"{fault} {part.name} {file}")
+                key = f"{part.name} {i}"
+                matched[name] += [(s, info) for s in _stored_part(part, key, info.shape, offset)]
+        slices = [part for part, _ in matched[name]]
+        if tensor.numel() and not (slices and covers_parameter(slices, tensor)):
+            raise _misfit(checkpoint, f"lacks rows of {name}")
+    return matched
+
+
+def _stored_part(
+    part: TensorSlice, key: str, shape: tuple[int, ...], offset: Sequence[int]
+) -> list[TensorSlice]:
+    """Returns the slice that a parameter has of a stored block, in a list, if it has one; `part` is
+    what it has of the whole tensor."""
+    rows = [_overlap(span, offset[0], shape[0]) for span in part.rows]
+    inner = tuple(map(_overlap, part.inner_spans, offset[1:], shape[1:]))
+    rows = [span for span in rows if span.length > 0]
+    if rows and all(span.length > 0 for span in inner):
+        return [TensorSlice(key, shape, tuple(rows), inner)]
+    return []
+
+
+def _overlap(span: RowSpan, first: int, size: int) -> RowSpan:
+    """Returns what a span has of a stored range, counted within that; its length is at most 0 if it
+    has nothing."""
+    begin, end = max(span.source, first), min(span.source + span.length, first + size)
+    return RowSpan(begin - first, span.target + begin - span.source, end - begin)
+
+
+def _tensor_names(layout: Layout) -> set[str]:
+    """Returns the names of the checkpoint tensors of a layout."""
+    return {part.name for parts in layout.values() for part in parts}
 
 
 def _misfit(checkpoint: Path, fault: str) -> ValueError:
@@ -123,23 +170,9 @@ def _misfit(checkpoint: Path, fault: str) -> ValueError:
     return ValueError(f"{checkpoint} does not fit the model: it {fault}")
 
 
-def _check_dtypes(checkpoint: Path, names: Container[str], metadata: Metadata) -> None:
-    """Raises ValueError if files have rows of one of the tensors in different dtypes, which no run
-    writes: each would be read as its own header says."""
-    first: dict[str, Any] = {}
-    for index, info in metadata.storage_data.items():
-        other = first.setdefault(index.fqn, info)
-        if index.fqn in names and other.dtype != info.dtype:
-            places = sorted((Path(i.relative_path).name, str(i.dtype)) for i in (other, info))
-            dtypes = " and ".join(f"{dtype} in {file}" for file, dtype in places)
-            raise ValueError(
-                f"{checkpoint} is damaged: {index.fqn} is {dtypes}; take another checkpoint"
-            )
-
-
-def _check_optimizer(checkpoint: Path, state: State, stored: Mapping[str, Any]) -> None:
+def _check_optimizer(checkpoint: Path, names: Iterable[str], stored: Iterable[str]) -> None:
     """Raises ValueError, naming the states, if another optimizer made the checkpoint's."""
-    was, now = (", ".join(sorted({*map(_state_kind, names)} - {""})) for names in (stored, state))
+    was, now = (", ".join(sorted({*map(_state_kind, n)} - {""})) for n in (stored, names))
     if was != now:
         raise ValueError(
             f"{checkpoint} has the states of another optimizer: {was or 'none'}; this one has "
@@ -153,52 +186,8 @@ def _state_kind(name: str) -> str:
     return name.split(".")[1] if name.startswith(OPTIMIZER) else ""
 
 
-def _check_tensors(checkpoint: Path, state: State, stored: Mapping[str, Any]) -> None:
-    """Raises ValueError for other names, shapes or kinds of numbers, and for missing rows."""
-    for fault, names in (("lacks", state.keys() - stored), ("also has", stored.keys() - state)):
-        if names:
-            hint = ""
-            if all(name.startswith((OPTIMIZER, EMA)) for name in names):
-                hint = f"; if parameter_groups freeze other parameters than before, {BEGIN_AGAIN}"
-            raise _misfit(checkpoint, f"{fault} {list_first(sorted(names))}{hint}")
-    for name, tensor in sorted(state.items()):
-        found, fault = stored[name], ""
-        if found.size != tensor.size():
-            fault = "resizes"
-        elif not _has_all_rows(found.chunks, tensor.size()):
-            fault = "lacks rows of"
-        elif found.properties.dtype.is_floating_point != tensor.dtype.is_floating_point:
-            fault = "has whole numbers for others, or others for whole ones, in"
-        if fault:
-            raise _misfit(checkpoint, f"{fault} {name}")
-
-
-def _has_all_rows(chunks: Sequence[ChunkStorageMetadata], shape: Sequence[int]) -> bool:
-    """Returns whether chunks cover a tensor: rows, or under tensor parallelism shares of rows."""
-    stripes: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-    for chunk in chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
-            return False
-        inner = tuple(zip(chunk.offsets[1:], chunk.sizes[1:], strict=True))
-        stripes.setdefault(inner, []).append((chunk.offsets[0], chunk.sizes[0]))
-    dims = zip(zip(*stripes, strict=True), shape[1:], strict=True)
-    return all(_covers(spans, shape[0]) for spans in stripes.values()) and all(
-        _covers(spans, size) for spans, size in dims
-    )
-
-
-def _covers(spans: Iterable[tuple[int, int]], size: int) -> bool:
-    """Returns whether spans of (first, count), which may repeat, cover a range of `size`."""
-    end = 0
-    for first, count in sorted(spans):
-        if first > end:
-            return False
-        end = max(end, first + count)
-    return end == size
-
-
 @torch.no_grad()
-def check_values(checkpoint: Path, state: State, stored: Metadata) -> None:
+def _check_values(checkpoint: Path, state: State, stored: StoredBlocks) -> None:
     """Raises ValueError, naming file, tensor and value, if a value that was read is NaN, infinite,
     or negative where none can be.
 
@@ -206,10 +195,9 @@ def check_values(checkpoint: Path, state: State, stored: Metadata) -> None:
     reduction on its device, and all of them one wait.
     """
     groups: dict[tuple[torch.device, torch.dtype], list[tuple[str, Tensor]]] = {}
-    for name, tensor in state.items():
-        if tensor.dtype.is_floating_point or _state_kind(name) in NEVER_NEGATIVE:
-            for rows in (chunk.rows for chunk in tensor.chunks if chunk.rows.numel()):
-                groups.setdefault((rows.device, rows.dtype), []).append((name, rows))
+    for name, _, rows in state_blocks(state):
+        if rows.dtype.is_floating_point or _state_kind(name) in NEVER_NEGATIVE:
+            groups.setdefault((rows.device, rows.dtype), []).append((name, rows))
     wrong: dict[str, float] = {}
     for group in groups.values():
         ranges = torch.stack([torch.stack(torch.aminmax(rows)) for _, rows in group])
@@ -217,7 +205,7 @@ def check_values(checkpoint: Path, state: State, stored: Metadata) -> None:
             least = 0.0 if _state_kind(name) in NEVER_NEGATIVE else -torch.inf
             if bad := [x for x in pair if not (least <= x < torch.inf and x > -torch.inf)]:
                 wrong.setdefault(name, bad[0])
-    faults = [f"{checkpoint} has {x} in {n} ({_files(stored, n)})" for n, x in wrong.items()]
+    faults = [f"{checkpoint} has {x} in {n} ({_files(stored[n])})" for n, x in wrong.items()]
     if faults := sorted({fault for some in WriterGroup().gather(faults) for fault in some}):
         more = f", and so {len(faults) - 1} more" if len(faults) > 1 else ""
         raise ValueError(
@@ -225,8 +213,7 @@ def check_values(checkpoint: Path, state: State, stored: Metadata) -> None:
         )
 
 
-def _files(stored: Metadata, name: str) -> str:
-    """Returns a text with the first file that has rows of a tensor, and how many others have."""
-    paths = [info.relative_path for index, info in stored.storage_data.items() if index.fqn == name]
-    files = {Path(path).name for path in paths}
+def _files(blocks: Sequence[StoredBlock]) -> str:
+    """Returns a text with the first file that has a block, and how many others have."""
+    files = {block.info.path.name for block in blocks}
     return min(files) + f" or {len(files) - 1} more" * (len(files) > 1)

@@ -12,22 +12,21 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
 from tigon.models.pretrained.save import write_description
 from tigon.tokenizer import Tokenizer
-from tigon.train.checkpoint.files import RUN, KeepPolicy, first_cause, is_listed, prune, write_sums
-from tigon.train.checkpoint.format import Chunk, LocalRows, State, Writer, full_state
+from tigon.train.checkpoint.files import RUN, KeepPolicy, is_listed, prune, write_sums
+from tigon.train.checkpoint.format import State, StateShard, full_state, own_blocks, write_blocks
 from tigon.train.distributed import World, local
 from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
 from tigon.utils.json import list_first
-from tigon.utils.memory import CGROUP
+from tigon.utils.memory import available_memory
 from tigon.weights import WriterGroup
+from tigon.weights.entries import RankError
 from tigon.weights.files import DiskFullError, new_directory, require_space
 from tigon.weights.write import all_finite
 
@@ -36,6 +35,12 @@ KEEP = KeepPolicy()
 
 class SaveError(OSError):
     """Says that a checkpoint or an export could not be written; those before it are untouched."""
+
+    @classmethod
+    def of(cls, target: Path, error: Exception) -> Self:
+        """Returns the error for a target that another one, perhaps of memory, kept from it."""
+        why = error if isinstance(error, OSError | RankError) else repr(error)
+        return cls(f"{target} was not written: {why}")
 
 
 class BackgroundWriter:
@@ -103,24 +108,6 @@ def check_finite(
     names = sorted({name for of_rank in WriterGroup().gather(bad) for name in of_rank})
     where = "" if dtype is None else f" in {dtype}"
     raise FloatingPointError(f"not finite{where}: {list_first(names)}")
-
-
-def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
-    """Returns the bytes that this process may still take; 2**60 if nothing limits them."""
-    limits = [1 << 60]
-    if meminfo.is_file():
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        if "MemAvailable" in lines:
-            limits.append(int(lines["MemAvailable"].split()[0]) * 1024)
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        if limit != "max":
-            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-            used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
-            limits.append(int(limit) - used)
-    except (OSError, ValueError, KeyError):
-        pass  # no limit that can be read
-    return min(limits)
 
 
 def fits_in_memory(needed: int, world: World) -> bool:
@@ -214,11 +201,14 @@ class Saver(BackgroundWriter):
     def warn_if_full(self, model: CausalLM, optimizer: Optimizer, ema: Ema | None) -> None:
         """Logs a note if a checkpoint does not fit on the disk as it is now. Every rank calls this,
         after a step, which makes the optimizer's states."""
-        rows = full_state(model, optimizer, ema).values()
-        needed = sum(tensor.numel() * tensor.dtype.itemsize for tensor in rows)
+        sizes = {
+            part.name: math.prod(part.shape) * shard.memory.itemsize
+            for shard, parts in full_state(model, optimizer, ema).values()
+            for part in parts
+        }
         place = self.directory if self.directory.exists() else self.directory.parent
         try:
-            require_space(place, needed)
+            require_space(place, sum(sizes.values()))
         except DiskFullError as error:
             self.world.log_rank0(f"note: {error}, so a checkpoint would end the run")
 
@@ -227,29 +217,33 @@ class Saver(BackgroundWriter):
     ) -> None:
         """Writes the state, and what `describe` adds, to the target, whole or not at all; then
         prunes older checkpoints. Raises SaveError."""
-        staging = ExitStack()
-
-        def begin(needed: int) -> Path:
-            """Makes the directory to write `needed` bytes into; rank 0 calls this."""
-            # One of this name is damaged, or of a run that was resumed from before it
-            staging.enter_context(_link_aside(target))
-            stale = is_listed(target)
-            directory = new_directory(target, replace=True, needed=needed, stale=stale)
-            return staging.enter_context(directory)
-
-        def commit(directory: Path, sums: Mapping[str, str]) -> None:
-            """Adds small files and gives the final name; rank 0 calls this after all writes."""
-            with staging:
-                describe(directory)
-                write_sums(directory, sums)
-            self._prune(step)
-
+        ranks = WriterGroup(self._group)
         try:
-            with staging:  # which removes what was written before an error
-                writer = Writer(begin, commit)
-                dcp.save(dict(state), storage_writer=writer, process_group=self._group)
-        except (Exception, CheckpointException) as error:
-            raise SaveError(f"{target} was not written: {first_cause(error)}") from error
+            with ExitStack() as staging:  # which removes what was written before an error
+                blocks = own_blocks(state, ranks)
+                needed = sum(ranks.gather(sum(block.rows.nbytes for block in blocks)))
+                directory = None
+                with ranks.sync_errors():
+                    if ranks.first:
+                        # One of this name is damaged, or of a run that was resumed from before it
+                        staging.enter_context(_link_aside(target))
+                        stale = is_listed(target)
+                        directory = staging.enter_context(
+                            new_directory(target, replace=True, needed=needed, stale=stale)
+                        )
+                place = ranks.gather(directory)[0]
+                assert place is not None
+                with ranks.sync_errors():
+                    sums = write_blocks(place, blocks, ranks.rank)
+                sums = {n: x for of_rank in ranks.gather(sums) for n, x in of_rank.items()}
+                with ranks.sync_errors():
+                    if ranks.first:
+                        describe(place)
+                        write_sums(place, sums)
+                        staging.close()  # gives the final name
+                        self._prune(step)
+        except Exception as error:
+            raise SaveError.of(target, error) from error
         self.seconds = time.monotonic() - self._start_time
 
     def expected(self) -> float:
@@ -277,13 +271,13 @@ class CopyStager:
     """Copies states into buffers in host memory, pinned for a GPU, which the next save reuses."""
 
     def __init__(self) -> None:
-        self.buffers: dict[str, list[Tensor]] = {}
+        self.buffers: dict[str, Tensor] = {}
         self._fits: bool | None = None
 
     def fits(self, state: State, world: World) -> bool:
         """Returns whether every host has memory for the copies; only the first call measures."""
         if self._fits is None:
-            needed = sum(c.rows.nbytes for rows in state.values() for c in rows.chunks)
+            needed = sum(shard.memory.nbytes for shard, _ in state.values())
             self._fits = fits_in_memory(needed, world)
             if not self._fits:
                 world.log_rank0(
@@ -293,23 +287,18 @@ class CopyStager:
         return self._fits
 
     def stage(self, state: State) -> State:
-        """Returns the tensors copied into host memory, which is kept for the next save."""
+        """Returns the state copied into host memory, which is kept for the next save."""
         staged: State = {}
         on_gpu = False
-        for name, rows in state.items():
+        for name, (shard, parts) in state.items():
+            memory = shard.memory
             if name not in self.buffers:
-                self.buffers[name] = [
-                    torch.empty(
-                        c.rows.shape, dtype=rows.dtype, pin_memory=c.rows.is_cuda, device="cpu"
-                    )
-                    for c in rows.chunks
-                ]
-            chunks = []
-            for chunk, buffer in zip(rows.chunks, self.buffers[name], strict=True):
-                buffer.copy_(chunk.rows, non_blocking=chunk.rows.is_cuda)
-                on_gpu |= chunk.rows.is_cuda
-                chunks.append(Chunk(chunk.offsets, buffer))
-            staged[name] = LocalRows(rows.shape, rows.dtype, chunks)
+                options: dict[str, Any] = {"pin_memory": memory.is_cuda, "device": "cpu"}
+                self.buffers[name] = torch.empty(memory.shape, dtype=memory.dtype, **options)
+            buffer = self.buffers[name]
+            buffer.copy_(memory, non_blocking=memory.is_cuda)
+            on_gpu |= memory.is_cuda
+            staged[name] = StateShard(shard._replace(memory=buffer), parts)
         if on_gpu:
             torch.cuda.synchronize()
         return staged

@@ -15,16 +15,6 @@ TASKS: dict[str, type[Task]] = {
     **{"reward": Reward, "grpo": GRPO, "distill": Distill},
 }
 
-# Other trainers' names of tasks, with the settings that replace them
-FOREIGN_TASKS = {
-    **dict.fromkeys(("lora", "sft_lora", "qlora"), "task=sft with lora.rank=16"),
-    "dpo_lora": "task=dpo with lora.rank=16",
-    **dict.fromkeys(("rm", "reward_model", "reward_modeling"), "task=reward"),
-    **dict.fromkeys(("gkd", "kd", "knowledge_distillation"), "task=distill with teacher"),
-    "bco": "none; task=kto learns from the same rows",
-    "rloo": "none; task=grpo, with advantages in the rows",
-}
-
 __all__ = [
     "TASKS", "CrossEntropyTask", "MicroBatchLoss", "StepInputs", "Task", "describe_tasks",
     "find_task",
@@ -42,8 +32,6 @@ def describe_tasks() -> str:
 def find_task(task: str) -> type[Task]:
     """Returns the class of a task by its name; ValueError for an unknown one."""
     if task not in TASKS:
-        if task in FOREIGN_TASKS:
-            raise ValueError(f"no task is called task={task!r}; here: {FOREIGN_TASKS[task]}")
         meant = find_misspelled(task, TASKS)
         hint = f"did you mean {meant!r}?" if meant else f"known: {', '.join(TASKS)}"
         raise ValueError(f"no task is called task={task!r}; {hint}")

@@ -5,7 +5,6 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -78,14 +77,10 @@ class AnswerTask(Task):
         config, world = self.config, self.world
         if not self.refers:
             return
-        digest = reference.model_digest
-        check = partial(reference.shared_digest, config, world, trained=trained)
-        if config.lora is not None and config.lora.quantize is None:
-            check = partial(check, base=lambda: digest(replace(config, reference="")))
+        find = partial(reference.model_digest, config)
+        weights = reference.shared_digest(config, world, find, trained=trained)
         if self._keeps_to_base(model):
-            check(lambda: reference.WITHOUT_ADAPTERS)  # resuming checks the base's weights
             return
-        weights = check(lambda: digest(config))
         if not all(isinstance(loader.windows, Mixture) for loader in loaders):
             other = self._reference_model()
             self.live = lambda inputs: self._logprobs_by(other, inputs.micro_batch)

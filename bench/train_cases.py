@@ -135,7 +135,7 @@ CASES = {
     "gpt-oss-20b, 8 layers, 1 x 8192": Case(
         *("gpt-oss-20b", 1, LONG, 1.3, 0.8), settings=IN_BACKWARD
     ),
-    # At 8192 the peer runs out of memory
+    # At 8192 the peer ran out of memory without flash-linear-attention or FlexAttention
     "Qwen3.5-9B 1 x 4096": Case("Qwen3.5-9B", 1, 4096, 1.3, 0.8, settings=IN_BACKWARD),
     "gpt-oss-20b, 8 layers, 1 x 4096": Case(
         *("gpt-oss-20b", 1, 4096, 1.3, 0.8), settings=IN_BACKWARD

@@ -117,8 +117,10 @@ def notes(cases: list[Record]) -> Iterator[str]:
     """What is not alike on both sides, by case."""
     some = [case for case in cases if not CASES[case["name"]].own]
     if without := [f"- {case['name']}: {'; '.join(lacks(case))}" for case in some if lacks(case)]:
-        said = "**Not the best peer.** These ratios may be too good: the peer lacked what it has in this "
-        said += "benchmark now. The picture leaves them out, and none counts as met."
+        said = (
+            "**Not the best peer.** These ratios may be too good: the peer lacked what it has in "
+        )
+        said += "this benchmark now. The picture leaves them out, and none counts as met."
         yield "\n".join([said, "", *without])
     if early := [case["name"] for case in some if IN_BACKWARD[0] in case["settings"]]:
         said = (

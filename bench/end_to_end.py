@@ -75,6 +75,7 @@ CASES = {
     "1B LoRA": Case("Llama-3.2-1B", RANK),
     "Qwen3-MoE LoRA": Case("Qwen3-30B-A3B", RANK),
 }
+USUAL = ("1B full", "8B LoRA", "8B full", "Qwen3-MoE full")
 TRL = "TRL, gradient_checkpointing=False"
 SIDES: dict[str, dict[str, Any]] = {  # fields of a Request
     OURS: {"library": "tigon"},
@@ -271,13 +272,25 @@ def learned(sides: Record) -> str:
     return "; ".join(parts)
 
 
+def steps_alone(name: str, sides: Record) -> str:
+    """How fast median steps are beside the best peer's: what a long run comes near to."""
+    ours, theirs = sides.get(OURS, {}), best_peer(sides)
+    if theirs is None or not (ours.get("gaps") and theirs["gaps"]):
+        return ""
+    rates = [of["tokens"] / of["steps"] / median(of["gaps"]) for of in (ours, theirs)]
+    return f"{name}: tokens/s of steps alone, over the best peer's: {rates[0] / rates[1]:.2f}."
+
+
 def show(record: Record) -> str:
     cases = {name: record["cases"][name] for name in CASES if name in record["cases"]}
     rows = [row(name, side, of) for name, sides in cases.items() for side, of in sides.items()]
     notes = [f"{name}: {learned(sides)}." for name, sides in cases.items() if learned(sides)]
+    notes += [note for name, sides in cases.items() if (note := steps_alone(name, sides))]
     said = [line for name, sides in cases.items() for line in verdicts(name, sides)]
     steps = sorted({found["asked"] for sides in cases.values() for found in sides.values()})
     title = f"{heading(record)}; {' or '.join(map(str, steps))} steps."
+    if lacking := [f"{c}: {s}" for c in USUAL for s in SIDES if s not in cases.get(c, {})]:
+        notes.append(f"Not measured: {'; '.join(lacking)}.")
     return report(record, markdown(HEAD, rows), *notes, said, title=title)
 
 
@@ -301,7 +314,6 @@ OPTIONS = (
     ("--root", {"type": Path, "default": Path(tempfile.gettempdir(), "end_to_end")}),
     ("--again", {"action": "store_true", "help": "measure what the record has"}),
 )
-USUAL = ("1B full", "8B LoRA", "8B full", "Qwen3-MoE full")
 BENCH = Bench(
     run,
     show,

@@ -71,7 +71,9 @@ class Work:
     rows: int
     words: tuple[int, int]
     choice: tuple[int, int]
-    size: int  # of a batch of hf; smaller ones and its own choice were slower
+    size: (
+        int  # of a batch of hf, which also tries four times as many rows; smaller ones were slower
+    )
 
     def row(self, draw: random.Random) -> Record:
         """A question, and four choices that go on with it, of which the right one does so in the
@@ -176,16 +178,18 @@ def try_peer(sides: Sides, name: str, size: int, attention: str) -> float | str:
 def measure(sides: Sides, name: str, work: Work) -> Record:
     """Rounds of both sides; the first of hf is that in which it tried its attention."""
     ways = [SDPA, FLASH] if harness.installed("flash-attn-4") else [SDPA]
-    tried = {f"{work.size}, {way}": try_peer(sides, name, work.size, way) for way in ways}
+    sizes = work.size, 4 * work.size
+    tried = {f"{n}, {way}": try_peer(sides, name, n, way) for way in ways for n in sizes}
     taken = min(tried, key=lambda way: (isinstance(tried[way], str), tried[way]))
-    sides.models[PEER].model.set_attn_implementation(taken.partition(", ")[2])
+    size, _, attention = taken.partition(", ")
+    sides.models[PEER].model.set_attn_implementation(attention)
     progress(f"{name}: {OURS}")
     found: Record = {"name": name, "what": work.what, "rows": work.rows, "tried": tried}
     found |= {"batch_size": taken, "first_s": sides.answer(OURS, name, "auto")[0]}
     seconds: dict[str, list[float]] = {OURS: [], PEER: [tried[taken]]}
     metrics, answers = {}, {}
     for side in (OURS, PEER, OURS):
-        each, metrics[side], answers[side] = sides.answer(side, name, work.size)
+        each, metrics[side], answers[side] = sides.answer(side, name, int(size))
         seconds[side].append(each)
     return found | {
         **{"seconds": seconds, "metrics": metrics},

@@ -42,7 +42,8 @@ NAMES = ("Qwen3.5-0.8B", "gpt-oss-20b", "Gemma4-E4B", "Qwen3.5-35B-A3B", "Qwen3.
 BATCHES = (1, 64)
 CONTEXT = 1024
 SMALL = TINY | TINY_SHARED | {"num_hidden_layers": 4}  # one of which is full attention
-LIBRARIES = {name: name for name in ("transformers", "triton")}
+LIBRARIES = {name: name for name in ("transformers", "triton", "causal-conv1d")}
+LIBRARIES["FLA"] = "fla-core"
 DOUBT = 0.1  # of the logits' deviations, in the mean over tokens
 # Times the embeddings of bench/train_cases.py. Without it the first layers' branches are most of
 # the stream, and where two experts are nearly tied rounding decides about all that follows
@@ -183,7 +184,14 @@ def show(record: Record) -> str:
     known = [record["models"][name] for name in NAMES if name in record["models"]]
     table = markdown(head, (row for model in known for row in rows(model)))
     title = f"{heading(record)}, the last run."
-    return report(record, table, missing(record), wrong(record), title=title)
+    return report(record, table, missing(record), eager(known), wrong(record), title=title)
+
+
+def eager(models: list[Record]) -> str:
+    """Says which rows are beside steps of transformers that nothing compiles."""
+    each = ((model["name"], case) for model in models for case in model["cases"])
+    names = [f"{name}, {case['name']}" for name, case in each if not row_of(case, STATIC)]
+    return f"Without transformers' static cache: {'; '.join(names)}." if names else ""
 
 
 def wrong(record: Record) -> Iterator[str]:

@@ -54,6 +54,7 @@ GEMMA4_E4B |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input":
 GEMMA4_E4B |= {"final_logit_softcapping": 30.0}
 TINY_SHARED = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": TINY["vocab_size"]}
 NO_SDPA = ("gpt_oss",)  # of transformers, which has FlexAttention there
+FLEX = (*NO_SDPA, "gemma4_text")  # where flash-attn-4 or SDPA may not fit heads or masks
 MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Liger; config.json
     "Llama-3.2-1B": ("Llama", "llama", LLAMA_1B),
     "Llama-3.2-3B": ("Llama", "llama", LLAMA_3B),
@@ -89,7 +90,6 @@ class Case:
     share: float | None = None  # at least this much of the composed limit
     checkpointing: bool = False
     ragged: bool = False
-    packs: bool = True  # transformers keeps packed chats apart; else it has a padded row for each
     settings: tuple[str, ...] = ()  # of tigon.train, beside the common ones
     own: bool = False  # the other side is Tigon without these settings
     rank: int = 0  # of adapters of all projections, which are trained alone; 0: there are none
@@ -114,6 +114,7 @@ LONG = 8192
 PADDING = {"labels": -100}
 TINY_TOKENS = 48
 LIGER = "Liger"
+PACKED, PADDED = "packed", "padded"
 GRAPHS = ("cuda_graphs=true",)
 IN_BACKWARD = ("optimizer_in_backward=true",)  # where gradients are alive at the peak
 CASES = {
@@ -134,7 +135,7 @@ CASES = {
     "gpt-oss-20b, 8 layers, 1 x 8192": Case(
         *("gpt-oss-20b", 1, LONG, 1.3, 0.8), settings=IN_BACKWARD
     ),
-    # At 8192 the peer runs out of memory
+    # At 8192 the peer ran out of memory without flash-linear-attention or FlexAttention
     "Qwen3.5-9B 1 x 4096": Case("Qwen3.5-9B", 1, 4096, 1.3, 0.8, settings=IN_BACKWARD),
     "gpt-oss-20b, 8 layers, 1 x 4096": Case(
         *("gpt-oss-20b", 1, 4096, 1.3, 0.8), settings=IN_BACKWARD
@@ -143,14 +144,12 @@ CASES = {
     "Qwen3.5-35B-A3B, 8 layers, 1 x 8192": Case(
         *("Qwen3.5-35B-A3B", 1, LONG, 1.3, 0.8), settings=IN_BACKWARD
     ),
-    "ragged chats, Qwen3.5-0.8B": Case(
-        *("Qwen3.5-0.8B", 1, LONG, 1.3, 0.8), ragged=True, packs=False
-    ),
+    "ragged chats, Qwen3.5-0.8B": Case("Qwen3.5-0.8B", 1, LONG, 1.3, 0.8, ragged=True),
     "ragged chats, gpt-oss-20b, 8 layers": Case(
-        *("gpt-oss-20b", 1, LONG, 1.3, 0.8), ragged=True, packs=False, settings=IN_BACKWARD
+        *("gpt-oss-20b", 1, LONG, 1.3, 0.8), ragged=True, settings=IN_BACKWARD
     ),
     "ragged chats, Gemma4-E4B": Case(
-        *("Gemma4-E4B", 1, LONG, 1.3, 0.8), ragged=True, packs=False, settings=IN_BACKWARD
+        *("Gemma4-E4B", 1, LONG, 1.3, 0.8), ragged=True, settings=IN_BACKWARD
     ),
     "Llama-3.1-8B 2 x 4096 LoRA": Case("Llama-3.1-8B", 2, 4096, 1.55, 0.70, rank=16),
     "Llama-3.1-8B 1 x 512 LoRA": Case("Llama-3.1-8B", 1, 512, 3.5, settings=GRAPHS, rank=16),
@@ -188,7 +187,6 @@ class Batch:
     ids: Tensor  # int64 [B, T]
     labels: Tensor  # int64 [B, T], -100 where nothing is learned
     lengths: tuple[int, ...] | None
-    packs: bool  # as the case has it
 
     @classmethod
     def of(cls, case: Case, vocab: int, device: str, tiny: bool) -> "Batch":
@@ -196,11 +194,11 @@ class Batch:
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(vocab, (rows, tokens), generator=draw)
         if not case.ragged:
-            return cls(ids.to(device), ids.to(device), None, case.packs)
+            return cls(ids.to(device), ids.to(device), None)
         lengths = lognormal(tokens, 12 if tiny else RAGGED_MEAN)
         learned = torch.cat([torch.arange(n) >= n - round(SUPERVISED * n) for n in lengths])
         labels = ids.masked_fill(~learned, -100)
-        return cls(ids.to(device), labels.to(device), lengths, case.packs)
+        return cls(ids.to(device), labels.to(device), lengths)
 
     @property
     def positions(self) -> Tensor:
@@ -225,13 +223,13 @@ class Batch:
             "input_ids": self.ids, "labels": self.labels, "position_ids": self.positions, **more
         }  # fmt: skip
 
-    def theirs(self) -> dict[str, Any]:
-        """Keywords of transformers' forward; packed rows as its padding-free collator has them, or
-        the chats as padded rows."""
+    def theirs(self, rows: str) -> dict[str, Any]:
+        """Keywords of transformers' forward; PACKED as its padding-free collator has them, or the
+        chats as PADDED rows."""
         given = {"input_ids": self.ids, "labels": self.labels}
         if self.lengths is None:
             return given
-        if not self.packs:
+        if rows == PADDED:
             given |= {"attention_mask": torch.ones_like(self.ids)}
             return {
                 name: pad_sequence(x[0].split(self.lengths), True, PADDING.get(name, 0))
@@ -242,6 +240,8 @@ class Batch:
             longest, bounds = max(self.lengths), self.bounds
             given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             given |= {"max_length_q": longest, "max_length_k": longest}
+            chats = torch.arange(len(self.lengths), dtype=torch.int32, device=self.ids.device)
+            given |= {"seq_idx": chats.repeat_interleave(bounds.diff())[None]}
         return given
 
     @property
@@ -349,20 +349,42 @@ class Options:
     attention: str
     experts: str = ""  # LIGER for its experts, else the implementation of transformers
     compiled: bool = False  # by torch.compile with CUDA graphs
+    rows: str = ""  # of ragged chats: PACKED, or PADDED, one for each chat
 
     @property
     def name(self) -> str:
         parts = self.attention, self.experts and f"{self.experts} experts"
+        parts += (self.rows and f"{self.rows} rows",)
         return ", ".join(filter(None, (*parts, "compiled" * self.compiled)))
 
 
 def options_of(case: Case, device: str) -> list[Options]:
-    dense = ["flex_attention", "eager"] if MODELS[case.model][1] in NO_SDPA else ["sdpa"]
+    name = MODELS[case.model][1]
+    ways = ["sdpa"]
+    if name in FLEX:
+        ways = ["flex_attention", "eager" if name in NO_SDPA else "sdpa"]
     if device == "cpu":
-        return [Options(dense[-1])]
-    ways = ["flash_attention_4", *([VARLEN] if case.ragged and case.packs else dense)]
+        return [Options(ways[-1], rows=rows_of(case, ways[-1]))]
+    if case.ragged and name == "llama":
+        ways = [VARLEN]
     experts = ["grouped_mm", LIGER] if case.experts else [""]
-    return [Options(way, kind) for kind in experts for way in ways]
+    return [
+        Options(way, kind, rows=rows_of(case, way))
+        for kind in experts
+        for way in ("flash_attention_4", *ways)
+    ]
+
+
+def rows_of(case: Case, attention: str) -> str:
+    """How the peer gets ragged chats: packed where it keeps them apart."""
+    if not case.ragged:
+        return ""
+    name, apart = MODELS[case.model][1], True
+    if name in NO_SDPA:
+        apart = attention.startswith("flash")  # no other mask of it knows where chats begin
+    elif name.startswith("qwen3_5"):
+        apart = None not in map(find_spec, ("fla", "causal_conv1d"))
+    return PACKED if apart else PADDED
 
 
 def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> tuple[Any, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from bench import harness
 from bench.harness import Record, figure, heading, judge, markdown, verdict
 from bench.kernels_report import STYLE
-from bench.train_cases import CASES, PEER, Case
+from bench.train_cases import CASES, GRAPHS, IN_BACKWARD, PADDED, PEER, Case, options_of
 from bench.train_limit import ADAMW, PASSES, PRODUCTS
 from tigon.data.examples import format_count
 
@@ -95,14 +95,51 @@ def disagreement(case: Record) -> str:
     return "; ".join(said)
 
 
+def lacks(case: Record) -> list[str]:
+    """What the peer has now and did not have in this record, so that a ratio may be too good."""
+    target, tried = CASES[case["name"]], case["tried"]
+    if target.own:
+        return []
+    found = []
+    if target.model.startswith("Qwen3.5"):
+        names = {"FLA": "flash-linear-attention", "causal-conv1d": "causal-conv1d"}
+        found += [said for name, said in names.items() if not case["libraries"].get(name)]
+    else:
+        offered = options_of(target, "cuda")
+        first = [options.name for options in offered if options.experts == offered[0].experts]
+        found += [name for name in first if name not in tried]
+    if GRAPHS[0] in target.settings and not any("compiled" in name for name in tried):
+        found.append("torch.compile")
+    return found
+
+
+def notes(cases: list[Record]) -> Iterator[str]:
+    """What is not alike on both sides, by case."""
+    some = [case for case in cases if not CASES[case["name"]].own]
+    if without := [f"- {case['name']}: {'; '.join(lacks(case))}" for case in some if lacks(case)]:
+        said = (
+            "**Not the best peer.** These ratios may be too good: the peer lacked what it has in "
+        )
+        said += "this benchmark now. The picture leaves them out, and none counts as met."
+        yield "\n".join([said, "", *without])
+    if early := [case["name"] for case in some if IN_BACKWARD[0] in case["settings"]]:
+        said = (
+            f"**Memory.** Tigon has `{IN_BACKWARD[0]}`, which frees each gradient in backward. The "
+        )
+        yield f"{said}peer's AdamW comes after it, when all are alive: {'; '.join(early)}."
+    rows = {case["name"]: case.get("options", {}).get("rows") for case in some}
+    if padded := [name for name, kind in rows.items() if kind == PADDED]:
+        yield f"**Padded rows.** Tigon packs chats, and the peer pads each: {'; '.join(padded)}."
+
+
 def verdicts(case: Record) -> Iterator[str]:
     name, target = case["name"], CASES[case["name"]]
     other = sides_of(case)[0]
-    yield verdict(f"{name}: tokens/s over {other}", speed_ratio(case), target.speed)
+    lines = [verdict(f"{name}: tokens/s over {other}", speed_ratio(case), target.speed)]
     if target.memory is not None:
-        yield verdict(
-            f"{name}: peak memory over {other}", memory_ratio(case), target.memory, most=True
-        )
+        what = f"{name}: peak memory over {other}"
+        lines.append(verdict(what, memory_ratio(case), target.memory, most=True))
+    yield from (line for line in lines if not (lacks(case) and line.startswith("met")))
     if target.share is not None:
         yield verdict(f"{name}: share of the composed limit", share(case), target.share)
     left = max((r["left_mib"] for side in sides_of(case) for r in good(case, side)), default=0.0)
@@ -158,7 +195,8 @@ def summary(record: Record) -> str:
         note += f" Not measured: {'; '.join(missing)}."
     if any(CASES[case["name"]].own for case in record["cases"]):
         note += f" fp8 cases are compared with Tigon's own bf16 step, not with {PEER}."
-    return f"{heading(record, {})}, the last run.\n\n{table}{note}"
+    said = [f"{heading(record, {})}, the last run.", table + note, *notes(record["cases"])]
+    return "\n\n".join(said)
 
 
 def case_lines(case: Record) -> str:
@@ -260,6 +298,8 @@ def show(record: Record) -> str:
         stamp = f"Commit {case['commit']}, {case['date'][:10]}, {format_count(rounds, 'round')}. "
         versions = ", ".join(f"{name} {v}" for name, v in case["libraries"].items() if v)
         stamp += f"{versions}. Attention: {used}."
+        if case["settings"]:
+            stamp += f" Settings of {sides_of(case)[1]}: {', '.join(case['settings'])}."
         tried = "; ".join(f"{name} {found(t)}" for name, t in case["tried"].items())
         stamp += f" Settings tried for the peer: {tried}." if tried else ""
         parts += [f"### {case['name']}", stamp, *filter(None, sections)]
@@ -273,11 +313,12 @@ def blocks(record: Record) -> dict[str, str]:
 
 
 def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
-    """Two bars per case: tokens per second and peak memory, over the other side's."""
+    """Two bars per case: tokens per second and peak memory, over the other side's; a case whose
+    peer lacked something has none."""
     import matplotlib  # an extra
     from matplotlib.figure import Figure
 
-    shown = [case for case in record["cases"] if speed_ratio(case) is not None]
+    shown = [case for case in record["cases"] if speed_ratio(case) and not lacks(case)]
     bars: list[tuple[str, str, Callable[[Record], float | None], Callable[[Case], Any]]] = [
         ("tokens per second: more is better", "#c1272d", speed_ratio, lambda c: c.speed),
         ("peak memory: less is better", "#4f7cac", memory_ratio, lambda c: c.memory),
@@ -299,7 +340,9 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
     axes.set_xscale("log")
     axes.set_xlim(left=LEFT)
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    axes.set_yticks(range(len(shown)), [case["name"] for case in shown])
+    early = [", updates in backward" * (IN_BACKWARD[0] in case["settings"]) for case in shown]
+    names = [case["name"] + more for case, more in zip(shown, early, strict=True)]
+    axes.set_yticks(range(len(shown)), names)
     axes.invert_yaxis()
     axes.margins(y=0.01)
     axes.tick_params(labelsize=7)

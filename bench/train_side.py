@@ -162,9 +162,8 @@ class Sides:
             return Training(*made, self.batch.ours(), updates_of(self.case, side, *made))
         if options is None:
             raise ValueError(f"no settings of {PEER} work here")
-        return Training(
-            *peer(given[0], options, *given[1:], self.request.liger), self.batch.theirs()
-        )
+        inputs = self.batch.theirs(options.rows)
+        return Training(*peer(given[0], options, *given[1:], self.request.liger), inputs)
 
     def turn(
         self, side: str, options: Options | None, measure: Callable[[Training], Record]

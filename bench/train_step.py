@@ -24,7 +24,7 @@ import time
 from bench import train_report
 from bench.harness import ROOT, Bench, Job, Record, progress
 from bench.processes import spawn
-from bench.train_cases import CASES, TINY_TOKENS, Case, offered
+from bench.train_cases import CASES, GRAPHS, TINY_TOKENS, Case, offered, options_of
 from bench.train_side import Request
 
 SIDE = ROOT / "bench/train_side.py"
@@ -35,6 +35,7 @@ LIBRARIES = {
     "PEFT": "peft",
     "flash-attn-4": "flash-attn-4",
     "FLA": "fla-core",
+    "causal-conv1d": "causal-conv1d",
     "torch": "torch",
     "triton": "triton",
 }
@@ -48,7 +49,9 @@ def begun(name: str, case: Case, job: Job) -> Record:
     known = next((c for c in job.record["cases"] if c["name"] == name), None)
     same = {"commit": job.record["commit"], "optimizer": job.options.optimizer}
     if known is None or job.options.again or any(known[k] != v for k, v in same.items()):
-        return {"name": name, **same, "tokens": tokens, "profile": {}, **settled(known, job)} | {
+        trials = settled(known, case, job)
+        return {"name": name, **same, "tokens": tokens, "profile": {}, **trials} | {
+            "settings": case.settings,
             "date": job.record["date"],
             "libraries": job.record["libraries"],
             "rounds": {side: [] for side in case.sides},
@@ -60,13 +63,25 @@ def begun(name: str, case: Case, job: Job) -> Record:
     return known | {"rounds": {side: rows[:whole] for side, rows in rounds.items()}}
 
 
-def settled(known: Record | None, job: Job) -> Record:
+def settled(known: Record | None, case: Case, job: Job) -> Record:
     """What another commit's trials have found of the peer, or ones cut off, with the same
-    libraries."""
+    libraries; their choice counts if all that is tried now was among them."""
     found = {} if job.options.again or known is None else known.get("trials", known)
     if not found or not found["libraries"].items() <= job.record["libraries"].items():
         return {"tried": {}}
-    return {key: found[key] for key in TRIALS[:2] if key in found}
+    names = [options.name for options in options_of(case, "cuda")]
+    tried = {name: row for name, row in found["tried"].items() if plain(name) in names}
+    whole = {*names[: len(names) // (1 + case.experts)]} <= tried.keys()
+    if GRAPHS[0] in case.settings:
+        whole &= any(plain(name) != name for name in tried)
+    return {"tried": tried} | (
+        {"options": found["options"]} if whole and "options" in found else {}
+    )
+
+
+def plain(name: str) -> str:
+    """The name of settings without torch.compile."""
+    return name.removesuffix(", compiled")
 
 
 def missing(found: Record, case: Case, job: Job) -> Request | None:

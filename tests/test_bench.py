@@ -779,16 +779,68 @@ def test_peers_have_what_tigon_has(monkeypatch: Patch) -> None:
     ours = {"name": OURS, "ms": [3.0, 3.0, 3.0]}
     case = {"providers": [ours, eager, static, {"name": generate_cases.FLASH, "error": "no"}]}
     assert generate.times(case, ours) == 2.0
+    for given, met in ([eager], 0), ([eager, static], 1):
+        rows = [ours | {"ms": [1.0] * 3, "bytes": {"parameters": 0, "cache": 0}}, *given]
+        case = {"name": "decode", "kind": "decode", "providers": rows}
+        record = {"cases": [case], "copy": {"bytes_per_second": 1e12}}
+        monkeypatch.setattr(generate, "TARGETS", [("decode", "times", 2.0)])
+        assert [line[:3] for line in generate.verdicts(record)].count("met") == met
+    case = {"providers": [ours, eager], "name": "c"}
+    assert "N, c" in generate_families.eager([{"name": "N", "cases": [case]}])
     case = {"name": "c", "sides": {neighbours.OURS: [5.0, 6.0], neighbours.PEER: [4.0, 4.0]}}
     assert neighbours.ratio(case, neighbours.PEER) == 1.375
     assert neighbours.differing(case | {"losses": {"a": 11.8, "b": 11.9}})
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-20b", "Gemma4-E4B", "Qwen3.5-0.8B"])
+def test_peers_get_packed_rows_where_chats_stay_apart(model: str) -> None:
+    """And else a padded row for each."""
+    cases = train_cases.CASES.values()
+    case = next(case for case in cases if case.model == model and case.ragged)
+    shape = train_cases.shape_of(case, tiny=True)
+    (options,) = train_cases.options_of(case, "cpu")
+    kind = train_cases.MODELS[model][1]
+    peer = train_cases.peer_model(shape, kind, options, "cpu", False).float().eval()
+    batch = train_cases.Batch.of(case, shape["vocab_size"], "cpu", tiny=True)
+    assert batch.lengths is not None and len(batch.lengths) > 2
+    with torch.no_grad():
+        alone = torch.cat([peer(ids).logits for ids in batch.ids.split(batch.lengths, 1)], 1)
+        packed = {k: v for k, v in batch.theirs(train_cases.PACKED).items() if k != "labels"}
+        apart = torch.allclose(peer(**packed).logits, alone, atol=1e-4)
+        given = batch.theirs(options.rows)
+        logits = peer(**{k: v for k, v in given.items() if k != "labels"}).logits
+    kept = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
+    torch.testing.assert_close(logits[kept], alone[0], atol=1e-4, rtol=1e-4)
+    assert options.rows == (train_cases.PACKED if apart else train_cases.PADDED)
+    on_gpu = {o.attention: o.rows for o in train_cases.options_of(case, "cuda")}
+    assert on_gpu["flash_attention_4"] == options.rows or model == "gpt-oss-20b"
+
+
+def test_a_ratio_over_less_than_the_best_peer_meets_no_target() -> None:
+    record = harness.newest(harness.records("train_step"))
+    case = next(case for case in record["cases"] if case["name"] == "Llama-3.2-1B 2 x 8192")
+    case |= {"tried": {"sdpa": {"ms": 1.0}}, "settings": [*train_cases.IN_BACKWARD]}
+    for row in case["rounds"][train_cases.OURS]:
+        row |= {"ms": 1.0, "allocated_gib": 1.0}
+
+    def met() -> list[str]:
+        return [line.split(": ")[2] for line in train_report.verdicts(case) if line[:3] == "met"]
+
+    assert train_report.lacks(case) == ["flash_attention_4"]
+    assert met() == ["share of the composed limit"]
+    first, second = train_report.notes([case])
+    assert first.endswith("- Llama-3.2-1B 2 x 8192: flash_attention_4")
+    assert "optimizer_in_backward=true" in second and second.endswith("Llama-3.2-1B 2 x 8192.")
+    case["tried"]["flash_attention_4"] = {"ms": 1.0}
+    assert len(met()) == 3
 
 
 def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
     """For another commit with the same libraries; and of trials cut off, those that are done."""
     name = "Qwen3-30B-A3B, 8 layers, 1 x 8192"
     known = {"name": name, "commit": "a", "libraries": {"Liger": "1"}, "options": {}}
-    known |= {"tried": {"sdpa": {"ms": 1.0}}, "optimizer": "adamw_bf16"}
+    done = {f"{way}, grouped_mm experts": {"ms": 1.0} for way in ("flash_attention_4", "sdpa")}
+    known |= {"tried": done, "optimizer": "adamw_bf16"}
     options = SimpleNamespace(tiny=False, optimizer="adamw_bf16", again=False)
     record: Record = {"commit": "b", "date": "", "cases": [known]}
     for libraries, again, kept in (
@@ -799,7 +851,12 @@ def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
         options.again, record["libraries"] = again, libraries
         job: Any = SimpleNamespace(options=options, record=record)
         found = train_step.begun(name, train_cases.CASES[name], job)
-        assert ("options" in found, len(found["tried"])) == (kept, kept)
+        assert ("options" in found, len(found["tried"])) == (kept, 2 * kept)
+    # A setting that was not offered then is tried, and what is offered no more does not count
+    options.again, known["tried"] = False, {"sdpa, grouped_mm experts": {"ms": 1.0}, "eager": {}}
+    job = SimpleNamespace(options=options, record=record | {"libraries": {"Liger": "1"}})
+    found = train_step.begun(name, train_cases.CASES[name], job)
+    assert "options" not in found and [*found["tried"]] == ["sdpa, grouped_mm experts"]
     tried: list[str] = []
 
     def turn(self: Any, side: str, options: train_cases.Options, _: Any) -> Record:
@@ -1052,7 +1109,11 @@ def test_ranks_have_the_weights_of_one_gpu() -> None:
 def test_scaling_judges_sides_of_one_record() -> None:
     times = {"one GPU": 730.0, "fsdp 4": 820.0, "sharding=gradients": 760.0}
     times |= {scaling.PEERS[0]: 840.0, scaling.PEERS[1]: 830.0, scaling.EXPERT: 100.0}
-    times |= {scaling.PEER_EXPERT: 250.0, "context 4, a row of 32,768": 800.0}
+    times |= {
+        scaling.PEER_EXPERTS[0]: 300.0,
+        scaling.PEER_EXPERTS[1]: 250.0,
+        "context 4, a row of 32,768": 800.0,
+    }
     row = {"allocated_gib": 40.0, "attention": ["fa4"], "losses": [12.0], "commit": "0"}
     record = {"machine": "4 x H200", "libraries": {}, **harness.stamp("0"), "sides": {}}
     record["sides"] = {name: [row | {"ms": ms}] for name, ms in times.items()}
@@ -1060,7 +1121,7 @@ def test_scaling_judges_sides_of_one_record() -> None:
     shown = scaling.show(record)
     assert "MISSED: tok/s and GPU of sharding=gradients over " + scaling.PEERS[1] in shown
     assert "met: tok/s and GPU of sharding=gradients over one GPU: 0.961" in shown
-    assert f"met: tok/s and GPU of {scaling.EXPERT} over {scaling.PEER_EXPERT}: 2.500" in shown
+    assert f"met: tok/s and GPU of {scaling.EXPERT} over {scaling.PEER_EXPERTS[1]}: 2.500" in shown
     assert "not measured: tok/s and GPU of tigon over one GPU, fp8" in shown
     assert scaling.speed(record, "context 4, a row of 32,768") == 8192 / 0.8
     (wrong,) = scaling.differences(record)

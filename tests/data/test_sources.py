@@ -223,7 +223,18 @@ def test_a_bad_row_is_said_in_its_place(tmp_path, name, content, line, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"\xff\xfe", r"a\.txt is not UTF-8"),
+        ("a.txt", b"\xff\xff", r"a\.txt is not UTF-8"),
+        ("a.jsonl", '{"text": "x"}\n'.encode("utf-16"), r"a\.jsonl is UTF-16 text: write it as"),
+        (
+            "a.csv.gz",
+            gzip.compress("text\n1".encode("utf-16"), mtime=0),
+            r"a\.csv\.gz is UTF-16 text",
+        ),
+        (
+            "a.jsonl",
+            gzip.compress(b'{"text": "x"}', mtime=0),
+            r"a\.jsonl is compressed .* end in \.gz$",
+        ),
         ("a.json", b'[{"a": 1}\n {"a": 2}]', r"a\.json:1: not valid JSON: no ',' or '\]'"),
         ("a.json", b'[{"a": 1},\n {"a" 2}]', r"a\.json:2: not valid JSON"),
         ("a.json", b'[{"a": 1}', r"a\.json:1: not valid JSON"),
@@ -251,6 +262,7 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     ("path", "options", "error", "message"),
     [
         ("{}/nothing*", {}, FileNotFoundError, r"no data file matches .*nothing\*"),
+        ("a.jsonl,b.json", {}, FileNotFoundError, r"'a\.jsonl,b\.json'; several files are a list"),
         ("owner/name", {}, FileNotFoundError, "'owner/name'; a data set of the hub is written hf:"),
         ("{}", {}, IsADirectoryError, r"is a directory; name its files.* glob: '.*/a\.jsonl'"),
         ("{}/empty", {}, IsADirectoryError, "is a directory; it has no data, which is read from"),

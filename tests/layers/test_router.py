@@ -10,6 +10,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeTopKRouter
 from transformers.models.mistral4.modeling_mistral4 import Mistral4TopkRouter
 
+import tigon
 from tigon.layers import GroupRouter
 
 N, C, E, K = 300, 24, 20, 4
@@ -78,12 +79,18 @@ def check_gradients(ours: GroupRouter, weights: Tensor, theirs: Any, expected: T
 @pytest.mark.parametrize("corrected", [True, False], ids=["corrected", "plain"])
 def test_as_lfm2_routes(corrected: bool, normalize: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    sizes = {"hidden_size": C, "num_experts": E, "num_experts_per_tok": K}
+    sizes: dict[str, Any] = {"hidden_size": C, "num_experts": E, "num_experts_per_tok": K}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}
+    layers: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "num_dense_layers": 0,
+        "layer_types": ["full_attention"],
+    }
     options = {"norm_topk_prob": normalize, "use_expert_bias": corrected}
-    config = Lfm2MoeConfig(**sizes, **options, routed_scaling_factor=1.7)
+    config = Lfm2MoeConfig(**sizes, **layers, **options, routed_scaling_factor=1.7)
     theirs = Lfm2MoeTopKRouter(config).to(dtype)
-    numbers = {"exact": False, "normalize": normalize, "scale": 1.7, "eps": 1e-6}
-    ours = GroupRouter(C, E, K, sigmoid=True, corrected=corrected, **numbers).to(dtype)
+    model: Any = tigon.Lfm2Moe.from_config(config.to_dict())
+    ours = model.model.layers[0].mlp.gate.to(dtype)
     bias = torch.randn(E) * 0.3 - 1.2 if corrected else None
     with torch.no_grad():
         theirs.weight.normal_(std=0.5)

@@ -277,6 +277,11 @@ def test_what_ranks_cannot_share_is_an_error():
     delta = random_model("qwen3_5_text", {**DELTA, "num_attention_heads": 6})
     with pytest.raises(ValueError, match="3 ranks cannot share the 4 key heads of Gated DeltaNet"):
         check_tensor_ranks(delta, 3)
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 3}
+    for model_type in ("llama", "qwen3_moe", "gpt_oss"):  # whose experts are transposed
+        few = random_model(model_type, {"intermediate_size": 3, **sizes})
+        with pytest.raises(ValueError, match="4 ranks cannot share the 3 units of an "):
+            check_tensor_ranks(few, 4)
 
 
 def test_a_cut_model_takes_no_new_adapter():

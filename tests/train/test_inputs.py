@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.support.small import LLAMA, write_model
+from tigon.train import data as train_data
 from tigon.train import load, main
 from tigon.train.build import find_unused_settings
 from tigon.train.optim import learning_rate
@@ -46,9 +47,12 @@ def test_chat_template_kwargs(fails):
     fails("task=pretrain has no use for it", "task=pretrain", kwargs("m"))
 
 
-def test_data(fails, workspace, tmp_path):
+def test_data(fails, workspace, tmp_path, monkeypatch):
     path = tmp_path / "data.jsonl"
     fails(r"no data file matches .*data\.jsonl", f"data={path}")
+    with monkeypatch.context() as patch:  # before data is tokenized, which may take hours
+        patch.setattr(train_data, "tokenize", None)
+        fails(r"no data file matches .*data\.jsonl", f"eval_data={path}")
     path.write_text("")
     fails(r"data\.jsonl is empty", f"data={path}")
     good = workspace.data.read_text().splitlines()[0]

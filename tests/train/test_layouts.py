@@ -40,6 +40,15 @@ LATENTS = GROUPS | {
     "qk_rope_head_dim": 6,
     "v_head_dim": 12,
 }
+RECURRENCES = EIGHT_EXPERTS | SHARED
+RECURRENCES |= {
+    "model_type": "qwen3_next",
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 8,
+}
 # Keys and values of two layers, and a second embedding
 SHARING: dict[str, Any] = {
     "num_hidden_layers": 4, "sliding_window": 7, "num_kv_shared_layers": 2,
@@ -51,6 +60,7 @@ MODEL_CHANGES: dict[str, dict[str, Any]] = FAMILIES | {
     # A bound that half of the coefficients begin beyond
     "gemma3n": SHARING | {"model_type": "gemma3n_text", "altup_coef_clip": 0.07},
     "latents": LATENTS,
+    "recurrences": RECURRENCES,
     "teacher": {"num_hidden_layers": 1},
     "few": {"num_attention_heads": 2, "num_key_value_heads": 1},
     "one head": {"num_attention_heads": 1, "num_key_value_heads": 1},
@@ -131,6 +141,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen3_moe": MOE,
     "moe of latents": LONG | {"ema_decay": 0.5, "model": "latents"} | RECOMPUTED,
     "lora of latents": ADAPTER | DROPOUT | {"model": "latents", "batch_size": 8},
+    "recurrences": LONG | {"ema_decay": 0.5, "model": "recurrences"} | RECOMPUTED,
+    "lora of recurrences": ADAPTER | DROPOUT | {"model": "recurrences", "batch_size": 8},
     "moe 8bit": MOE | {"optimizer": "adamw_8bit"},
     "moe muon": MOE | {"optimizer": "muon"},
     # A row on each of two ranks, or both on one: their micro-batches are not balanced alike
@@ -187,8 +199,9 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     "replicas": (4, {"replicate": 2, "fsdp": 2}, ["adamw", "muon"]),
     "fsdp tensor": (
         4, {"fsdp": 2, "tensor": 2},
-        ["average", "average of experts", "moe of latents", "lora dropout", "lora dora",
-         "lora ends", "lora whole ends", "muon", "muon zero", "average zero"],
+        ["average", "average of experts", "moe of latents", "recurrences", "lora of recurrences",
+         "lora dropout", "lora dora", "lora ends", "lora whole ends", "muon", "muon zero",
+         "average zero"],
     ),
     "expert": (
         2, {"expert": 2},
@@ -236,6 +249,7 @@ RESUMED = [
     ("moe 8bit", "expert", "one"), ("lora dropout", "one", "tensor"),
     ("lora dropout", "tensor", "one"), ("lora dora", "fsdp tensor", "one"),
     ("lora ends", "one", "tensor"), ("lora whole ends", "fsdp tensor", "one"),
+    ("recurrences", "fsdp tensor", "one"),
     ("moe of latents", "one", "fsdp tensor"), ("moe of latents", "expert tensor", "one"),
     ("lora experts", "expert", "expert tensor"), ("lora experts", "expert tensor", "one"),
 ]  # fmt: skip

@@ -124,6 +124,8 @@ def _match_paths(pattern: str) -> list[Path]:
         hint = ""
         if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not path.suffix:
             hint = f"; a data set of the hub is written {HUB}{pattern}"
+        elif re.search(r"\.\w+[, ]", pattern):
+            hint = "; several files are a list, as in data='[a.jsonl, b.jsonl]'"
         raise FileNotFoundError(f"no data file matches {pattern!r}{hint}")
     for path in paths:
         check_file_name(str(path))

@@ -32,6 +32,13 @@ MAX_ROW_CHARS = 2**24  # characters; tokenizing them takes 2.4 GB
 MAX_LINE_BYTES = 8 * MAX_ROW_CHARS  # bytes that are read of a row which is too large
 LARGE_ROW_BYTES = 2**24  # bytes above which the lists and objects of a row are counted
 MAX_CONTAINERS = 2**22  # lists and objects in a row of more bytes
+_NO_TEXT = {  # what begins so
+    b"\x1f\x8b": "compressed by gzip: its name has to end in .gz",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: its name has to end in .zst",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"\xff\xfe": "UTF-16 text: write it as UTF-8",
+    b"\xfe\xff": "UTF-16 text: write it as UTF-8",
+}
 _ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"}
 
 Record = bytes | Row | ValueError  # JSON, a row, or what is wrong with it
@@ -339,6 +346,10 @@ def open_file(name: str) -> Iterator[io.BufferedReader]:
             raw = CompressedInputStream(file, "zstd")
         try:
             with io.BufferedReader(raw, 2**20) as reader:
+                start = reader.peek(4)[:4]
+                for mark, problem in _NO_TEXT.items():
+                    if start.startswith(mark):
+                        raise ValueError(f"{name} is {problem}")
                 yield reader
         except broken as error:
             raise ValueError(f"{name} cannot be decompressed: {error}") from None

@@ -15,6 +15,7 @@ from tigon.kernels.loss.vocab_parallel import VocabularyShard
 from tigon.layers import (
     Attention,
     Embedding,
+    Experts,
     GatedDeltaNet,
     GatedMLP,
     LatentAttention,
@@ -258,6 +259,7 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
     for size in sizes:
         if (ranks - 1) * -(-size // ranks) >= size:
             raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
+    excluded = _expert_parallel_modules(model)
     for module in model.modules():
         if isinstance(module, Linear) and module.quantized is not None:
             raise ValueError("tensor parallelism does not work with quantized weights")
@@ -265,6 +267,17 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
             raise ValueError(
                 f"{ranks} ranks cannot share an MLP with activation_sparsity_pattern: its cutoff "
                 "needs the gates of all ranks; give parallel.tensor=1"
+            )
+        units = ranks
+        if isinstance(module, GatedMLP):
+            units = module.down_proj.in_features
+        elif isinstance(module, Experts):
+            units = module.down_proj.shape[1 if module.transposed else 2]
+        if units < ranks and module not in excluded:
+            kind = "an MLP" if isinstance(module, GatedMLP) else "an expert"
+            raise ValueError(
+                f"{ranks} ranks cannot share the {units} units of {kind}: give fewer ranks "
+                "(parallel.tensor, --tp, mesh)"
             )
         if isinstance(module, SoftmaxAttention):
             q, kv = module.heads, module.kv_heads
@@ -281,7 +294,6 @@ def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
                 "divide them"
             )
     if any(config.dropout for config in model.adapters.values()):
-        excluded = _expert_parallel_modules(model)
         every_rank = (Ranks("", rank, ranks) for rank in range(ranks))
         check_adapter_dropout(model, (dict(shard_specs(model, r, excluded)) for r in every_rank))
 

@@ -27,7 +27,7 @@ from tigon.train.choices import StepChoice, open_settings, resolve_choices
 from tigon.train.compile_step import compile_step
 from tigon.train.config import Config
 from tigon.train.cuda_graphs import Graphs
-from tigon.train.data import build_loader, set_share_prompts
+from tigon.train.data import as_entries, build_loader, find_entry_sources, set_share_prompts
 from tigon.train.distributed import World
 from tigon.train.graph_checks import check_run, uses_graphs
 from tigon.train.logging import check_sinks
@@ -162,6 +162,8 @@ def read_inputs(
         check_context(config, source)
         task.check_frozen_models(tokenizer, source)
         reason = set_share_prompts(task, source)
+        if config.eval_data:  # before data is tokenized
+            find_entry_sources(config, as_entries(config, config.eval_data))
         tokenizing = tokenizer_process(task, tokenizer) if early is not None else nullcontext()
     auto = open_settings(config)
     with tokenizing as process:

@@ -86,7 +86,7 @@ class Repository:
                 f"no directory {self.name} (absolute: {path.absolute()}); a hub repository is "
                 "owner/name, with its revision, such as main, if there is a folder owner here"
             )
-        if self.directory is None:  # which needs no home directory
+        if self.directory is None:  # a directory needs no cache, and so no home directory
             self.cache_dir = expand_user(cache_dir or constants.HF_HUB_CACHE)
 
     def file(self, name: str) -> Path:

@@ -59,7 +59,7 @@ def serve(args: Namespace) -> int:
 
 
 def load_adapters(model: CausalLM, adapters: dict[str, str]) -> None:
-    """Loads adapters by name, of a run the one that it has exported; the active one stays active.
+    """Loads adapters by name, for a run the one that it exported; the active one stays active.
     ValueError for one that does not fit or brings tokens of its own."""
     active, vocab = model.active_adapter, model.config.vocab_size
     for name, place in adapters.items():

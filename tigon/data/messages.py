@@ -90,8 +90,8 @@ def _normalize_message(message: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _join_content(parts: list[Any], role: Any, name: str) -> Any:
-    """Joins the text of content parts; a tool's result that is another list stays as it is, and
-    elsewhere raises ValueError."""
+    """Joins the text of content parts. Another list stays as it is if a tool returned it, and
+    otherwise raises ValueError."""
     if not all(isinstance(part, dict) and part.keys() & {"type", "text"} for part in parts):
         if role == "tool":
             return parts

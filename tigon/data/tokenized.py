@@ -324,8 +324,8 @@ def worker_errors() -> Iterator[None]:
 
 
 def _find_system_error(error: BaseException | None) -> OSError | None:
-    """Finds an OSError among the causes of an error; another process sends the text of its own
-    alone, and `datasets` quotes some."""
+    """Finds an OSError among the causes of an error; of one in another process there is only the
+    text, and `datasets` quotes some."""
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
             return error

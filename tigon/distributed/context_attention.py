@@ -82,8 +82,8 @@ class ContextShard:
         if segments is not None:
             first = self.ranks.rank * self.size
             segments = F.pad(segments, (0, self.padding), value=-1)[:, max(first - count, 0) :]
-            own = segments[:, : before.shape[1]] == segments[:, before.shape[1], None]
-            before = before.masked_fill(~own.view(*own.shape, *[1] * (x.dim() - 2)), 0)
+            same = segments[:, : before.shape[1]] == segments[:, before.shape[1], None]
+            before = before.masked_fill(~same.view(*same.shape, *[1] * (x.dim() - 2)), 0)
         return F.pad(before, (0, 0) * (x.dim() - 2) + (count - before.shape[1], 0))
 
     def sum(self, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Saves what tensors are recomputed from in place of the tensors, inside operators of others.
 
-Products and norms of Tigon look at the notes of `recompute` themselves. Of attention kernels, which
-may be another library's, and of the delta rule, torch's hooks on saved tensors replace what is
-saved.
+Products and norms of Tigon look at the notes of `recompute` themselves. Attention kernels, some of
+which are another library's, and the delta rule do not: torch's hooks on saved tensors replace what
+these save.
 """
 
 from collections.abc import Callable

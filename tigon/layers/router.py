@@ -113,10 +113,10 @@ class GroupRouter(Router):
     """Scores of experts [N, E], and the k that each token takes, from the best `top_groups` groups.
 
     A group is as good as the sum of its two best experts. The weights are the scores of the chosen
-    experts, made to sum to 1 with `normalize`, times `scale`. With `sigmoid`, each score is one of
-    its own, in fp32 with `exact`, and if `corrected`, `e_score_correction_bias` is added for the
-    choice alone; no gradient reaches it. Without, scores are probabilities of all experts in the
-    model's dtype.
+    experts, made to sum to 1 with `normalize`, times `scale`. With `sigmoid`, a score is the
+    sigmoid of the expert's logit, in fp32 if `exact`; if `corrected`, `e_score_correction_bias`,
+    which no gradient reaches, is added for the choice alone. Without, scores are probabilities of
+    all experts in the model's dtype.
     """
 
     e_score_correction_bias: Tensor | None  # [E], fp32 in models of any dtype

@@ -204,8 +204,8 @@ def _read_cached_digest(config: Config, path: Path) -> tuple[str | None, Path]:
 
 
 def model_digest(config: Config) -> str:
-    """Returns a digest of the config of the reference, or else of the initial model, which an
-    adapter's base may quantize, and of samples of its weights."""
+    """Returns a digest of the reference's config and of samples of its weights. Without a reference
+    it is the initial model, perhaps quantized as the base of an adapter."""
     if not (config.reference or config.model):
         return f"{base_digest(config)} {config.param_dtype}"
     path, revision, quantize = config.reference, None, None

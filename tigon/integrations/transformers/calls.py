@@ -120,8 +120,8 @@ def capture(
         captured.streams.append(add_branch(*args[:2]))
 
     def keep_output(block: nn.Module, args: Any, output: Any) -> None:
-        whole = isinstance(output, Tensor)  # with hooks of others, or in a module of theirs
-        captured.streams.append(output if whole else add_branch(*output[:2]))
+        is_stream = isinstance(output, Tensor)  # with hooks of others, or in a module of theirs
+        captured.streams.append(output if is_stream else add_branch(*output[:2]))
 
     def keep_logits(router: nn.Module, args: Any, routing: Routing) -> None:
         captured.router_logits.append(routing.logits)

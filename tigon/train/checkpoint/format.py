@@ -157,13 +157,13 @@ def _block_slice(part: TensorSlice, block: int) -> TensorSlice:
 
 
 def own_blocks(state: State, ranks: WriterGroup) -> list[StateBlock]:
-    """Returns the blocks that this rank writes: of those that several ranks have, about its share.
-    Every rank calls this."""
+    """Returns the blocks that this rank writes. Those that several ranks have are divided, so that
+    each rank writes about as much. Every rank calls this."""
     blocks = {block[:2]: block for block in state_blocks(state)}
     sizes = ranks.gather({key: block.rows.nbytes for key, block in blocks.items()})
     holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for rank, held in enumerate(sizes):
-        for key in held:
+    for rank, keys in enumerate(sizes):
+        for key in keys:
             holders.setdefault(key, []).append(rank)
     loads, owned = [0] * ranks.size, []
     for key, candidates in holders.items():

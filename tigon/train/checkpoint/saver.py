@@ -38,7 +38,8 @@ class SaveError(OSError):
 
     @classmethod
     def of(cls, target: Path, error: Exception) -> Self:
-        """Returns the error for a target that another one, perhaps of memory, kept from it."""
+        """Returns the error that says which one, perhaps of memory, kept a target from being
+        written."""
         why = error if isinstance(error, OSError | RankError) else repr(error)
         return cls(f"{target} was not written: {why}")
 

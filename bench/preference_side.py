@@ -188,7 +188,8 @@ def ours(request: Request, directory: Path, device: str) -> Record:
         inputs.check_model(model)
         optimizer = build_optimizer(model, config)
         run = build_run(inputs, world, model, optimizer, None)
-        open_task(run)
+        with patch("tigon.train.reference.model_digest", lambda config: "drawn"):  # no files
+            open_task(run)
         free()
         weights, clock, first = allocated() / GIB, Clock(device), {}
         with run.prefetcher:

@@ -36,7 +36,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "kv heads on two ranks each": (LLAMA | {"attention_bias": True}, {}, 4),
     "norms over all heads": (LLAMA | {"model_type": "olmo2"}, {}, 4),
     "units of experts": (EXPERTS | {"moe_intermediate_size": 52}, {}, 2),
-    "fewer units than ranks": (EXPERTS | {"moe_intermediate_size": 3}, {}, 4),
     "shared experts": (EXPERTS | {"model_type": "qwen2_moe"}, {}, 4),
     "adapters": (LLAMA, {"rank": 3}, 4),
     "adapters of experts": (EXPERTS, {"rank": 3, "targets": ("experts.gate_up_proj",)}, 2),

@@ -147,8 +147,10 @@ class GroupRouter(Router):
         self.per_token, self.sigmoid, self.exact = per_token, sigmoid, exact
         self.groups, self.top_groups = groups, top_groups
         self.normalize, self.scale, self.eps = normalize, scale, eps
-        bias = torch.zeros(experts, dtype=torch.float32) if sigmoid and corrected else None
-        self.register_buffer("e_score_correction_bias", bias)
+        self.register_buffer(
+            "e_score_correction_bias",
+            torch.zeros(experts, dtype=torch.float32) if sigmoid and corrected else None,
+        )
 
     def logits(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         """Returns logits [N, E] of x [N, C], in fp32 with `sigmoid` and `exact`."""

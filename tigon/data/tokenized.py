@@ -103,9 +103,8 @@ def _cached_digest(root: Path, source: Source) -> str:
     """Looks up `source.digest()` by the file's size and times; reads the file if they are new, or
     it is small."""
     path = Path(source.name)
-    if not path.is_file() or path.stat().st_size < MEMO_BYTES:
+    if not path.is_file() or (status := path.stat()).st_size < MEMO_BYTES:
         return source.digest()
-    status = path.stat()
     times = status.st_mtime_ns, status.st_ctime_ns  # the second one cannot be set by hand
     stamp = [str(path.resolve()), status.st_size, *times, status.st_ino]
     name = hashlib.blake2b(repr((source, stamp)).encode(), digest_size=16).hexdigest()

@@ -42,7 +42,7 @@ class Column:
 
     def last(self) -> float:
         """Returns the last finite value; NaN without any."""
-        return [math.nan, *self.finite()][-1]
+        return next(reversed(self.finite()), math.nan)
 
     def lowest(self) -> tuple[int, float] | None:
         """Returns the step and the value of the first minimum; None without finite values."""

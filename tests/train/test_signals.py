@@ -1,5 +1,6 @@
 """SIGTERM and SIGINT at every stage of a run."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -193,6 +194,26 @@ def test_a_process_goes_on_that_catches_the_exit(monkeypatch):
         if isinstance(thread, threading.Timer):
             thread.join(5)  # until it has been cancelled, or has ended this process
     assert not ended
+
+
+def sleep_long(begun: Any) -> None:
+    begun.set()
+    time.sleep(600)
+
+
+def test_the_end_of_a_forked_process_is_its_own(capfd):
+    """As of the workers that tokenize, which their pool ends by SIGTERM."""
+    context = multiprocessing.get_context("fork")
+    with Signals() as stopper, stopper.deferred():
+        process = context.Process(target=sleep_long, args=(begun := context.Event(),))
+        process.start()
+        assert begun.wait(60)
+        process.terminate()
+        process.join(60)
+        code = process.exitcode
+        process.kill()
+    assert code == -signal.SIGTERM and not stopper.received
+    assert capfd.readouterr().err == ""
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 # SIGHUP: the terminal is gone, unless nohup has it ignored
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -26,6 +26,8 @@ class Signals:
     Python runs no handlers while the main thread waits for a GPU, so a thread announces at once
     what a signal is going to do.
     """
+
+    active: ClassVar["Signals | None"] = None  # whose handlers are installed
 
     def __init__(self, *, silent: bool = False):
         self.received = 0
@@ -52,6 +54,7 @@ class Signals:
         self._timers: list[threading.Timer] = []
         self._thread = threading.Thread(target=self._announce, args=(read,), daemon=True)
         self._thread.start()
+        Signals.active = self
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -62,7 +65,7 @@ class Signals:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
         self._tell(STOP)
-        self._installed = False
+        self._installed, Signals.active = False, None
         self._thread.join()
         for timer in self._timers:  # who catches SystemExit, as a notebook does, goes on
             timer.cancel()
@@ -135,6 +138,18 @@ class Signals:
         if not self.silent:
             with suppress(OSError):
                 os.write(2, f"\ntigon.train: {text}\n".encode())
+
+
+def reset_in_child() -> None:
+    """Lets SIGTERM end a process that was just forked, as pools end their workers, and leaves the
+    pipe to the parent, which would announce, and obey, the signals of its children."""
+    if Signals.active is not None:
+        Signals.active._installed, Signals.active = False, None
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ctrl-C waits as it does in the parent
+
+
+os.register_at_fork(after_in_child=reset_in_child)
 
 
 def peer_failed() -> bool:

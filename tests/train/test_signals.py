@@ -169,7 +169,7 @@ def test_signal_while_main_thread_is_busy(capfd):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_late_announcer_knows_that_a_signal_was_deferred(monkeypatch, capfd):
+def test_a_late_announcer_knows_what_was_deferred(monkeypatch, capfd):
     """On a busy machine it may read of the signal after the loop has ended."""
     monkeypatch.setattr("tigon.train.signals.PATIENCE", 3600)  # else it ends this process
     interval = sys.getswitchinterval()
@@ -201,7 +201,7 @@ def sleep_long(begun: Any) -> None:
     time.sleep(600)
 
 
-def test_the_end_of_a_forked_process_is_its_own(capfd):
+def test_a_forked_process_has_signals_of_its_own(capfd):
     """As of the workers that tokenize, which their pool ends by SIGTERM."""
     context = multiprocessing.get_context("fork")
     with Signals() as stopper, stopper.deferred():

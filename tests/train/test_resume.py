@@ -174,7 +174,7 @@ def test_run_dir_is_locked_while_its_run_lives(workspace, tmp_path):
 def test_run_killed_before_its_first_row_restarts(workspace, tmp_path, resume):
     settings = workspace.settings("x", run_dir=tmp_path / "run", steps=1, resume=resume)
     killed = Ranks(1, killed_before_its_first_row, settings)
-    assert killed.one_ended(60) and killed.codes == [-signal.SIGKILL], killed.errors
+    assert killed.one_ended(200) and killed.codes == [-signal.SIGKILL], killed.errors
     assert (tmp_path / "run/config.yaml").exists()
     assert not (tmp_path / "run/metrics.jsonl").exists()
     main(settings)

@@ -51,6 +51,8 @@ from tigon.kernels import (
     sandwich_norm,
     sandwich_norm_ref,
     selected_logprobs,
+    sigmoid_gate,
+    sigmoid_gate_ref,
     softmax_topk,
 )
 from tigon.kernels.linear.fp8_mlp import fp8_mlp
@@ -776,6 +778,17 @@ CASES: dict[str, OpCase] = {
     "qk_norm_rope, no norm": packed_case(False),
     "qk_norm_rope, no norm, interleaved": packed_case(False, interleaved=True),
     **{f"gated_act, {act}": act_case(act) for act in ("silu", "gelu", "gelu_tanh")},
+    "sigmoid_gate": OpCase(
+        sigmoid_gate,
+        exact.sigmoid_gate,
+        rows("x", "gate", weights=()),
+        sigmoid_gate_ref,
+        sizes=ROWS,
+        real=REAL_ROWS,
+        empty=NO_ROWS,
+        second="sigmoid_gate",
+        factor=1.1,
+    ),
     "causal_conv": conv_case("starts", "state"),
     "causal_conv, packed": conv_case(),
     "causal_conv, silu": conv_case("starts", options={"activation": "silu"}),
@@ -823,7 +836,7 @@ KINDS = (
     "rms_norm, gate, residual", "sandwich_norm", "add_rms_norm", "rope", "qk_norm_rope",
     "gated_act, silu", "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base",
     "cross_entropy, sum",
-    "causal_conv, silu", "causal_conv_qkv, packed",
+    "sigmoid_gate", "causal_conv, silu", "causal_conv_qkv, packed",
     "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "selected_logprobs",
     "divergence, 0.3, sum", "gated_delta_rule", "softmax_topk, normalize",
 )  # fmt: skip

@@ -217,6 +217,10 @@ def rounded_once(**given: Any) -> Tensor:
     return definitions.gated_act(**given).to(given["gate_up"].dtype)
 
 
+def gated_once(**given: Any) -> Tensor:
+    return definitions.sigmoid_gate(**given).to(given["x"].dtype)
+
+
 LARGE, HEADS = ((64, 256),), (2, 3, 6, 3, 14, 14, 1)
 GATED, MOE = "rms_norm, gate, residual", "grouped_mlp, silu"
 ROUNDED = [
@@ -242,6 +246,7 @@ ROUNDED = [
         )
         for act in ("silu", "gelu", "gelu_tanh")
     ),
+    rounds("sigmoid_gate", definitions.rounded_sigmoid_gate, LARGE, 1e-2, but=gated_once),
     rounds("causal_conv, packed", definitions.rounded_causal_conv, (3, 9, 60, 3), 1e-2),
     rounds(
         "causal_conv, silu",
@@ -467,6 +472,7 @@ DYNAMIC: dict[str, Any] = {  # of another number of rows
     "add_rms_norm": ((4, 5, 33),),
     "qk_norm_rope": (B, 4, H, K, D, D, B),
     "gated_act, silu": (4, 5, 202),
+    "sigmoid_gate": ((4, 5, 33),),
     "grouped_mlp, silu": (4, 16, 24, 5, 2),
 }
 # Tracing takes a second or two; what has the autograd function of another kind is slow

@@ -119,6 +119,7 @@ OPERATORS = {
     "rope": "rope",
     "sandwich_norm": "sandwich_norm",
     "selected_logprobs": "selected_logprobs",
+    "sigmoid_gate": "sigmoid_gate",
     "softmax_topk": "softmax_topk",
 }
 NORMS: list[tuple[Given, str]] = [
@@ -153,6 +154,8 @@ ROWS: list[tuple[str, Given, str]] = [
     ("qk_norm_rope", {"q_weight": ones(14, device=META)}, "q_weight is on meta"),
     ("gated_act", {"act": "relu"}, "act='relu'"),
     ("gated_act", {"gate_up": ones(2, 5)}, "gate_up (2, 5) has no two halves"),
+    ("sigmoid_gate", {"gate": ones(1, 33)}, "gate (1, 33) does not fit x (2, 5, 33)"),
+    ("sigmoid_gate", {"gate": ones(2, 5, 33, device=META)}, "gate is on meta"),
     ("grouped_mlp, biases", {"down_bias": ones(5, 24)}, "biases [(5, 48), (5, 24)] are not"),
     ("grouped_mlp, biases", {"transposed": False}, "down (5, 24, 16), experts"),
     ("softmax_topk", {"k": 6}, "logits (6, 5), k=6"),

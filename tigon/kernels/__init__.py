@@ -4,6 +4,7 @@ from tigon.kernels.attention.api import attention, attention_ref
 from tigon.kernels.attention.decode import append_attention, append_attention_ref
 from tigon.kernels.attention.kv_buffers import KVBuffers
 from tigon.kernels.attention.mask import AttentionMask
+from tigon.kernels.attention.sigmoid_gate import sigmoid_gate, sigmoid_gate_ref
 from tigon.kernels.delta.causal_conv import (
     causal_conv,
     causal_conv_qkv,
@@ -58,5 +59,6 @@ __all__ = [
     "linear_cross_entropy_ref", "linear_kl", "linear_kl_ref", "lora_linear", "lora_linear_ref",
     "qk_norm_rope", "qk_norm_rope_ref", "rms_norm", "rms_norm_ref", "rope", "rope_ref",
     "run_loss_terms", "sandwich_norm", "sandwich_norm_ref", "selected_logprobs",
-    "selected_logprobs_ref", "softmax_topk", "softmax_topk_ref", "use",
+    "selected_logprobs_ref", "sigmoid_gate", "sigmoid_gate_ref", "softmax_topk", "softmax_topk_ref",
+    "use",
 ]  # fmt: skip

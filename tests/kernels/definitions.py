@@ -131,6 +131,11 @@ def rounded_gated_act(gate_up: Tensor, act: str, **_: Any) -> Tensor:
     return cut(cut(activation(gate, act)) * up.double())
 
 
+def delta_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    x = a.double() + dt_bias.double()
+    return -A_log.double().exp() * torch.logaddexp(x, 0 * x), 1 / (1 + (-b.double()).exp())
+
+
 def causal_conv(
     x: Tensor,
     weight: Tensor,

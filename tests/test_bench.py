@@ -105,6 +105,7 @@ SMALL_KERNELS = [
     kernels.streamed("sandwich_norm", 24, 64),
     kernels.streamed("gated_act", 24, 32, variant="silu"),
     kernels.streamed("gated_act", 24, 32, variant="gelu_tanh"),
+    kernels.streamed("sigmoid_gate", 24, 64),
     kernels.streamed("rope", 2, 7, 4, 2, 16),
     kernels.streamed("qk_norm_rope", 2, 7, 4, 2, 16),
     kernels.causal_conv_qkv(1, 7, 2, 3, 16),

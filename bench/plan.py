@@ -103,9 +103,10 @@ def measured() -> list[Measured]:
     found = []
     for row in results("train_step")["cases"]:
         case, rounds = CASES[row["name"]], row["rounds"].get("tigon")
+        case = replace(case, settings=tuple(row["settings"]))  # those of the record
         if not rounds or any(word in row["name"] for word in LEFT_OUT):
             continue
-        layout = Layout(rows=case.rows, checkpointing=case.checkpointing)
+        layout = Layout(rows=case.rows, checkpointing=case.recomputed)
         ms, gib = (f([r[k] for r in rounds]) for f, k in ((median, "ms"), (max, "allocated_gib")))
         fitted = case.model.startswith(FITTED)
         profile = row["profile"]["tigon"] if fitted else {}

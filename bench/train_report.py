@@ -7,7 +7,7 @@ from typing import Any
 from bench import harness
 from bench.harness import Record, figure, heading, judge, markdown, verdict
 from bench.kernels_report import STYLE
-from bench.train_cases import CASES, GRAPHS, IN_BACKWARD, PADDED, PEER, Case, options_of
+from bench.train_cases import CASES, GRAPHS, IN_BACKWARD, PADDED, PEER, RECOMPUTED, Case, options_of
 from bench.train_limit import ADAMW, PASSES, PRODUCTS
 from tigon.data.examples import format_count
 
@@ -127,6 +127,10 @@ def notes(cases: list[Record]) -> Iterator[str]:
             f"**Memory.** Tigon has `{IN_BACKWARD[0]}`, which frees each gradient in backward. The "
         )
         yield f"{said}peer's AdamW comes after it, when all are alive: {'; '.join(early)}."
+    setting = RECOMPUTED[0].partition("=")[0]
+    if again := [case["name"] for case in some if any(setting in s for s in case["settings"])]:
+        said = f"**Recomputed.** Tigon has `{setting}`, which gives up speed for memory; the peer,"
+        yield f"{said} which could do so too, keeps what it computes: {'; '.join(again)}."
     rows = {case["name"]: case.get("options", {}).get("rows") for case in some}
     if padded := [name for name, kind in rows.items() if kind == PADDED]:
         yield f"**Padded rows.** Tigon packs chats, and the peer pads each: {'; '.join(padded)}."

@@ -105,6 +105,7 @@ SMALL_KERNELS = [
     kernels.streamed("sandwich_norm", 24, 64),
     kernels.streamed("gated_act", 24, 32, variant="silu"),
     kernels.streamed("gated_act", 24, 32, variant="gelu_tanh"),
+    kernels.streamed("sigmoid_gate", 24, 64),
     kernels.streamed("rope", 2, 7, 4, 2, 16),
     kernels.streamed("qk_norm_rope", 2, 7, 4, 2, 16),
     kernels.causal_conv_qkv(1, 7, 2, 3, 16),
@@ -769,7 +770,7 @@ def test_peers_have_what_tigon_has(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr(train_side.Sides, "turn", turn)
     chosen = {}
-    for name in ("Llama-3.2-1B 1 x 512", "Qwen3-4B 2 x 8192", "gpt-oss-20b, 8 layers, 1 x 4096"):
+    for name in ("Llama-3.2-1B 1 x 512", "Qwen3-4B 2 x 8192", "gpt-oss-20b, 8 layers, 1 x 8192"):
         request = train_side.Request(name, 1, True)
         sides = train_side.Sides(request, train_cases.CASES[name], "cuda")
         chosen[name] = getattr(train_side.fastest(sides), "name", None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small import CHATML, LLAMA, write_chats
+from tests.support.small import CHATML, EXPERTS, LLAMA, write_chats, write_model
 from tests.train.adapters import assert_same_curve
 from tests.train.ranks import Ranks
 from tigon.train import load, logging, main
@@ -71,6 +71,16 @@ def test_finished_runs_stay_and_can_be_extended(workspace, capsys):
     assert workspace.metrics("longer", "step") == list(range(1, 2 * steps + 1))
     assert workspace.metrics("longer", "lr")[-1] == 1e-3
     assert (workspace.root / "longer/hf/model.safetensors").exists()
+
+
+def test_recomputation_may_change(workspace, capsys):
+    write_model(experts := workspace.root / "experts", **EXPERTS)
+    given = {"model": experts, "schedule": "constant"}
+    for run, steps, setting in (("kept", 2, "false"), ("again", 1, "experts"), ("again", 2, "2")):
+        more = {"steps": steps, "activation_checkpointing": setting}
+        main([*workspace.settings(run, **given, **more), *["resume=auto"] * (setting == "2")])
+    assert 'activation_checkpointing "experts" -> 2' in capsys.readouterr().out
+    assert_same_curve(workspace, "again", "kept", 0)
 
 
 @pytest.mark.parametrize("kind", ["muse_glimmer", "gemma3"])

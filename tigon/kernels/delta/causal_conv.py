@@ -28,10 +28,11 @@ Activation = Literal["silu"]
 L2_EPS = 1e-6  # of the norm of queries and keys
 MAX_TAPS, MAX_DIM = 4, 1024  # of the kernels; more of them take the reference
 # Tokens that a program walks over, at most: the longest that leaves work for all multiprocessors
-CHUNKS = (128, 64, 32, 16)
+CHUNKS = (64, 32, 16)
 STEP = 4  # tokens whose loads are in flight together
 PER_SM = 4  # programs, at least
-FORWARD_ELEMENTS, BACKWARD_ELEMENTS = 8, 4  # of a tile, per thread
+# Of a program, and numbers of its tile that each has; with CHUNKS the best of some 100 on an H200
+FORWARD_THREADS, BACKWARD_THREADS, ELEMENTS = 256, 128, 4
 SHORT = 16  # tokens, in rows of which one program updates the state
 
 
@@ -85,7 +86,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 class ConvLaunch(NamedTuple):
-    """Launch parameters: not tuned on a GPU yet."""
+    """Launch parameters."""
 
     groups: int  # of `width` channels: one head each
     width: int
@@ -102,18 +103,18 @@ class ConvLaunch(NamedTuple):
         return -(-self.chunks // self.rows)
 
 
-def _launch(x: Tensor, key_dim: int, elements: int, whole: bool = False) -> ConvLaunch:
-    """Chooses the launch with `elements` of a tile per thread; `whole`: rows in one chunk."""
+def _launch(x: Tensor, key_dim: int, threads: int, whole: bool = False) -> ConvLaunch:
+    """Chooses the launch for programs of so many threads; `whole`: rows in one chunk."""
     B, T, C = x.shape
     width = key_dim or min(128, next_power_of_2(C))
     block, groups = next_power_of_2(width), -(-C // width)
-    rows = max(128 * elements // block, 1)
+    rows = max(threads * ELEMENTS // block, 1)
     for chunk in (T,) if whole else CHUNKS:
         chunks = B * -(-T // chunk)
         if groups * (chunks // rows) >= PER_SM * num_sms(x):
             break
     fitting = rows if chunks >= rows else 1  # two sizes, so that few rows compile no other kernels
-    warps = max(1, fitting * block // (32 * elements))
+    warps = max(1, fitting * block // (32 * ELEMENTS))
     step = 1 if whole else STEP
     return ConvLaunch(groups, width, block, fitting, chunk, chunks, step, min(warps, 8))
 
@@ -155,7 +156,7 @@ def _run_forward(
     outputs = _outputs(x, weight, starts, state, key_heads, key_dim)
     if x.numel() == 0:
         return outputs
-    launch = _launch(x, key_dim, FORWARD_ELEMENTS, update)
+    launch = _launch(x, key_dim, FORWARD_THREADS, update)
     conv_forward_kernel[(launch.groups * launch.blocks,)](
         *(_rows_of(x), *_parts_of(outputs), weight.contiguous(), starts, state),
         *(launch.chunks, x.shape[1], launch.chunk, key_dim**-0.5 if key_heads else 1.0),
@@ -224,7 +225,7 @@ def _backward(
     dx, dweight, dstate = (next(made) if needed else None for needed in needs)
     if dx is None and dstate is not None:
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    launch, (C, W) = _launch(x, key_dim, BACKWARD_ELEMENTS), weight.shape
+    launch, (C, W) = _launch(x, key_dim, BACKWARD_THREADS), weight.shape
     partials = None
     if dweight is not None:
         partials = torch.empty(launch.blocks * C * W, dtype=torch.float32, device=x.device)

@@ -43,7 +43,8 @@ MOST = {
     "_gemv_kernel": 6,  # a layer each
     "norm_forward_kernel": 16,  # of each width
     "norm_backward_kernel": 8,
-    "rms_norm_kernels._sum_kernel": 4,
+    "rms_norm_kernels._sum_kernel": 5,  # of each width
+    "delta_gates._forward_kernel": 3,  # the step of one row's columns is their number
     "_rope_kernel": 12,  # forward and back, packed or not, of one token or more
     "_step_kernel": 4,  # of one token or more
     "_scan_kernel": 4,  # few or many programs, with or without a state before

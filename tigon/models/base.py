@@ -108,14 +108,13 @@ class LanguageModel(nn.Module):
         return True
 
     @property
-    def turning_rope(self) -> RotaryEmbedding | None:
-        """The RoPE whose table changes first as a text grows; None: cached keys stay valid."""
-        return self.model.turning_rope
+    def dynamic_rope(self) -> RotaryEmbedding | None:
+        """The RoPE whose frequencies change first as a text grows; None: cached keys stay valid."""
+        return self.model.dynamic_rope
 
     @property
     def communication_groups(self) -> tuple[Ranks, ...]:
-        """The groups whose ranks all make the same calls of the model: tensor-parallel and FSDP
-        ranks, as far as there are any."""
+        """The groups of ranks that make the same calls of the model: tensor-parallel and FSDP."""
         return tuple(ranks for ranks in (self.tensor_ranks, self.fsdp_ranks) if ranks is not None)
 
     @property

@@ -86,8 +86,8 @@ class RunInputs:
     data: Loader
     eval_data: Loader | None
     state: TrainState
-    choice: StepChoice | None  # made for what the settings leave open
-    auto: frozenset[str]  # names of these
+    choice: StepChoice | None  # of settings that are auto
+    auto: frozenset[str]  # the names of these settings
 
     @property
     def steps(self) -> int:
@@ -121,19 +121,24 @@ class TrainingRun(RunInputs):
 
 
 def read_inputs(
-    config: Config, world: World, *, here: bool = True, sizes: MeshSizes | None = None,
-    device: torch.device | None = None, early: EarlyModel | None = None,
-) -> RunInputs:  # fmt: skip
+    config: Config,
+    world: World,
+    *,
+    check_machine: bool = True,
+    sizes: MeshSizes | None = None,
+    device: torch.device | None = None,
+    early: EarlyModel | None = None,
+) -> RunInputs:
     """Reads and checks settings and data, and makes the choices of `resolve_choices`; every rank
     calls this.
 
-    It writes only the lock of the run directory. `here`: check that this machine can run it;
-    `sizes` and `device` are those of the run, by default the world's. `early` builds the model
-    while data are tokenized, if that takes long.
+    It writes only the lock of the run directory. `check_machine`: raise for what this machine
+    cannot run. `sizes` and `device` are those of the run, by default the world's. `early` builds
+    the model while data are tokenized, if that takes long.
     """
     sizes, device = sizes or world.sizes, device or world.device
     with world.raise_on_all_ranks():
-        if here:
+        if check_machine:
             check_fp8(config, world.device)
             check_run(config, world)
             dtype, exact = compute_dtype(config, world.device), config.deterministic
@@ -142,7 +147,7 @@ def read_inputs(
         task = find_task(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
-    if world.size > 1:  # else its first checkpoint would be lost
+    if world.size > 1:  # ranks that do not share run_dir would lose the first checkpoint
         ranks = WriterGroup(world.group)
         check_shared(Path(config.run_dir), ranks, world.raise_on_all_ranks)
     source_lock = world.closing.enter_context(ExitStack())
@@ -246,7 +251,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
         ema = build_ema(model, config)
     world.check_same({"sample_prompts": [prompt.ids for prompt in prompts]}, OTHER_FILES)
     with world.raise_on_all_ranks():
-        # Opens a stream, whose files may have changed
+        # Raises for a stream whose files have changed since the checkpoint
         inputs.data.state(inputs.start + inputs.state.offset)
     if source is not None:
         checkpoint.load(source, model, optimizer, ema)
@@ -272,8 +277,7 @@ def build_seeded(
 def describe_run(
     config: Config, sizes: MeshSizes, device: torch.device, inputs: RunInputs, model: CausalLM
 ) -> Iterator[str]:
-    """Yields lines about the model on devices of a mesh, the steps, what is chosen, and what
-    settings do not do."""
+    """Yields lines about the model, the mesh, the steps, choices, and settings without effect."""
     steps, per_epoch = inputs.steps, inputs.data.steps_per_epoch
     size, num_frozen = count_parameters(model), count_parameters(model, frozen=True)
     frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
@@ -331,7 +335,7 @@ def check_same_models(config: Config, digest: str, world: World) -> None:
             described = _describe_model(config.model, config.revision) if config.model else ""
             models[config.init or config.model] = digest + described
         for path in filter(None, (config.reference, config.teacher)):
-            with suppress(FileNotFoundError):  # what they gave may be in the cache
+            with suppress(FileNotFoundError):  # its log-probabilities may be in the cache
                 described = sampled_digest(path) + _describe_model(path)
                 models[path] = models.get(path, "") + described
     fault = "reads another model than rank 0 from {}: give all hosts the same files"

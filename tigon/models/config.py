@@ -292,8 +292,7 @@ def check_layer_thetas(thetas: list[float] | None, layers: int) -> None:
 
 
 def check_layer_kinds(name: str, kinds: list[str] | None, layers: int, *known: str) -> None:
-    """Raises ConfigError unless `kinds`, the key `name`, is None or lists a known kind for each
-    layer."""
+    """Raises ConfigError unless `kinds`, the key `name`, is None or a known kind for each layer."""
     if kinds is not None and (len(kinds) != layers or not set(kinds) <= {*known}):
         names = " or ".join(map(repr, known))
         raise ConfigError(f"{name}={quote(kinds)} is not {names} for each of {layers} layers")

@@ -155,8 +155,7 @@ class LatentBlock(PreNormBlock):
 
 
 class DeepseekV3(CausalLM):
-    """DeepSeek-V3, R1 and models of the same architecture (Moonlight); layers of multi-token
-    prediction past the last one are skipped."""
+    """DeepSeek-V3, R1 and Moonlight; layers of multi-token prediction past the last are skipped."""
 
     config_class = DeepseekV3Config
     block_class = LatentBlock

@@ -30,8 +30,7 @@ class LocalThetaConfig(TwoRopesConfig):
         return check_type(key, source.get(key, 1e4), float)
 
     def _rope_keys(self) -> dict[str, Any]:
-        """The keys of `to_dict` that describe RoPE, with rope_local_base_freq, the sliding layers'
-        theta."""
+        """The RoPE keys of `to_dict`, with the theta of sliding layers as rope_local_base_freq."""
         local = self.rope_parameters[SLIDING]["rope_theta"]
         return super()._rope_keys() | {"rope_local_base_freq": local}
 

@@ -93,8 +93,7 @@ class LossTerms:
         return has_aux_loss or bool(self.router_metrics)
 
     def _resolve(self, c: LossTerm) -> LossTerm:
-        """The criterion with targets, weights and denominator, indexed with the head's
-        positions."""
+        """The criterion with targets, weights and denominator, at the head's positions."""
         targets, shape = self.targets, self.targets.batch.shape
         fields: dict[str, Any] = {}
         for name in POSITION_FIELDS:

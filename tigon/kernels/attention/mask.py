@@ -266,8 +266,7 @@ class AttentionMask:
         return self._once("even", lambda: self._like(longest))
 
     def pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
-        """Returns the mask with queries and keys padded on the right; what padded queries see is
-        undefined."""
+        """Returns the mask padded on the right; what padded queries see is undefined."""
         return self._once("padded", lambda: self._pad(tokens, keys, batch, device))
 
     def _pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:

@@ -212,8 +212,7 @@ def linear_kl_ref(
     options: Options = DEFAULT_OPTIONS,
     teacher_options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """Returns the value of `linear_kl`: its definition, fp32 throughout, with all logits at once
-    and plain autograd."""
+    """Returns the value of `linear_kl` by definition: fp32, all logits at once, plain autograd."""
     teacher = logits_ref(teacher_hidden, teacher_weight, teacher_bias).detach()
     student = logits_ref(hidden, weight, bias)
     losses = kl_ref(

@@ -92,8 +92,7 @@ class CheckpointNames(NamedTuple):
 
 
 def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> Layout:
-    """Maps each parameter, stored buffer and quantized weight to the tensors with this rank's
-    rows."""
+    """Maps parameters, stored buffers and quantized weights to tensors with this rank's rows."""
     slices: Layout = {}
     specs: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     seen: set[int] = set()

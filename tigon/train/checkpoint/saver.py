@@ -38,8 +38,7 @@ class SaveError(OSError):
 
     @classmethod
     def of(cls, target: Path, error: Exception) -> Self:
-        """Returns the error that says which one, perhaps of memory, kept a target from being
-        written."""
+        """Returns the error that says which target another error kept from being written."""
         why = error if isinstance(error, OSError | RankError) else repr(error)
         return cls(f"{target} was not written: {why}")
 

@@ -111,12 +111,8 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
                 slices[name] = (TensorSlice.whole(names.head, shape),)
             elif isinstance(module, FusedLinear) and leaf in names.packed:
                 parts = [f"{parent}.{part}.{kind}" for part in names.packed[leaf]]
-                slices[name] = tuple(
-                    _ordered(*part)
-                    for part in zip(
-                        _tile(parts, module.parts, shape[1:]), module.orders, strict=True
-                    )
-                )
+                tiles = _tile(parts, module.parts, shape[1:])
+                slices[name] = tuple(map(_ordered, tiles, module.orders))
             elif not stacked_experts and (
                 suffix := next((end for end in names.experts if name.endswith(f".{end}")), None)
             ):

@@ -81,8 +81,7 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def device_fact(find: Find) -> Find:
-    """Remembers what a function finds out about a GPU, by its arguments; under torch.compile it is
-    a constant.
+    """Remembers what a function finds out about a GPU; for torch.compile it is a constant.
 
     Dynamo cannot trace a question to a driver, and ignores `functools.cache` with any mark on it.
     A fact is a number, a bool or a text.

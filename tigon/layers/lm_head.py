@@ -67,8 +67,7 @@ class LMHead(nn.Module):
         logits_bytes: int | None = None,
         lend: Callable[[Tensor, Tensor | None], Any] | None = None,
     ) -> Any:
-        """Returns a HeadOutput: logits without `criteria` or if requested, else loss terms in
-        chunks.
+        """Returns a HeadOutput: logits without `criteria` or if requested; else only loss terms.
 
         With `return_logits` the loss terms use those logits, which are not overwritten, unless
         ranks share the vocabulary. The hidden states `at` also get logits, without a gradient.

@@ -28,8 +28,7 @@ def rotated_dims(head_dim: int, p: Mapping[str, Any]) -> int:
 
 
 def _proportional(dim: int, p: Mapping[str, Any]) -> Tensor:
-    """Returns `inv_freq` [dim / 2] of Gemma 4: the first partial_rotary_factor of the frequencies
-    of a whole head, then zeros."""
+    """Returns Gemma 4's `inv_freq`: the first partial_rotary_factor of a head's, then zeros."""
     inv_freq = 1 / _powers(dim, p["rope_theta"]) / p.get("factor", 1.0)
     rotated = int(p.get("partial_rotary_factor", 1.0) * dim // 2)
     return torch.where(torch.arange(dim // 2, device="cpu") < rotated, inv_freq, 0.0)

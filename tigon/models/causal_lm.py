@@ -26,8 +26,7 @@ REFUSED: dict[str, type[Exception]] = {
 
 
 class CausalLM(LanguageModel):
-    """A language model with all that users call; families subclass it with their config and block
-    classes.
+    """A language model with all that users call; a family names its config and block classes.
 
     It adds to `LanguageModel` (decoder, head and forward pass) `generate`, loading and saving,
     random weights from a config, `resize_token_embeddings`, and methods that add, load, save,

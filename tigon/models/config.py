@@ -234,8 +234,8 @@ class ModelConfig:
 
     @property
     def get_text_config(self) -> Any:
-        """Says to wrap the model, for TRL, which calls this method of transformers' configs; an
-        AttributeError, so that `hasattr`, by which PEFT and Accelerate ask for it, is False."""
+        """Raises an error that says how to wrap the model: TRL calls this method of configs. It is
+        an AttributeError, since PEFT and Accelerate look for the method with `hasattr`."""
         raise AttributeError(
             f"{type(self).__name__} is of a native model, and TRL takes transformers': give it "
             "tigon.integrations.transformers.as_transformers(model)"
@@ -310,8 +310,7 @@ class WindowedConfig(ModelConfig):
         check_layer_kinds("layer_types", self.layer_types, self.num_hidden_layers, SLIDING, FULL)
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: here every layer has
-        one, and families have other rules."""
+        """Whether the layer slides if `layer_types` is None: here all do, unless a family says."""
         return True
 
     def layer_type(self, layer: int) -> str:
@@ -348,8 +347,7 @@ class TwoRopesConfig(WindowedConfig):
 
 
 def vocabulary_keys(c: ModelConfig) -> list[str]:
-    """The names of the config's sizes that count all tokens: vocab_size, and that of a second
-    embedding if it has a row for each of them."""
+    """The names of the config's sizes that count all tokens: of one embedding, or of two."""
     second = "vocab_size_per_layer_input"
     return ["vocab_size"] + [second] * (getattr(c, second, None) == c.vocab_size)
 

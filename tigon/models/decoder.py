@@ -108,8 +108,7 @@ class TransformerBlock(nn.Module):
         )
 
     def mlp_forward(self, x: Tensor, ctx: BlockInputs) -> tuple[Tensor, Tensor | None]:
-        """Runs the MLP: returns its output [B, T, C], and the router's counts if `ctx.routing` is
-        set and it has experts, else None."""
+        """Returns the MLP's output [B, T, C] and, with `ctx.routing`, router counts, else None."""
         y = self.mlp(x, *ctx.dropout_args)
         if not isinstance(y, MoEOutput):
             return y, None

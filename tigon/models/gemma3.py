@@ -24,8 +24,7 @@ class LocalThetaConfig(TwoRopesConfig):
 
     @classmethod
     def _local_theta(cls, source: Mapping[str, Any]) -> float:
-        """rope_local_base_freq, by default 1e4: rope_theta of the sliding layers if
-        `rope_parameters` lacks it."""
+        """Theta of sliding layers if `rope_parameters` lacks it: rope_local_base_freq, or 1e4."""
         key = "rope_local_base_freq"
         return check_type(key, source.get(key, 1e4), float)
 

@@ -98,8 +98,7 @@ class Lfm2Config(ShortConvConfig):
     layer_types: list[str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As ShortConvConfig's, also with keys that vLLM reads and transformers does not write: the
-        widths of blocks and convolutions."""
+        """As ShortConvConfig's, with the widths of blocks and convolutions, which vLLM reads."""
         out = super().to_dict()
         return out | {key: out.get(key, self.hidden_size) for key in ("block_dim", "conv_dim")}
 

@@ -123,9 +123,8 @@ class LossTerms:
         )
 
     def _add_metrics(self, metrics: tuple[str, ...]) -> None:
-        """Add the metrics to the first cross-entropy or LogProbs, or if there is none, append for
-        them a cross-entropy that is no part of the loss; ValueError for metrics that need labels
-        without any."""
+        """Adds the metrics to the first cross-entropy or LogProbs, or else appends for them a
+        cross-entropy that is no part of the loss; ValueError for metrics that lack labels."""
         for i, c in enumerate(self._criteria):
             if isinstance(c, CrossEntropy | LogProbs):
                 self._criteria[i] = replace(c, metrics=(*c.metrics, *metrics))
@@ -156,8 +155,7 @@ class LossTerms:
         return out
 
     def _add_aux_loss(self, out: CausalLMOutput, router_stats: Sequence[Tensor]) -> None:
-        """Adds the routers' metrics to the output, and aux_loss to it and to its loss if the config
-        asks for it and the loss is a mean."""
+        """Adds routers' metrics, and if the config asks for it aux_loss, also to a mean loss."""
         shard, coef = self.targets.batch.shard, aux_loss_coef(self.config)
         if shard is not None and router_stats:  # of all tokens; each rank adds an equal part
             router_stats = shard.sum_for_parts(torch.stack(list(router_stats))).unbind()

@@ -421,8 +421,7 @@ def find_layers_without_fp8(config: Config, model: CausalLM) -> list[str]:
 
 
 def seed_everything(config: Config, world: World) -> None:
-    """Seeds Python's and torch's random numbers, and with `deterministic` turns on deterministic
-    algorithms until the world closes."""
+    """Seeds Python and torch; `deterministic` algorithms are on until the world closes."""
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     if config.deterministic:

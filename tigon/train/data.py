@@ -202,8 +202,7 @@ def describe_truncation(config: Config, truncation: TruncationStats, unit: str) 
 
 
 def may_not_fit(task: Task) -> str | None:
-    """Returns a line that says that a stream, which is not counted before, may cut or leave out
-    groups longer than a row; None if it cannot."""
+    """Returns a line if a stream, whose groups are not counted, may cut or leave out long ones."""
     config, group, most = task.config, task.group, task.config.max_length
     if not config.packing or group == 1 or (most and group * most <= config.seq_len):
         return None

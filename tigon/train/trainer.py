@@ -43,8 +43,7 @@ SAVE_FAILED = 1000  # more than the number of any signal
 def train(run: TrainingRun) -> int:
     """Trains to the last step, evaluates and exports, unless all is done; returns the exit code.
 
-    It is 0, or 128 + the number of the signal that stopped the run, after a checkpoint if there was
-    time for one.
+    It is 0, or 128 + the signal that stopped the run, after a checkpoint if there was time.
     """
     config, world = run.config, run.world
     finished = run.start >= run.steps or run.state.is_out_of_patience(config.patience)
@@ -218,8 +217,7 @@ def reduce_losses(run: TrainingRun, results: Sequence[MicroBatchLoss]) -> dict[s
 
 
 def all_reduce_sums(world: World, terms: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns each tensor's sum over the micro-batches, one of `terms` each, and the data-parallel
-    ranks, with one all-reduce per dtype."""
+    """Returns each tensor's sum over micro-batches and ranks with one all-reduce per dtype."""
     sums = {name: torch.stack([term[name] for term in terms]).sum(0) for name in terms[0]}
     for dtype in dict.fromkeys(value.dtype for value in sums.values()):
         local = {name: value for name, value in sums.items() if value.dtype == dtype}

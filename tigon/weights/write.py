@@ -112,8 +112,7 @@ def write_checkpoint(
 
     In a process group all ranks call this with entries of equal names, shapes and dtypes, each with
     its own blocks; the first rank passes the directory, which all must see. An error on one rank
-    stops all and removes the files. Raises ValueError unless the blocks of all ranks cover each row
-    once.
+    stops all and removes the files. Raises ValueError unless all blocks cover each row once.
     """
     ranks = ranks or WriterGroup()
     with ranks.sync_errors():

@@ -337,8 +337,7 @@ class _NoInit(TorchFunctionMode):
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate every meta parameter and stored buffer, without values; call it before or after
-    fully_shard.
+    """Allocates every meta parameter and stored buffer, without values, sharded or not.
 
     Raises ConfigError, before anything is allocated, if the weights exceed the device's memory.
     """

@@ -126,8 +126,7 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
 
 
 def run_layout(model: CausalLM) -> Layout:
-    """Returns the layout with all experts of a layer in one tensor: thousands of small ones would
-    take long to plan."""
+    """Returns the layout with stacked experts: thousands of small tensors take long to plan."""
     return model.layout(stacked_experts=True)
 
 

@@ -98,7 +98,7 @@ class Embedding(nn.Embedding):
     ):
         super().__init__(vocab, dim, padding_idx=padding_idx)
         self.embed_scale, self.norm_eps = scale, norm_eps  # PEFT reads embed_scale
-        self.vocabulary: VocabularyShard | None = None  # where ranks share it: which rows are here
+        self.vocabulary: VocabularyShard | None = None  # this rank's rows, if ranks share the table
         self.copies: SavedModules | None = None
         self.lora: Adapters | None = None
 

@@ -237,7 +237,7 @@ class ModelConfig:
         """Raises an error that says how to wrap the model: TRL calls this method of configs. It is
         an AttributeError, since PEFT and Accelerate look for the method with `hasattr`."""
         raise AttributeError(
-            f"{type(self).__name__} is of a native model, and TRL takes transformers': give it "
+            f"{type(self).__name__} is of a native model; for TRL wrap the model: "
             "tigon.integrations.transformers.as_transformers(model)"
         )
 

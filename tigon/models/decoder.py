@@ -395,7 +395,7 @@ class Decoder(nn.Module):
             source = block.kv_source
             shared_kv = None if source is None else shared[source]
             block_ctx = self._block_inputs(ctx, i, dropout_keys, layer_inputs, shared_kv)
-            # Not the last block: backward begins with it and would fetch at once
+            # Not the last block: backward begins with it, and would fetch its activations at once
             with offloading.of(block) if offloading and i + 1 < len(blocks) else nullcontext():
                 if i in recomputed:
                     if residual is not None:  # save one tensor for the block, not two
@@ -423,7 +423,7 @@ class Decoder(nn.Module):
         layer_inputs: Sequence[Tensor] | None,
         shared_kv: SharedKV | None,
     ) -> BlockInputs:
-        """The inputs of one block: `ctx` with what the layer has for itself."""
+        """The inputs of one block: `ctx` with what belongs to its layer."""
         changes: dict[str, Any] = {}
         if dropout_keys is not None:  # a tensor: a layer number would recompile each block
             changes["dropout_keys"] = dropout_keys + as_int64(mix(layer))
@@ -435,6 +435,6 @@ class Decoder(nn.Module):
 
     def recompute(self, block: Callable[..., BlockOutput], *inputs: Any) -> BlockOutput:
         """Calls a block that backward computes again."""
-        # Blocks use no random state, which CUDA graphs could not set back
+        # Blocks draw no random numbers, whose state CUDA graphs could not restore
         output = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
         return cast(BlockOutput, output)

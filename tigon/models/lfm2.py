@@ -17,7 +17,7 @@ from tigon.models.pretrained.names import QKV, CheckpointNames
 from tigon.models.rope_config import FULL
 
 CONV = "conv"
-# Keys of config.json, which win over those of their fields' names -> the fields
+# Keys of config.json -> fields here; such a key wins over one with the field's name
 KEYS = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 
 

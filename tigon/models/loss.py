@@ -33,7 +33,7 @@ TARGET_METRICS = ("accuracy", "nll")  # metrics that need labels
 POSITION_FIELDS = ("targets", "weights", "teacher_hidden", "teacher_tokens", "teacher_logprobs")
 
 
-# No list, which a user's fully_shard would rebuild with weights and denominators in 16 bits
+# Not a list: a user's fully_shard would rebuild it, with weights and denominators in 16 bits
 class LossTerms:
     """The loss terms of a call, which the head computes, and the call's output from their values.
 

@@ -39,11 +39,11 @@ MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-# Their own tie_word_embeddings counts and not that in text_config, except in these
+# Those whose text_config has the tie_word_embeddings that counts; of others it is their own
 TIED_BY_TEXT = ("llama4",)
-# Those where it is false by default, not true
+# Those in which tie_word_embeddings is false by default
 UNTIED = ("muse_glimmer", "qwen3_5", "qwen3_5_moe")
-# Those of which transformers' AutoModelForCausalLM makes the text model alone
+# Those that transformers' AutoModelForCausalLM loads as the text model alone
 TEXT_ALONE = ("llama4", "qwen3_5", "qwen3_5_moe")
 
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}

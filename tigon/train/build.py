@@ -177,22 +177,9 @@ def read_inputs(
         if process is not None and early is not None:
             early.build(process, task, source, choice)
             process.join()
-    with world.raise_on_all_ranks():
-        cursor = checkpoint.read_metadata(source).get("cursor")
-        data = build_loader(task, config.data, tokenizer, cursor=cursor)
-        held_out = config.held_out
-        eval_data = build_loader(task, held_out, tokenizer, held_out=True) if held_out else None
-        if reason is not None:
-            world.log_rank0(f"prompts are computed for each answer: {reason}")
-        if source is None:  # else the checkpoint has them
-            loaders = filter(None, (data, eval_data))
-            stored = read_model_config(config).vocab_size
-            config = with_added_tokens(config, tokenizer, stored, loaders)
-        sample = data.windows.sample() if world.size > 1 else ""
-        identity = {"data": [resume.run_metadata(config, data), sample]}
-        if eval_data is not None:
-            identity["eval_data"] = [eval_data.windows.identity()]
-    world.check_same(identity, OTHER_FILES)
+    config, data, eval_data = _open_data(task, tokenizer, source)
+    if reason is not None:
+        world.log_rank0(f"prompts are computed for each answer: {reason}")
     state = TrainState()
     with world.raise_on_all_ranks():
         if source is not None:
@@ -203,6 +190,29 @@ def read_inputs(
     return RunInputs(
         config, task, source, source_lock, start, tokenizer, data, eval_data, state, choice, auto
     )
+
+
+def _open_data(
+    task: Task, tokenizer: Tokenizer, source: Path | None
+) -> tuple[Config, Loader, Loader | None]:
+    """Returns the loaders of training and held-out rows, which are the same on all ranks, and the
+    settings with the data's new tokens."""
+    config, world = task.config, task.world
+    with world.raise_on_all_ranks():
+        cursor = checkpoint.read_metadata(source).get("cursor")
+        data = build_loader(task, config.data, tokenizer, cursor=cursor)
+        held_out = config.held_out
+        eval_data = build_loader(task, held_out, tokenizer, held_out=True) if held_out else None
+        if source is None:  # else the checkpoint has the tokens
+            loaders = filter(None, (data, eval_data))
+            stored = read_model_config(config).vocab_size
+            config = with_added_tokens(config, tokenizer, stored, loaders)
+        sample = data.windows.sample() if world.size > 1 else ""
+        identity = {"data": [resume.run_metadata(config, data), sample]}
+        if eval_data is not None:
+            identity["eval_data"] = [eval_data.windows.identity()]
+    world.check_same(identity, OTHER_FILES)
+    return config, data, eval_data
 
 
 def count_steps(config: Config, data: Loader) -> int:

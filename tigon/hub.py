@@ -285,8 +285,7 @@ def contains_file(folder: Path, name: str) -> bool:
     """Returns whether the folder has a file of this name.
 
     Raises ValueError for a link that leaves the folder, a pipe, a device or a pointer of Git LFS.
-    The folder itself may be a link, and one of the hub's cache (snapshots/COMMIT) has links to its
-    blobs.
+    The folder itself may be a link, and the hub's cache (snapshots/COMMIT) has links to its blobs.
     """
     path = folder / _check_relative(name)
     if not os.path.lexists(path):

@@ -409,7 +409,7 @@ def test_layers_of_llama4_are_those_of_transformers() -> None:
 def test_hunyuan_stretches_theta_once() -> None:
     raw = {"model_type": "hunyuan_v1_dense", "head_dim": 128, "rope_scaling": HUNYUAN}
     model = on_meta(ours(raw))
-    assert model.turning_rope is None  # no table changes with the length
+    assert model.dynamic_rope is None  # no table changes with the length
     peer = HunYuanDenseV1RotaryEmbedding(theirs(raw))
     assert torch.equal(model.model.rotary_embs[0].to("cpu").inv_freq, peer.inv_freq)
 

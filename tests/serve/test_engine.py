@@ -266,8 +266,8 @@ def test_capacity(model: tigon.CausalLM, monkeypatch: Any) -> None:
     assert batch.fit_capacity(longer, 1) == 768
 
 
-def test_a_turning_rope_ends_the_context(tmp_path: Path) -> None:
+def test_a_dynamic_rope_ends_the_context(tmp_path: Path) -> None:
     reference("llama", {"rope_parameters": ROPES["dynamic"]}, tmp_path)
     model = tigon.from_pretrained(tmp_path)
-    assert model.turning_rope is not None
-    assert batch.fit_capacity(model, 2) == model.turning_rope.turn
+    assert model.dynamic_rope is not None
+    assert batch.fit_capacity(model, 2) == model.dynamic_rope.original_length

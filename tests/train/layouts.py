@@ -17,7 +17,7 @@ from tigon.train.logging import read_metrics
 
 TOLERANCE = 1e-5
 # What metrics.jsonl has that depends on the clock or the machine
-TIMES = ("seconds", "share", "tokens_per_second", "memory", "own_loss", "mfu", "time")
+TIMES = ("seconds", "share", "tokens_per_second", "memory", "local_loss", "mfu", "time")
 
 
 def train_all(runs: list[list[str]]) -> None:

@@ -353,7 +353,7 @@ def test_the_estimate_knows(workspace, nf4_settings):
         own = {"device": "auto", "dtype": "bfloat16", "lora.quantize": quantize}
         config = load(None, nf4_settings(f"plan-{quantize}", **own))
         with start("cpu") as world:
-            inputs = read_inputs(config, world, here=False)
+            inputs = read_inputs(config, world, check_machine=False)
             for gpus in (1, 2):
                 kinds = estimate_run(inputs.config, inputs, gpus).kinds
                 found[quantize, gpus] = kinds["parameters"]

@@ -43,14 +43,14 @@ def test_a_rollback_does_not_read_a_damaged_checkpoint(workspace, poisoned, monk
     poisoned(3)
     judge = trainer.guard.check_step
 
-    def damage(run, step, values, own_loss):
+    def damage(run, step, values, local_loss):
         if step == 3:
             run.saver.wait()
             weights = run.saver.directory / "step-00000003/weights-00000.safetensors"
             content = bytearray(weights.read_bytes())
             content[-5] ^= 0x7F
             weights.write_bytes(content)
-        return judge(run, step, values, own_loss)
+        return judge(run, step, values, local_loss)
 
     monkeypatch.setattr(trainer.guard, "check_step", damage)
     settings = {"steps": 4, "save_every": 1, "nonfinite": "rollback", "keep_last": 0}

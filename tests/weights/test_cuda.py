@@ -51,7 +51,7 @@ def test_loads_what_the_library_loads(
         busy = busy @ busy  # what the memory's last owner has queued must not come after us
     for parameter in parameters.values():
         parameter.add_(busy[0, 0])
-    load_into(parameters, layout, checkpoint, workers=4)
+    load_into(parameters, layout, checkpoint)
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         assert torch.equal(parameters[name].cpu(), tensor.to(target))
     columns = torch.zeros(999, 2000, dtype=target, device="cuda")
@@ -118,7 +118,7 @@ device = torch.device("cuda:1")
 torch.cuda.set_device(device)
 checkpoint = Checkpoint.open(Repository(sys.argv[1]))
 parameters = {"w": torch.empty(300, 200, device=device)}
-load_into(parameters, {"w": (TensorSlice.whole("w", (300, 200)),)}, checkpoint, workers=2)
+load_into(parameters, {"w": (TensorSlice.whole("w", (300, 200)),)}, checkpoint)
 write_checkpoint(sys.argv[2], [TensorEntry.of("w", parameters["w"])])
 print(torch._C._cuda_hasPrimaryContext(0), torch._C._cuda_hasPrimaryContext(1))
 """

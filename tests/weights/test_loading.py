@@ -58,7 +58,7 @@ def test_fused_parameters(
         "qkv": torch.nn.Parameter(torch.full((14, 4), torch.nan, dtype=dtype)),
         "norm": torch.full((4,), torch.nan, dtype=dtype),
     }
-    load_into(parameters, layout, save(tmp_path, tensors), workers=3)
+    load_into(parameters, layout, save(tmp_path, tensors))
     expected = torch.cat([tensors["q"], tensors["k"], tensors["v"]]).to(dtype)
     assert torch.equal(parameters["qkv"], expected)
     assert torch.equal(parameters["norm"], tensors["norm"].to(dtype))

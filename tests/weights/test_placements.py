@@ -129,7 +129,7 @@ def case(
     with pytest.MonkeyPatch.context() as patch:
         for name in counted:
             patch.setattr(os, name, counting(name))
-        load_into(parameters, LAYOUT, checkpoint, ignored=checkpoint.tensors.keys(), workers=2)
+        load_into(parameters, LAYOUT, checkpoint, ignored=checkpoint.tensors.keys())
         to = make(out) if dist.get_rank() == 0 else None
         write_checkpoint(to, entries(parameters, dtype), max_shard_size=100_000)
     wrong = [

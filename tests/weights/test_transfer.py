@@ -21,6 +21,7 @@ from tigon.weights import (
     Repository,
     RowSpan,
     TensorSlice,
+    load,
     load_into,
     read,
 )
@@ -131,7 +132,7 @@ def test_decoded_tensors(dtype: torch.dtype) -> None:
         "v": torch.full((9,), torch.nan, dtype=dtype),
     }
     asked.clear()
-    load_into(parameters, layout, Checkpoint("x", infos), workers=2, staging_bytes=2 * LARGEST)
+    load_into(parameters, layout, Checkpoint("x", infos), staging_bytes=2 * LARGEST)
     a = counting((1000, 700))
     expected = torch.cat([a[40:], a[:40], counting((77, 700))])
     assert torch.equal(parameters["ab"], expected.to(dtype))
@@ -154,8 +155,9 @@ def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         empty(3000, 1000, dtype=torch.bfloat16),
         {"w": (TensorSlice.whole("w", (3000, 1000)),)},
     )
+    monkeypatch.setattr(load, "_threads", lambda: 8)
     monkeypatch.setattr(read.torch, "empty", counted)
-    load_into({"w": out}, layout, checkpoint, workers=8, staging_bytes=2 << 20)
+    load_into({"w": out}, layout, checkpoint, staging_bytes=2 << 20)
     monkeypatch.undo()
     assert torch.equal(out, stored.bfloat16())
     assert 0 < sum(sizes) <= 2 << 20

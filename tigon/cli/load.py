@@ -212,8 +212,7 @@ def _start_ranks(args: Namespace) -> int:
 def _restore_terminal() -> Iterator[None]:
     """Restores the terminal that a rank reads: a rank that is killed leaves it without echo.
 
-    Ctrl-Z is ignored: it would stop this process alone, and the rank would read what is meant for
-    the shell.
+    Ctrl-Z is ignored: it would stop only this process, and the rank would read the shell's input.
     """
     before = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     is_foreground = sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()

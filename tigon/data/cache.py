@@ -70,8 +70,7 @@ class CleanReport:
 
 
 def clean_cache(days: float = 0.0) -> CleanReport:
-    """Remove the tokenized data that was not used for `days` from the cache, and return counts of
-    it.
+    """Removes the tokenized data that was not used for `days` from the cache; returns counts.
 
     Data that is being made stays, and a process that has data open can go on reading it.
     """

@@ -89,8 +89,7 @@ class AnswerEncoder(TemplateEncoder):
 
 
 class PairEncoder(AnswerEncoder):
-    """Pairs: a group of two examples, the chosen answer and the rejected one, each after the
-    prompt.
+    """Pairs: groups of two examples, the chosen and the rejected answer, each after the prompt.
 
     `margin`: the examples have a column with the row's margin, by how much the chosen one is
     better, or 0. `shared_prompt`: a pair without a prompt in common is an error; otherwise its

@@ -214,8 +214,7 @@ class Encoder:
     grouped = True  # whether the examples of a row have to share a micro-batch
 
     def open(self, source: Source) -> Source:
-        """Returns the source with what its first rows decide, or raises ValueError; here as it
-        is."""
+        """Returns the source with what its first rows decide, here unchanged; raises ValueError."""
         return source
 
     def digest(self) -> str:

@@ -257,8 +257,7 @@ class _GroupReader:
         return total
 
     def ended(self) -> bool:
-        """Reads blocks until there is another group; True if the pass has no more. ValueError if it
-        had none at all."""
+        """Reads blocks until there is a group; True if the pass has no more, ValueError if none."""
         while self.examples is None or self.group >= self.examples.num_groups:
             at_place = self.examples is None
             block = next(self.blocks, None)

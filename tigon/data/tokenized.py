@@ -100,8 +100,7 @@ def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: 
 
 
 def _cached_digest(root: Path, source: Source) -> str:
-    """Looks up `source.digest()` by the file's size and times; reads the file if they are new, or
-    it is small."""
+    """Looks up `source.digest()` by size and times; reads a file that is new, changed or small."""
     path = Path(source.name)
     if not path.is_file() or (status := path.stat()).st_size < MEMO_BYTES:
         return source.digest()
@@ -340,8 +339,7 @@ _parent: int | None = None  # the process whose children end with it
 
 @contextmanager
 def end_children_with_parent() -> Iterator[None]:
-    """Makes processes that are forked in the `with` block, also by `datasets`, end when this one is
-    killed."""
+    """Ends processes that are forked in the `with` block when this process is killed."""
     global _parent
     before, _parent = _parent, os.getpid()
     try:

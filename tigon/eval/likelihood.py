@@ -68,11 +68,11 @@ def log_likelihoods(
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (context, _) in enumerate(checked):
         groups.setdefault(context, []).append(i)
-    rope = model.turning_rope
+    rope = model.dynamic_rope
 
-    def is_past_turn(tokens: int) -> bool:
-        """Returns whether RoPE has turned; a pass has one table, so these batches are separate."""
-        return rope is not None and tokens > rope.turn
+    def is_past_change(tokens: int) -> bool:
+        """Returns whether a dynamic RoPE has changed: a pass has one table, for equal lengths."""
+        return rope is not None and tokens > rope.original_length
 
     shared: list[SharedContext] = []
     packed: list[int] = []
@@ -80,7 +80,7 @@ def log_likelihoods(
         reads = [len(checked[i][1]) - 1 for i in members]
         separate = len(context) * len(members) + sum(reads)
         saves = len(context) + max(reads) * len(members) < separate
-        if saves and is_past_turn(len(context)) == is_past_turn(len(context) + max(reads)):
+        if saves and is_past_change(len(context)) == is_past_change(len(context) + max(reads)):
             shared.append(SharedContext(context, tuple(members), max(reads)))
         else:
             packed += members
@@ -89,11 +89,11 @@ def log_likelihoods(
     with inference(model):
         totals = [sum(map(len, request)) - 1 for request in checked]
         packed.sort(key=lambda i: totals[i], reverse=True)
-        sizes = [(totals[i], is_past_turn(totals[i])) for i in packed]
+        sizes = [(totals[i], is_past_change(totals[i])) for i in packed]
         for batch in _batches(sizes, tokens_per_batch):
             results |= _score_packed(model, checked, packed[batch])
         shared.sort(key=lambda g: len(g.context) + g.longest, reverse=True)
-        sizes = [(len(g.context) + g.longest, is_past_turn(len(g.context))) for g in shared]
+        sizes = [(len(g.context) + g.longest, is_past_change(len(g.context))) for g in shared]
         for batch in _batches(sizes, tokens_per_batch, MAX_CONTEXTS):
             results |= _score_shared(model, checked, shared[batch], tokens_per_batch)
     return [results[i] for i in range(len(checked))]

@@ -18,7 +18,6 @@ from tigon.generation.loop import (
     Criterion,
     StoppingCriteria,
     StopStrings,
-    check_criteria,
     run_steps,
 )
 from tigon.generation.output import GenerationOutput, Recording
@@ -121,7 +120,7 @@ def generate(
     criteria = None
     if stopping_criteria:
         share = functools.partial(_first_of_ranks, model)
-        criteria = StoppingCriteria(check_criteria(stopping_criteria), rows, share)
+        criteria = StoppingCriteria(stopping_criteria, rows, share)
     emit = streamer.put if isinstance(streamer, Streamer) else streamer
     scores = call.recording.scores
     output = Continuations(rows, max_tokens, eos, pad, stop, emit, criteria, scores)
@@ -168,8 +167,9 @@ def _make_call(
     sampling = Sampling.of(settings, vocab, model.device, recording.last)
     kept_rows = rows if as_dict or past is not None else 0
     cache = choose_cache(model, assistant, settings, tokens + max_tokens, past, kept_rows)
-    made = sampling, recording, cache, past, kept_rows
-    return Call(model, assistant, prompt, settings, max_tokens, *made)
+    return Call(
+        model, assistant, prompt, settings, max_tokens, sampling, recording, cache, past, kept_rows
+    )
 
 
 def _first_of_ranks(model: GenerationModel, x: Tensor) -> Tensor:

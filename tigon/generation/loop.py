@@ -55,6 +55,10 @@ class StoppingCriteria:
         prompt: Tensor,  # [B, T]
         share: Callable[[Tensor], Tensor],  # returns the answers of the first rank on all ranks
     ):
+        if not isinstance(criteria, Sequence) or not all(map(callable, criteria)):
+            raise TypeError(
+                f"stopping_criteria={criteria!r} is not a list of functions of input_ids and scores"
+            )
         self._criteria, self._ids, self._share = criteria, prompt, share
 
     def __call__(self, column: Tensor, scores: Scores) -> list[int]:
@@ -64,15 +68,6 @@ class StoppingCriteria:
         for criterion in self._criteria:
             ends |= _read_answer(criterion, criterion(self._ids, scores), ends)
         return self._share(ends.long()).nonzero().flatten().tolist()
-
-
-def check_criteria(criteria: Any) -> Sequence[Criterion]:
-    """Returns the criteria; raises TypeError for what is no list of functions."""
-    if not isinstance(criteria, Sequence) or not all(callable(f) for f in criteria):
-        raise TypeError(
-            f"stopping_criteria={criteria!r} is not a list of functions of input_ids and scores"
-        )
-    return criteria
 
 
 def _read_answer(criterion: Criterion, answer: Any, rows: Tensor) -> Tensor:
@@ -147,7 +142,8 @@ class Continuations:
             return min((len(self.tokens[row]) for row in self.unfinished), default=self.length)
 
         while self._complete < least():
-            column = [self._at(row, self._complete) for row in range(len(self.tokens))]
+            at = self._complete
+            column = [tokens[at] if at < len(tokens) else self.pad for tokens in self.tokens]
             self._complete += 1
             if self._criteria is not None:
                 scores = self._scores(self.tokens, self._complete)
@@ -172,11 +168,6 @@ class Continuations:
             ended = self._stop.completed((self._prompt[row] + tokens[-window:])[-window:])
         if ended:
             self.unfinished.remove(row)
-
-    def _at(self, row: int, column: int) -> int:
-        """Returns a row's token in a column, or the pad token behind its end."""
-        tokens = self.tokens[row]
-        return tokens[column] if column < len(tokens) else self.pad
 
     def tensor(self) -> Tensor:
         """Returns the tokens [B, length] on the CPU, with pad tokens behind the ends of rows."""

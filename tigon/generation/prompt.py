@@ -23,19 +23,16 @@ class GenerationModel(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def turning_rope(self) -> RotaryEmbedding | None:
-        """Returns the RoPE whose table changes first as a text grows; None if none does."""
-        ...
+    def dynamic_rope(self) -> RotaryEmbedding | None:
+        """Returns the RoPE whose frequencies change first as a text grows; None if none do."""
 
     @property
     def communication_groups(self) -> tuple[Ranks, ...]:
         """Returns the groups whose ranks all make the same calls of the model."""
-        ...
 
     @property
     def cache_restart(self) -> int | None:
         """Returns the length at which the text is read again into a new cache; None for never."""
-        ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...
 
@@ -49,7 +46,6 @@ class GenerationModel(Protocol):
         rollback: int = 0,
     ) -> StaticCache:
         """Returns an empty cache of `capacity` tokens a row; ValueError if it does not fit."""
-        ...
 
     def __call__(self, input_ids: Tensor, **kwargs: Any) -> Any: ...
 
@@ -59,7 +55,6 @@ class DecodingTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Returns the text of the tokens."""
-        ...
 
 
 @runtime_checkable
@@ -68,11 +63,9 @@ class Streamer(Protocol):
 
     def put(self, value: Tensor) -> None:
         """Takes the prompts [B, T], and then the new tokens [B] of each step, on the CPU."""
-        ...
 
     def end(self) -> None:
         """Ends the stream, after the last tokens."""
-        ...
 
 
 class PromptBatch(NamedTuple):
@@ -122,8 +115,7 @@ def check_prompt(
 
 
 def check_past(cache: Any, prompt: PromptBatch) -> list[int]:
-    """Returns how many tokens of each row the cache holds; raises if it does not fit the
-    prompts."""
+    """Returns the number of cached tokens of each row; raises if they do not fit the prompts."""
     if not isinstance(cache, KVCache | StaticCache):
         raise TypeError(
             f"past_key_values is a {type(cache).__name__}: give a tigon.layers.KVCache, or what "

@@ -53,10 +53,11 @@ def _read_prompts(
     return torch.cat(logits)
 
 
-def _read_on(
+def _read_rest(
     model: GenerationModel, cache: StaticCache, prompt: PromptBatch, max_tokens: int
 ) -> Tensor:
-    """Reads what follows the tokens that the cache holds, row by row; returns the logits [B, V]."""
+    """Fills a cache that holds the beginning of each prompt with the rest, row by row; returns
+    logits [B, V]."""
     logits = []
     for row, ids in enumerate(prompt.unpadded()):
         state = cache.rows(row, row + 1)
@@ -108,9 +109,8 @@ class Call:
         return -(-(max(self.prompt.lengths()) + new) // ROUND) * ROUND
 
     def prefill(self, model: GenerationModel, cache: StaticCache, prompt: PromptBatch) -> Tensor:
-        """Fills the cache with a model's prompts and repeats its rows; returns the logits after
-        them."""
-        read = _read_prompts if cache.length == 0 else _read_on
+        """Fills the cache with prompts and repeats its rows; returns the logits after them."""
+        read = _read_prompts if cache.length == 0 else _read_rest
         logits = read(model, cache, prompt, self.settings.prefill_chunk_size)
         copies = self.settings.num_return_sequences
         if copies > 1:
@@ -214,11 +214,11 @@ def _obstacle(model: GenerationModel, total: int) -> str | None:
     """Returns why a static cache cannot be exact for `total` tokens; None if it is."""
     if is_sharded(model):
         return "FSDP gathers parameters step by step"
-    rope = model.turning_rope
-    if rope is None or total <= rope.turn:
+    rope = model.dynamic_rope
+    if rope is None or total <= rope.original_length:
         return None
-    kind = rope.rope_type
-    return f"{kind} RoPE rotates all keys anew when a text of up to {total} passes {rope.turn}"
+    kind, length = rope.rope_type, rope.original_length
+    return f"{kind} RoPE rotates all keys anew when a text of up to {total} passes {length}"
 
 
 # CUDA graphs
@@ -280,7 +280,7 @@ DYNAMIC_CAPACITY = 1024  # initial room for tokens after the prompt
 
 
 class DynamicSteps:
-    """Steps with a growing cache or none: for CPUs, sharded models and RoPEs whose table changes.
+    """Steps with a growing cache or none: for CPUs, sharded models and dynamic RoPEs.
 
     Prompts keep their padding, and finished rows stay in the batch; after `hold` they read `pad`.
     """

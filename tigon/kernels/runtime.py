@@ -54,8 +54,8 @@ _mode: Mode = _check_mode(os.environ.get("TIGON_KERNELS", "auto"), "TIGON_KERNEL
 def use(mode: Mode) -> Iterator[None]:
     """Sets the path of every operator called inside: a switch for debugging and tests.
 
-    "auto" runs Triton on GPUs from sm_80 on, "reference" plain torch everywhere, "triton" its
-    kernels or raises. The environment variable TIGON_KERNELS sets the default.
+    "auto" runs Triton on GPUs from sm_80 on, "reference" plain torch everywhere, "triton" Triton or
+    an error. The environment variable TIGON_KERNELS sets the default.
     """
     global _mode
     before, _mode = _mode, _check_mode(mode, "mode")
@@ -81,8 +81,7 @@ def runs_triton(x: Tensor) -> bool:
 
 
 def device_fact(find: Find) -> Find:
-    """Remembers what a function finds out about a GPU, by its arguments; under torch.compile it is
-    a constant.
+    """Remembers what a function finds out about a GPU; for torch.compile it is a constant.
 
     Dynamo cannot trace a question to a driver, and ignores `functools.cache` with any mark on it.
     A fact is a number, a bool or a text.
@@ -118,7 +117,7 @@ def _gpu_problem(device: int) -> str | None:
     try:
         with _disable_current_modes(), torch.cuda.device(device):  # no fake tensors here
             _increment[(1,)](torch.zeros(1, device="cuda"))
-    except Exception as error:  # no compiler, no driver, no Triton: whatever it is, torch remains
+    except Exception as error:  # no compiler, driver or Triton: plain torch always works
         return f"Triton fails on {name} ({type(error).__name__}: {error})"
     return None
 
@@ -145,7 +144,7 @@ def pdl_wait(PDL: tl.constexpr, LATE: tl.constexpr = False):
             tl.extra.cuda.gdc_launch_dependents()
 
 
-_gathered: WeakSet[object] = WeakSet()
+_gathered_models: WeakSet[object] = WeakSet()
 
 
 def disable_pdl(model: object) -> None:
@@ -153,7 +152,7 @@ def disable_pdl(model: object) -> None:
 
     A kernel that reads weights before it waits might miss what the copies just before have written.
     """
-    _gathered.add(model)
+    _gathered_models.add(model)
 
 
 @device_fact
@@ -169,7 +168,7 @@ def pdl_options(x: Tensor) -> dict[str, bool]:
     hides the microseconds between two kernels, which are much of the time of a decoding step and
     nothing beside large kernels. See `disable_pdl` for when it is off.
     """
-    if _gathered:
+    if _gathered_models:
         return {"PDL": False}
     if x.numel() > PDL_ELEMENTS or x.device.type != "cuda" or not is_hopper(x.device.index):
         return {"PDL": False}

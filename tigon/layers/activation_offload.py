@@ -62,8 +62,7 @@ class _SavedTensor(NamedTuple):
 
 
 class ActivationOffload:
-    """Offloads one forward pass: `with offload.of(block):` around each block in order, then
-    `end()`.
+    """Offloads a forward pass: `with offload.of(block):` around each block in order, then `end()`.
 
     `shared`: tensors that all blocks use, which stay on the device, as parameters do.
     """

@@ -70,8 +70,7 @@ class BlockInputs:
     def starts(self) -> Tensor | None:
         """Bool [B, T], True at the first token of each row and of each packed sequence.
 
-        None without packed sequences: each row continues its state. With `shard`, those of this
-        rank's tokens.
+        None without packed sequences: rows continue their states. `shard`: only its tokens.
         """
         segments = self.mask.segment_ids
         if segments is None:

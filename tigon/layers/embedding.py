@@ -97,15 +97,10 @@ class Embedding(nn.Embedding):
         norm_eps: float | None = None,
     ):
         super().__init__(vocab, dim, padding_idx=padding_idx)
-        self.scale, self.norm_eps = scale, norm_eps
-        self.vocabulary: VocabularyShard | None = None  # where ranks share it: which rows are here
+        self.embed_scale, self.norm_eps = scale, norm_eps  # PEFT reads embed_scale
+        self.vocabulary: VocabularyShard | None = None  # this rank's rows, if ranks share the table
         self.copies: SavedModules | None = None
         self.lora: Adapters | None = None
-
-    @property
-    def embed_scale(self) -> float:
-        """`scale` by transformers' name, by which PEFT scales what it adds."""
-        return self.scale
 
     def forward(self, input: Tensor) -> Tensor:
         copy = None if self.copies is None else self.copies.active()
@@ -118,10 +113,10 @@ class Embedding(nn.Embedding):
             x = add(x, Ranks.sharing(self.vocabulary))
         if self.norm_eps is not None:
             return rms_norm(x, None, self.norm_eps)
-        if self.scale == 1.0:
+        if self.embed_scale == 1.0:
             return x
         # A fill on the device: a Python number would not be rounded, torch.tensor would wait
-        return x * torch.full((), self.scale, dtype=x.dtype, device=x.device)
+        return x * torch.full((), self.embed_scale, dtype=x.dtype, device=x.device)
 
     def _rows(self, ids: Tensor, table: Tensor) -> Tensor:
         """Returns the rows of the table [B, T, C] for ids; zeros for other ranks' tokens."""

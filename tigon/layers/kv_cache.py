@@ -56,7 +56,7 @@ class Cache:
         Raises ValueError if a layer's state cannot forget a row's last `tokens`.
         """
         for layer, state in enumerate(self.states):
-            if state.history is None or (state.kept is not None and state.kept < tokens):
+            if state.history is None or (state.rollback is not None and state.rollback < tokens):
                 raise ValueError(
                     f"layer {layer} keeps one {state.layout} for all tokens of a row, from which "
                     f"the last ones cannot be taken away{self.crop_hint}"
@@ -224,8 +224,8 @@ class StaticCache(Cache):
 
     def give_back(self, view: Self, start: int) -> None:
         """Takes over what `borrow` copied from the rows that begin at `start`."""
-        mine = self.rows(start, start + len(view.lengths))
-        for state, other in zip(mine.states, view.states, strict=True):
+        rows = self.rows(start, start + len(view.lengths))
+        for state, other in zip(rows.states, view.states, strict=True):
             if state.history is None:
                 for x, y in zip(state._tensors(), other._tensors(), strict=True):
                     x.copy_(y)
@@ -270,7 +270,7 @@ class StaticCache(Cache):
             )
         values = f" {lengths.tolist()}" if on_host(lengths) else ""
         new, least = lengths.to(self.lengths.device, non_blocking=True), self.check_crop()
-        back = min([self.chunk, *(s.kept for s in self.states if s.kept is not None)])
+        back = min([self.chunk, *(s.rollback for s in self.states if s.rollback is not None)])
         near = (new >= self.lengths - back) | (self.lengths <= least) | (new == 0)
         check_values(
             ((new >= 0) & near).all(),

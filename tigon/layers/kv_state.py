@@ -30,11 +30,11 @@ class LayerState:
     CUDA graph can repeat a step.
     """
 
-    # How many of a row's last tokens are held one by one, so that `Cache.crop` can forget some;
-    # None: they cannot be told apart
+    # How many of a row's last tokens are stored one by one, so that `Cache.crop` can drop some;
+    # None: one state stands for all tokens
     history: int | None = None
-    # How many can be taken back where that is fewer than a cache's `chunk`
-    kept: int | None = None
+    # How many of these `crop` can drop, if it is not a cache's `chunk`
+    rollback: int | None = None
 
     @property
     def layout(self) -> str:
@@ -48,7 +48,7 @@ class LayerState:
         return sum(x.nbytes for x in self._tensors())
 
     def keep_history(self, tokens: int) -> None:
-        """Makes room in an empty state to take back a row's last `tokens`, if that needs any."""
+        """Makes room in an empty state to drop a row's last `tokens`, if that needs any."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Returns a copy with `change` applied to the tensors."""

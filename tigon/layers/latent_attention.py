@@ -105,8 +105,10 @@ class LatentAttention(SoftmaxAttention):
             latents, _ = state.store(latents, latents, ctx, None)
             latent, turned = latents.split((sizes.kv_lora_rank, sizes.qk_rope_head_dim), -1)
             latent = latent.squeeze(2)
-        out = self._attend(q, *self._expand(latent, turned, *dropout_args), ctx)
-        return self.o_proj(out.flatten(2), *dropout_args)
+        kv = self.kv_b_proj(latent, *dropout_args).unflatten(-1, (self.heads, -1))
+        plain, v = kv.split((sizes.qk_nope_head_dim, sizes.v_head_dim), -1)
+        k = torch.cat((plain, turned.expand(-1, -1, self.heads, -1)), -1)
+        return self.o_proj(self._attend(q, k, v, ctx).flatten(2), *dropout_args)
 
     def compress(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, ...]:
         """Returns what queries are projected from [B, T, ...], latents [B, T, L], and the dims that
@@ -117,15 +119,6 @@ class LatentAttention(SoftmaxAttention):
         both = self.kv_a_proj_with_mqa(x, *dropout_args)
         latent, rotated = both.split((self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim), -1)
         return queries, self.kv_a_layernorm(latent), rotated
-
-    def _expand(
-        self, latent: Tensor, turned: Tensor, *dropout_args: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Returns keys [B, S, H, N + R] and values [B, S, H, V] of latents and rotated dims."""
-        sizes = self.sizes
-        kv = self.kv_b_proj(latent, *dropout_args).unflatten(-1, (self.heads, -1))
-        plain, v = kv.split((sizes.qk_nope_head_dim, sizes.v_head_dim), -1)
-        return torch.cat((plain, turned.expand(-1, -1, self.heads, -1)), -1), v
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs) -> Tensor:
         """Returns attention [B, T, H, V] of q to k [B, S, H, N + R] and v [B, S, H, V]."""

@@ -58,23 +58,23 @@ class Linear(nn.Linear):
         """Whether an adapter is added to the product."""
         return self.lora is not None and self.lora.active() is not None
 
-    # What layers that ranks split replace
+    # Overridden in layers that tensor-parallel ranks share
 
     @property
     def local_bias(self) -> Tensor | None:
-        """What the product adds: the bias."""
+        """The bias that `product` adds."""
         return self.bias
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """Returns x; in layers that ranks split, all tokens of it."""
+        """Returns x; if ranks share the layer, the tokens of all of them."""
         return x
 
     def reduce_output(self, y: Tensor) -> Tensor:
-        """Returns y; in layers that ranks split, its sum over them."""
+        """Returns y; if ranks share the layer, its sum over them."""
         return y
 
     def product(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
-        """Returns x W^T with the bias and the active adapter, without exchange between ranks."""
+        """Returns x W^T with the bias and the active adapter, without communication."""
         base = make_fp8_base() if self.fp8 and self.training else PLAIN_BASE
         weight, own_bias = self.weight, self.local_bias
         if self.quantized is not None:
@@ -86,14 +86,14 @@ class Linear(nn.Linear):
                 drops = Dropout(dropout_keys, low.seed, low.dropout)
             y = lora_linear(x, weight, bias, low.lora_A, low.additions(), base=base, dropout=drops)
             if low.dora:
-                # By what the gains are more than 1: below fp32 a product with them would lose that
+                # y + y (scale - 1): in 16 bits, a scale close to 1 would be rounded to 1
                 y = torch.addcmul(y, y, (low.dora_scale(self.values()) - 1).to(y.dtype))
                 y = y if own_bias is None else y + own_bias
             return y
         return base.linear(x, weight, own_bias)
 
     def _product(self, x: Tensor, dropout_keys: Tensor | None) -> Tensor:
-        """Returns `product`, called without keys if there are none, as replacements expect."""
+        """Returns `product`; methods that replace it need not take keys that are None."""
         return self.product(x) if dropout_keys is None else self.product(x, dropout_keys)
 
     def forward(self, x: Tensor, dropout_keys: Tensor | None = None) -> Tensor:
@@ -166,16 +166,16 @@ class GatedLinear(FusedLinear):
         return f"{super().extra_repr()}, act={self.act}"
 
 
-# Before anybody puts others into their place
+# The methods before another library patches a class
 _FORWARD = {kind: kind.forward for kind in (nn.Linear, Linear, FusedLinear, GatedLinear)}
 _PRODUCT = {kind: getattr(kind, "product", None) for kind in _FORWARD}
 
 
 def is_unpatched(module: nn.Module, kind: type[nn.Linear]) -> bool:
-    """Whether a call of the module runs `kind.forward` alone.
+    """Whether a call of the module runs `kind.forward` and nothing else.
 
-    False with hooks, replaced methods, also of the class, and weights that compute products. A
-    class whose product other modules compute says itself whether they do so unseen.
+    It does not if there are hooks, a method of the module or its class was replaced, or a weight is
+    a tensor subclass. A class that delegates its product answers by a method `computed_unseen`.
     """
     namespace = type(module)
     if (computed_unseen := getattr(namespace, "computed_unseen", None)) is not None:
@@ -191,7 +191,7 @@ def is_unpatched(module: nn.Module, kind: type[nn.Linear]) -> bool:
 
 
 def is_observed(module: nn.Module) -> bool:
-    """Whether hooks, or a call that was replaced, see what the module takes and returns."""
+    """Whether hooks or a replaced `__call__` see the inputs and outputs of the module."""
     return bool(
         type(module).__call__ is not nn.Module._wrapped_call_impl
         or module._compiled_call_impl is not None

@@ -67,8 +67,7 @@ class LMHead(nn.Module):
         logits_bytes: int | None = None,
         lend: Callable[[Tensor, Tensor | None], Any] | None = None,
     ) -> Any:
-        """Returns a HeadOutput: logits without `criteria` or if requested, else loss terms in
-        chunks.
+        """Returns a HeadOutput: logits without `criteria` or if requested; else only loss terms.
 
         With `return_logits` the loss terms use those logits, which are not overwritten, unless
         ranks share the vocabulary. The hidden states `at` also get logits, without a gradient.
@@ -90,12 +89,16 @@ class LMHead(nn.Module):
         keeps_logits = return_logits and self.vocabulary is None
         values: list[HeadValue] = []
         if criteria and not keeps_logits:
+            added = None  # [..., r] and [V, r], whose product the adapter adds to the logits
+            if low is not None:
+                (term,) = low.additions()
+                added = linear(hidden, low.lora_A.to(hidden.dtype)) * term.scale, term.b
             values = run_loss_terms(
                 hidden,
                 weight,
                 self.bias,
                 criteria,
-                added=None if low is None else _low_rank_factors(hidden, low),
+                added=added,
                 options=self.options,
                 active=active,
                 logits_bytes=logits_bytes,
@@ -163,11 +166,10 @@ def run_head(
     at: Tensor | None,  # [n, C]
     logits_bytes: int | None,
 ) -> HeadOutput:
-    """Returns the output of an LMHead, or of a module or a `forward` that others have put into its
-    place.
+    """Returns the output of an LMHead, or of a module or `forward` that another library has put in
+    its place, which maps states [..., C] to logits [..., V].
 
-    Such a one maps states [..., C] to logits [..., V], to which `options` and `criteria` are
-    applied afterwards: all logits are in memory then.
+    `options` and `criteria` are then applied to the logits, which are all in memory at once.
     """
     if isinstance(head, LMHead) and head.takes_criteria:
         return head(
@@ -186,12 +188,6 @@ def run_head(
     values = run_loss_terms(raw, None, None, criteria, options=options, logits_bytes=logits_bytes)
     logits = scale_and_cap(raw, options) if return_logits or not criteria else None
     return HeadOutput(values, logits, logits_at)
-
-
-def _low_rank_factors(x: Tensor, low: LowRank) -> tuple[Tensor, Tensor]:
-    """Returns [..., r] and [V, r], whose product is the adapter's addition to the logits of x."""
-    (addition,) = low.additions()
-    return linear(x, low.lora_A.to(x.dtype)) * addition.scale, addition.b
 
 
 def _merge_adapter(weight: Tensor, low: LowRank) -> Tensor:

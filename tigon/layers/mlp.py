@@ -25,8 +25,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Tensor:
         up, down = self.gate_up_proj, self.down_proj
-        own = isinstance(down, Linear)  # what others put into its place need not have its options
-        fp8 = own and down.fp8 and down.training and not torch.compiler.is_compiling()
+        native = isinstance(down, Linear)  # a replacement need not have the attribute fp8
+        fp8 = native and down.fp8 and down.training and not torch.compiler.is_compiling()
         if fp8 and self._is_unobserved() and self._has_plain_fp8():
             gathered = up.gather_input(x)
             y = fp8_mlp(gathered, up.weight, up.act, down.weight, down.local_bias)
@@ -37,7 +37,7 @@ class GatedMLP(nn.Module):
         return down(y, *dropout_args)
 
     def _has_plain_fp8(self) -> bool:
-        """Whether both products are of 8-bit floats and of nothing else."""
+        """Whether `fp8_mlp` computes all of both products: no adapter, no bias of gate and up."""
         up, down = self.gate_up_proj, self.down_proj
         plain = all(not p.has_adapter and p.quantized is None for p in (up, down))
         return plain and up.fp8 and up.local_bias is None

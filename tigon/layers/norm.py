@@ -1,6 +1,6 @@
 """RMSNorm as modules."""
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -68,32 +68,23 @@ def can_fuse_norm(norm: object) -> TypeGuard[RMSNorm | UnitRMSNorm]:
 class AddRMSNorm(RMSNorm):
     """Residual addition and the norm after it in one pass: `(norm(x + residual), x + residual)`.
 
-    Without a residual, before the first block, `(norm(x), x)`.
-    With `post`, the norm of a sublayer's output in Gemma 2 and 3, `post(x)` is added instead of x;
-    it is a module of its own, so that both norms keep their names in the checkpoint.
+    Without a residual, as in the first block, it is `(norm(x), x)`. `post` is the norm of a
+    sublayer's output in Gemma 2 and 3: `post(x)` is added instead of x. It is a separate module, so
+    that both norms keep their names in the checkpoint.
     """
 
     def forward(  # type: ignore[override]
         self, x: Tensor, residual: Tensor | None, post: RMSNorm | None = None
     ) -> tuple[Tensor, Tensor]:
-        how = self.offset, self.cast  # one pass has them for both norms
+        options: dict[str, Any] = {"offset": self.offset, "cast": self.cast}
+        variant = self.offset, self.cast  # the sandwich's kernel takes one for both norms
         if post is not None and (
-            residual is None or not can_fuse_norm(post) or (post.offset, post.cast) != how
+            residual is None or not can_fuse_norm(post) or (post.offset, post.cast) != variant
         ):
             x, post = post(x), None
         if residual is None:
-            return rms_norm_with_input(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
+            return rms_norm_with_input(x, self.weight, self.eps, **options)
         if post is None:
-            return rms_norm(
-                x, self.weight, self.eps, offset=self.offset, cast=self.cast, residual=residual
-            )
-        return sandwich_norm(
-            x,
-            residual,
-            post.weight,
-            self.weight,
-            self.eps,
-            post_eps=post.eps,
-            offset=self.offset,
-            cast=self.cast,
-        )
+            return rms_norm(x, self.weight, self.eps, residual=residual, **options)
+        weights = post.weight, self.weight
+        return sandwich_norm(x, residual, *weights, self.eps, post_eps=post.eps, **options)

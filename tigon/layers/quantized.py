@@ -24,8 +24,7 @@ from tigon.kernels.linear.quantized import (
 
 
 class QuantizedWeight(nn.Module, ABC):
-    """A weight [K, C] of matrices [K_p, C], each quantized on its own; `dtype` is what it stands
-    for."""
+    """A weight [K, C] of matrices [K_p, C], each quantized separately; `dtype`: of its values."""
 
     kind: ClassVar[str]
 

@@ -1,6 +1,6 @@
-"""What mixers that read the tokens one after the other keep of earlier ones.
+"""The states of mixers that read tokens one after the other: recurrences and convolutions.
 
-# R rows of the cache, N tokens that can be taken back, W kernel size of the convolution, M its
+# R rows of the cache, N tokens that can be dropped again, W kernel size of the convolution, M its
 # channels, H value heads, Dk and Dv head dims of keys and values, T tokens of a row
 """
 
@@ -27,8 +27,8 @@ class RecurrentState(LayerState):
         return self.tensors[0].shape[2]
 
     def keep_history(self, tokens: int) -> None:
-        """Makes room in an empty state to take back up to `tokens` of a row's last tokens."""
-        self.history = self.kept = tokens
+        """Makes room in an empty state to drop up to `tokens` of a row's last tokens."""
+        self.history = self.rollback = tokens
         self.tensors = tuple(
             x.new_zeros(x.shape[0], tokens + 1, *x.shape[2:]) for x in self.tensors
         )

@@ -28,8 +28,7 @@ def rotated_dims(head_dim: int, p: Mapping[str, Any]) -> int:
 
 
 def _proportional(dim: int, p: Mapping[str, Any]) -> Tensor:
-    """Returns `inv_freq` [dim / 2] of Gemma 4: the first partial_rotary_factor of the frequencies
-    of a whole head, then zeros."""
+    """Returns Gemma 4's `inv_freq`: the first partial_rotary_factor of a head's, then zeros."""
     inv_freq = 1 / _powers(dim, p["rope_theta"]) / p.get("factor", 1.0)
     rotated = int(p.get("partial_rotary_factor", 1.0) * dim // 2)
     return torch.where(torch.arange(dim // 2, device="cpu") < rotated, inv_freq, 0.0)
@@ -100,13 +99,13 @@ class RotaryEmbedding(nn.Module):
 
     `rope_parameters` is a config's, with all values that its type needs. With
     `llama_4_scaling_beta`, queries grow with the logarithm of how many times their position exceeds
-    the original length.
+    `original_max_position_embeddings`.
     """
 
     inv_freq: Tensor  # [D / 2], or [2, D / 2] short and long for longrope; always fp32
-    # Frequencies of these types depend on the largest position of the batch, padding's too: a text
-    # of more tokens than `turn` has all its positions rotated otherwise
-    turn: float = math.inf
+    # With dynamic RoPE and longrope, a longer text has other frequencies, at all its positions. The
+    # length is that of the longest row of the batch, padding included
+    original_length: float = math.inf
 
     def __init__(self, dim: int, rope_parameters: Mapping[str, Any], max_position_embeddings: int):
         super().__init__()
@@ -115,9 +114,9 @@ class RotaryEmbedding(nn.Module):
         if self.rope_type == "dynamic" and dim < 4:
             raise ValueError(f"rope_type 'dynamic' needs 4 dims of a head to rotate, not {dim}")
         if self.rope_type == "dynamic" and not rope_parameters.get("alpha"):
-            self.turn = max_position_embeddings
+            self.original_length = max_position_embeddings
         elif self.rope_type == "longrope":
-            self.turn = rope_parameters["original_max_position_embeddings"]
+            self.original_length = rope_parameters["original_max_position_embeddings"]
         self.scaling = 1.0
         if self.rope_type in SCALED:
             factor = rope_parameters.get("attention_factor")
@@ -126,13 +125,11 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(), persistent=False)
 
     def _frequencies(self) -> Tensor:
-        """Returns `inv_freq` of the config's RoPE type: the angles per position, fp32 on the CPU.
-
-        Of dynamic RoPE and of longrope they are those before `_at` has chosen.
-        """
+        """Returns `inv_freq` of the config's RoPE type, fp32 on the CPU: the angles per position,
+        which `_at` adapts to the length of a batch."""
         p = self.rope_parameters
         theta = p["rope_theta"]
-        if self.rope_type == "dynamic" and p.get("alpha"):  # it grows as much at all lengths
+        if self.rope_type == "dynamic" and p.get("alpha"):  # stretches texts of all lengths alike
             theta *= p["alpha"] ** (self.dim / (self.dim - 2))
         powers = _powers(self.dim, theta)
         if self.rope_type == "linear":
@@ -163,23 +160,24 @@ class RotaryEmbedding(nn.Module):
 
     def _at(self, position_ids: Tensor) -> Tensor:
         """Returns the angles per position [D / 2] for a batch, without waiting for the device."""
-        if self.turn == math.inf:
+        if self.original_length == math.inf:
             return self.inv_freq
-        length = position_ids.max() + 1
+        length, original = position_ids.max() + 1, self.original_length
         if self.rope_type == "longrope":
-            return torch.where(length > self.turn, self.inv_freq[1], self.inv_freq[0])
+            return torch.where(length > original, self.inv_freq[1], self.inv_freq[0])
         # theta grows with the longest position beyond the trained length
-        factor, length = self.rope_parameters["factor"], length.clamp(min=self.turn).float()
-        growth = (factor * length / self.turn - (factor - 1)) ** (self.dim / (self.dim - 2))
+        factor, length = self.rope_parameters["factor"], length.clamp(min=original).float()
+        growth = (factor * length / original - (factor - 1)) ** (self.dim / (self.dim - 2))
         exponent = torch.arange(0, self.dim, 2, device=position_ids.device).float() / self.dim
         return 1.0 / (self.rope_parameters["rope_theta"] * growth) ** exponent
 
     @torch.no_grad()
     def forward(
-        self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
+        self, position_ids: Tensor, dtype: torch.dtype, row_positions: Tensor | None = None
     ) -> Rotation:
-        """Returns the rotation of `position_ids` in `dtype`; `of`: all positions of the batch."""
-        inv_freq = self._at(position_ids if of is None else of)
+        """Returns the rotation of `position_ids` in `dtype`; `row_positions`: those of whole rows,
+        if `position_ids` are one context-parallel rank's."""
+        inv_freq = self._at(position_ids if row_positions is None else row_positions)
         angles = position_ids[..., None].float() * inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self.scaling != 1.0:
@@ -208,7 +206,7 @@ class NoRotary(nn.Module):
         self.dim, self.attn_scale, self.floor_scale = dim, attn_scale, floor_scale
 
     def forward(
-        self, position_ids: Tensor, dtype: torch.dtype, of: Tensor | None = None
+        self, position_ids: Tensor, dtype: torch.dtype, row_positions: Tensor | None = None
     ) -> Rotation:
         shape = *position_ids.shape, self.dim // 2
         cos = torch.ones(shape, dtype=dtype, device=position_ids.device)

@@ -126,8 +126,7 @@ def select_keys(names: frozenset[str], arguments: Mapping[str, Any]) -> dict[str
 
 
 def expand_kwargs_signature(function: F) -> F:
-    """Lists the keywords of `**kwargs: Unpack[...]` in the function's signature, for help() and
-    inspect, and returns the function."""
+    """Lists the keywords of `**kwargs: Unpack[...]` in the function's signature, for help()."""
     signature = inspect.signature(function)
     *named, rest = signature.parameters.values()
     (arguments,) = get_args(rest.annotation)

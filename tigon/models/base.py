@@ -107,8 +107,7 @@ class LanguageModel(nn.Module):
         return self.decoder_class(c, self.block_class, **options)
 
     def make_head(self, c: Any, **options: Any) -> LMHead:
-        """Makes the language-model head of a config, with its softcap of the logits, if it has one;
-        families add their options."""
+        """Makes the head, with the config's softcap if it has one; families add their options."""
         softcap = getattr(c, "final_logit_softcapping", None)
         return LMHead(c.hidden_size, c.vocab_size, softcap=softcap, **options)
 
@@ -128,14 +127,13 @@ class LanguageModel(nn.Module):
         return True
 
     @property
-    def turning_rope(self) -> RotaryEmbedding | None:
-        """The RoPE whose table changes first as a text grows; None: cached keys stay valid."""
-        return self.model.turning_rope
+    def dynamic_rope(self) -> RotaryEmbedding | None:
+        """The RoPE whose frequencies change first as a text grows; None: cached keys stay valid."""
+        return self.model.dynamic_rope
 
     @property
     def communication_groups(self) -> tuple[Ranks, ...]:
-        """The groups whose ranks all make the same calls of the model: tensor-parallel and FSDP
-        ranks, as far as there are any."""
+        """The groups of ranks that make the same calls of the model: tensor-parallel and FSDP."""
         return tuple(ranks for ranks in (self.tensor_ranks, self.fsdp_ranks) if ranks is not None)
 
     @property
@@ -178,8 +176,7 @@ class LanguageModel(nn.Module):
         return next((m for m in self.modules() if isinstance(m, QuantizedWeight)), None)
 
     def use_attention(self, backend: Backend) -> Self:
-        """Chooses the attention backend by a name of docs/attention.md, or "auto"; returns the
-        model.
+        """Chooses the attention backend, "auto" or a name of docs/attention.md; returns the model.
 
         Raises for an unknown name and for a package that is not installed. A backend raises in the
         forward pass for what it does not support.

@@ -16,8 +16,8 @@ from tigon.models.pretrained import gguf_export, load, save
 from tigon.models.pretrained.names import layout
 from tigon.weights import Layout
 
-# What Trainer, PEFT and pipelines read first of a model, and what a native one raises: Trainer asks
-# hasattr, and would go on after an AttributeError
+# Attributes that Trainer, PEFT and pipelines read first, and what a native model raises for them.
+# Trainer asks hasattr, and would go on after an AttributeError
 REFUSED: dict[str, type[Exception]] = {
     "accepts_loss_kwargs": TypeError,
     "prepare_inputs_for_generation": AttributeError,
@@ -26,8 +26,7 @@ REFUSED: dict[str, type[Exception]] = {
 
 
 class CausalLM(LanguageModel):
-    """A language model with all that users call; families subclass it with their config and block
-    classes.
+    """A language model with all that users call; a family names its config and block classes.
 
     It adds to `LanguageModel` (decoder, head and forward pass) `generate`, loading and saving,
     random weights from a config, `resize_token_embeddings`, and methods that add, load, save,
@@ -49,11 +48,11 @@ class CausalLM(LanguageModel):
     delete_adapter = adapters.delete_adapter
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        """As nn.Module's; for names in REFUSED the error says what others take."""
+        """As nn.Module's; for names in REFUSED the error says how to wrap the model."""
         if name in REFUSED:
             raise REFUSED[name](
-                f"{type(self).__name__} is a native model, and others take transformers': give "
-                "them tigon.integrations.transformers.as_transformers(model)"
+                f"{type(self).__name__} is a native model; wrap it for Trainer, PEFT and others: "
+                "tigon.integrations.transformers.as_transformers(model)"
             )
         return super().__getattr__(name)
 

@@ -234,10 +234,10 @@ class ModelConfig:
 
     @property
     def get_text_config(self) -> Any:
-        """Says to wrap the model, for TRL, which calls this method of transformers' configs; an
-        AttributeError, so that `hasattr`, by which PEFT and Accelerate ask for it, is False."""
+        """Raises an error that says how to wrap the model: TRL calls this method of configs. It is
+        an AttributeError, since PEFT and Accelerate look for the method with `hasattr`."""
         raise AttributeError(
-            f"{type(self).__name__} is of a native model, and TRL takes transformers': give it "
+            f"{type(self).__name__} is of a native model; for TRL wrap the model: "
             "tigon.integrations.transformers.as_transformers(model)"
         )
 
@@ -292,8 +292,7 @@ def check_layer_thetas(thetas: list[float] | None, layers: int) -> None:
 
 
 def check_layer_kinds(name: str, kinds: list[str] | None, layers: int, *known: str) -> None:
-    """Raises ConfigError unless `kinds`, the key `name`, is None or lists a known kind for each
-    layer."""
+    """Raises ConfigError unless `kinds`, the key `name`, is None or a known kind for each layer."""
     if kinds is not None and (len(kinds) != layers or not set(kinds) <= {*known}):
         names = " or ".join(map(repr, known))
         raise ConfigError(f"{name}={quote(kinds)} is not {names} for each of {layers} layers")
@@ -311,8 +310,7 @@ class WindowedConfig(ModelConfig):
         check_layer_kinds("layer_types", self.layer_types, self.num_hidden_layers, SLIDING, FULL)
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: here every layer has
-        one, and families have other rules."""
+        """Whether the layer slides if `layer_types` is None: here all do, unless a family says."""
         return True
 
     def layer_type(self, layer: int) -> str:
@@ -349,8 +347,7 @@ class TwoRopesConfig(WindowedConfig):
 
 
 def vocabulary_keys(c: ModelConfig) -> list[str]:
-    """The names of the config's sizes that count all tokens: vocab_size, and that of a second
-    embedding if it has a row for each of them."""
+    """The names of the config's sizes that count all tokens: of one embedding, or of two."""
     second = "vocab_size_per_layer_input"
     return ["vocab_size"] + [second] * (getattr(c, second, None) == c.vocab_size)
 

@@ -110,8 +110,7 @@ class TransformerBlock(nn.Module):
         )
 
     def mlp_forward(self, x: Tensor, ctx: BlockInputs) -> tuple[Tensor, Tensor | None]:
-        """Runs the MLP: returns its output [B, T, C], and the router's counts if `ctx.routing` is
-        set and it has experts, else None."""
+        """Returns the MLP's output [B, T, C] and, with `ctx.routing`, router counts, else None."""
         y = self.mlp(x, *ctx.dropout_args)
         if not isinstance(y, MoEOutput):
             return y, None
@@ -264,20 +263,20 @@ class Decoder(nn.Module):
         # Layers with equal RoPE parameters share a table
         ropes = [c.layer_rope(i) for i in range(len(blocks))]
         unique = [rope for i, rope in enumerate(ropes) if rope not in ropes[:i]]
-        for layer, own in zip(blocks, ropes, strict=True):
-            layer.rope_index = unique.index(own)
+        for layer, rope in zip(blocks, ropes, strict=True):
+            layer.rope_index = unique.index(rope)
         length = c.max_position_embeddings
         self.rotary_embs = nn.ModuleList(
             make_rotary(rotated_dims(dim, rope), rope, length) for dim, rope in unique
         )
-        turns = [getattr(rope, "turn", math.inf) for rope in self.rotary_embs]
-        first = min(turns, default=math.inf)
-        self._first_turn = None if first == math.inf else turns.index(first)
+        lengths = [getattr(rope, "original_length", math.inf) for rope in self.rotary_embs]
+        shortest = min(lengths, default=math.inf)
+        self._dynamic_index = None if shortest == math.inf else lengths.index(shortest)
         self.set_state_kinds()
 
     @property
     def needs_ids(self) -> bool:
-        """Whether inputs_embeds are not enough."""
+        """Whether blocks need the token ids, so that inputs_embeds alone are not enough."""
         return False
 
     @property
@@ -313,18 +312,18 @@ class Decoder(nn.Module):
         return cast(Sequence[TransformerBlock], self.layers)
 
     def set_state_kinds(self) -> None:
-        """Sets `state_kinds` and `shares_prefixes`, by the layers as they are."""
+        """Sets `state_kinds` and `shares_prefixes`; call it after changing layers in place."""
         states = self.make_states(StateSpec(1, 1, torch.float32, "meta"))
         chunked = any(getattr(block.mixer, "chunked", False) for block in self.blocks)
         shares = all(isinstance(state, KVState) for state in states) and not chunked
-        self._states = self._layer_ids(), tuple(state.layout for state in states), shares
+        ids = [*map(id, self.layers)]
+        self._states = ids, tuple(state.layout for state in states), shares
 
     @property
-    def turning_rope(self) -> RotaryEmbedding | None:
-        """The RoPE whose table changes at the shortest length; None: no table changes."""
-        if self._first_turn is None:
-            return None
-        return cast(RotaryEmbedding, self.rotary_embs[self._first_turn])
+    def dynamic_rope(self) -> RotaryEmbedding | None:
+        """The RoPE whose frequencies change at the shortest length of a text; None: none do."""
+        i = self._dynamic_index
+        return None if i is None else cast(RotaryEmbedding, self.rotary_embs[i])
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
@@ -336,21 +335,18 @@ class Decoder(nn.Module):
         """Whether sequences may share a prefix, which only attention can read from another one."""
         return self._read_states()[2]
 
-    def _read_states(self) -> tuple[tuple[int, ...], tuple[str, ...], bool]:
-        """Returns what `set_state_kinds` set, anew if layers were removed or replaced since."""
-        if self._states[0] != self._layer_ids():
+    def _read_states(self) -> tuple[list[int], tuple[str, ...], bool]:
+        """Returns what `set_state_kinds` sets, again if layers were removed or replaced since."""
+        if self._states[0] != [*map(id, self.layers)]:
             self.set_state_kinds()
         return self._states
 
-    def _layer_ids(self) -> tuple[int, ...]:
-        return tuple(map(id, self.layers))
-
     @property
     def state_indices(self) -> list[int]:
-        """For each layer, which of the states of a cache is its own."""
+        """For each layer, the index of its state in a cache."""
         sources = [i if b.kv_source is None else b.kv_source for i, b in enumerate(self.blocks)]
-        owners = {source: i for i, source in enumerate(sorted({*sources}))}
-        return [owners[source] for source in sources]
+        indices = {source: i for i, source in enumerate(sorted({*sources}))}
+        return [indices[source] for source in sources]
 
     def make_states(self, spec: StateSpec) -> list[LayerState]:
         """Makes an empty state for each layer that does not read another's."""
@@ -399,7 +395,7 @@ class Decoder(nn.Module):
             source = block.kv_source
             shared_kv = None if source is None else shared[source]
             block_ctx = self._block_inputs(ctx, i, dropout_keys, layer_inputs, shared_kv)
-            # Not the last block: backward begins with it and would fetch at once
+            # Not the last block: backward begins with it, and would fetch its activations at once
             with offloading.of(block) if offloading and i + 1 < len(blocks) else nullcontext():
                 if i in recomputed:
                     if residual is not None:  # save one tensor for the block, not two
@@ -427,7 +423,7 @@ class Decoder(nn.Module):
         layer_inputs: Sequence[Tensor] | None,
         shared_kv: SharedKV | None,
     ) -> BlockInputs:
-        """The inputs of one block: `ctx` with what the layer has for itself."""
+        """The inputs of one block: `ctx` with what belongs to its layer."""
         changes: dict[str, Any] = {}
         if dropout_keys is not None:  # a tensor: a layer number would recompile each block
             changes["dropout_keys"] = dropout_keys + as_int64(mix(layer))
@@ -439,6 +435,6 @@ class Decoder(nn.Module):
 
     def recompute(self, block: Callable[..., BlockOutput], *inputs: Any) -> BlockOutput:
         """Calls a block that backward computes again."""
-        # Blocks use no random state, which CUDA graphs could not set back
+        # Blocks draw no random numbers, whose state CUDA graphs could not restore
         output = checkpoint(block, *inputs, use_reentrant=False, preserve_rng_state=False)
         return cast(BlockOutput, output)

@@ -134,8 +134,7 @@ class LatentBlock(PreNormBlock):
     """A `PreNormBlock` with attention over latents, and with experts chosen by groups or an MLP."""
 
     def make_mixer(self, c: LatentConfig, layer: int) -> LatentAttention:
-        """Makes attention over latents, whose scale has the square of YaRN's magnitude if
-        mscale_all_dim is given."""
+        """Makes attention over latents; mscale_all_dim scales it by YaRN's magnitude squared."""
         plain, rotated, rope = c.qk_nope_head_dim, c.qk_rope_head_dim, c.rope_parameters
         sizes = LatentSizes(c.q_lora_rank, c.kv_lora_rank, plain, rotated, c.v_head_dim)
         scale, mscale = (plain + rotated) ** -0.5, rope.get("mscale_all_dim")
@@ -155,8 +154,7 @@ class LatentBlock(PreNormBlock):
 
 
 class DeepseekV3(CausalLM):
-    """DeepSeek-V3, R1 and models of the same architecture (Moonlight); layers of multi-token
-    prediction past the last one are skipped."""
+    """DeepSeek-V3, R1 and Moonlight; layers of multi-token prediction past the last are skipped."""
 
     config_class = DeepseekV3Config
     block_class = LatentBlock

@@ -38,8 +38,7 @@ class GemmaConfig(ModelConfig):
 
 
 class GemmaBlock(PreNormBlock):
-    """A `PreNormBlock` whose norms multiply by 1 + weight, in fp32, and whose MLP takes "gelu" as
-    its tanh approximation."""
+    """A `PreNormBlock` whose norms multiply by 1 + weight in fp32, with GeGLU."""
 
     norm_offset = 1.0
     norm_cast = "after_weight"

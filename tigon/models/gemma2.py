@@ -31,14 +31,12 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
     attn_logit_softcapping: float | None = 50.0
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: layers 0, 2, 4 and so on
-        have."""
+        """Whether the layer slides if `layer_types` is None: every other layer does, from 0 on."""
         return layer % 2 == 0
 
 
 class Gemma2Block(SandwichBlock):
-    """A `SandwichBlock` with 1 + weight in norms, and with the config's scale, softcap and sliding
-    window in attention."""
+    """A `SandwichBlock` whose norms multiply by 1 + weight; attention has a scale and a softcap."""
 
     norm_offset = 1.0
     norm_cast = "after_weight"

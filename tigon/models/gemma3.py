@@ -24,14 +24,12 @@ class LocalThetaConfig(TwoRopesConfig):
 
     @classmethod
     def _local_theta(cls, source: Mapping[str, Any]) -> float:
-        """rope_local_base_freq, by default 1e4: rope_theta of the sliding layers if
-        `rope_parameters` lacks it."""
+        """Theta of sliding layers if `rope_parameters` lacks it: rope_local_base_freq, or 1e4."""
         key = "rope_local_base_freq"
         return check_type(key, source.get(key, 1e4), float)
 
     def _rope_keys(self) -> dict[str, Any]:
-        """The keys of `to_dict` that describe RoPE, with rope_local_base_freq, the sliding layers'
-        theta."""
+        """The RoPE keys of `to_dict`, with the theta of sliding layers as rope_local_base_freq."""
         local = self.rope_parameters[SLIDING]["rope_theta"]
         return super()._rope_keys() | {"rope_local_base_freq": local}
 

@@ -88,8 +88,7 @@ class Gemma3nConfig(SharedKVConfig, LocalThetaConfig):
             )
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: all have but every
-        fifth."""
+        """Whether the layer slides if `layer_types` is None: all do but every fifth."""
         return (layer + 1) % 5 != 0
 
 
@@ -254,8 +253,7 @@ def _rescale(x: Tensor, like: Tensor) -> Tensor:
 
 
 def bound_coefficients(model: nn.Module, _: Any) -> None:
-    """Bounds AltUp's prediction coefficients in place before a pass in training, as transformers
-    does."""
+    """Clamps AltUp's coefficients of predictions before a training pass, as in transformers."""
     for module in model.modules():
         if isinstance(module, AltUp) and module.training and module.clip is not None:
             weight = module.prediction_coefs.weight  # None if it is quantized

@@ -33,8 +33,7 @@ ROPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SharedKVConfig(TwoRopesConfig):
-    """The config of a family whose last num_kv_shared_layers layers read earlier ones' keys and
-    values."""
+    """The config of a family whose last num_kv_shared_layers layers read earlier layers' KV."""
 
     num_kv_shared_layers: int = 0
 
@@ -50,8 +49,7 @@ class SharedKVConfig(TwoRopesConfig):
                 )
 
     def kv_source(self, layer: int) -> int | None:
-        """The layer whose keys and values this one reads: the last of its type with its own; None
-        if it has its own."""
+        """The layer whose KV this one reads, the last of its type that has KV; None: its own."""
         first = self.num_hidden_layers - self.num_kv_shared_layers
         return None if layer < first else self._last_layers[self.layer_type(layer)]
 
@@ -156,8 +154,7 @@ class Gemma4UnifiedConfig(SharedKVConfig):
         return self.attention_sizes(layer)[0], super().layer_rope(layer)[1]
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer has a sliding window if `layer_types` is None: all have but every sixth
-        and the last."""
+        """Whether the layer slides if `layer_types` is None: all do but each sixth and the last."""
         return (layer + 1) % 6 != 0 and layer + 1 != self.num_hidden_layers
 
     @classmethod
@@ -244,8 +241,7 @@ class Gemma4Block(SandwichBlock):
         nn.init.ones_(self.layer_scalar)
 
     def make_mixer(self, c: Any, layer: int) -> SharingAttention:
-        """Make attention with the layer's sizes and window, scale 1, and values from where the
-        config says."""
+        """Makes attention with the layer's sizes, window and source of values, and scale 1."""
         (head_dim, kv_heads), window = c.attention_sizes(layer), layer_window(c, layer)
         values: ValueSource = "keys" if c.attention_k_eq_v and window is None else "projection"
         if c.kv_source(layer) is not None:
@@ -265,8 +261,7 @@ class Gemma4Block(SandwichBlock):
         )
 
     def make_mlp(self, c: Any, layer: int) -> GatedMLP:
-        """Makes a gated MLP, twice as wide with `use_double_wide_mlp` where keys and values are
-        another layer's."""
+        """Makes a gated MLP, twice as wide with `use_double_wide_mlp` in layers that share KV."""
         wide = c.use_double_wide_mlp and c.kv_source(layer) is not None
         size = c.intermediate_size * (2 if wide else 1)
         return GatedMLP(c.hidden_size, size, c.mlp_activation)

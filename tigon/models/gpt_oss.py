@@ -16,8 +16,7 @@ from tigon.models.pretrained.names import CheckpointNames
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(MoEConfig, WindowedConfig):
-    """The config of gpt-oss: `MoEConfig` with sliding windows in every other layer, biases of
-    attention, and the two numbers of its SwiGLU."""
+    """The config of gpt-oss: windows in every other layer, biases, and constants of its SwiGLU."""
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
@@ -62,9 +61,8 @@ class GptOssBlock(PreNormBlock):
         return self.make_attention(c, layer, sinks=True)
 
     def make_mlp(self, c: GptOssConfig, layer: int) -> SparseMoE:
-        """Makes experts with biases and the clamped SwiGLU; softmax is over those that are chosen,
-        which is that over all, made to sum to 1."""
         act = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)
+        # The softmax over the chosen experts is that over all, normalized to sum to 1
         options = {"normalize": True, "bias": True, "transposed": True}
         return sparse_moe(c, c.intermediate_size, act, **options)
 

@@ -45,7 +45,7 @@ class BatchModel(Protocol):
     def causal(self) -> bool: ...
 
     @property
-    def turning_rope(self) -> Any: ...
+    def dynamic_rope(self) -> Any: ...
 
 
 # No dataclass: in one, a user's fully_shard casts all float tensors, by torch's default policy
@@ -135,8 +135,8 @@ class Batch:
         keys = _check_dropout_keys(kwargs.get("dropout_keys"), tokens)
         positions, segment_ids, mask = _resolve(model, tokens, cache, kwargs)
         drop = model.drop_padding
-        if cache is not None or mask.key_mask is None or model.turning_rope is not None:
-            drop = False  # a RoPE whose table changes counts padding in the longest row
+        if cache is not None or mask.key_mask is None or model.dynamic_rope is not None:
+            drop = False  # padding counts in the length by which a dynamic RoPE is chosen
         inputs = input_ids, inputs_embeds, positions, segment_ids, mask, cache
         return cls(*inputs, model.defaults, drop, keys)
 

@@ -17,7 +17,7 @@ from tigon.models.pretrained.names import QKV, CheckpointNames
 from tigon.models.rope_config import FULL
 
 CONV = "conv"
-# Keys of config.json, which win over those of their fields' names -> the fields
+# Keys of config.json -> fields here; such a key wins over one with the field's name
 KEYS = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 
 
@@ -98,8 +98,7 @@ class Lfm2Config(ShortConvConfig):
     layer_types: list[str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As ShortConvConfig's, also with keys that vLLM reads and transformers does not write: the
-        widths of blocks and convolutions."""
+        """As ShortConvConfig's, with the widths of blocks and convolutions, which vLLM reads."""
         out = super().to_dict()
         return out | {key: out.get(key, self.hidden_size) for key in ("block_dim", "conv_dim")}
 

@@ -52,8 +52,7 @@ class Lfm2MoeBlock(Lfm2Block):
 
 
 class Lfm2Moe(CausalLM):
-    """LFM2's mixtures: `Lfm2MoeBlock`s, with the names of experts in their checkpoints (w1, w3,
-    w2), and the router's bias beside it."""
+    """LFM2's mixtures: a decoder of `Lfm2MoeBlock`s, with the names of its checkpoints."""
 
     config_class = Lfm2MoeConfig
     block_class = Lfm2MoeBlock

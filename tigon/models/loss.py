@@ -33,7 +33,7 @@ TARGET_METRICS = ("accuracy", "nll")  # metrics that need labels
 POSITION_FIELDS = ("targets", "weights", "teacher_hidden", "teacher_tokens", "teacher_logprobs")
 
 
-# No list, which a user's fully_shard would rebuild with weights and denominators in 16 bits
+# Not a list: a user's fully_shard would rebuild it, with weights and denominators in 16 bits
 class LossTerms:
     """The loss terms of a call, which the head computes, and the call's output from their values.
 
@@ -93,8 +93,7 @@ class LossTerms:
         return has_aux_loss or bool(self.router_metrics)
 
     def _resolve(self, c: LossTerm) -> LossTerm:
-        """The criterion with targets, weights and denominator, indexed with the head's
-        positions."""
+        """The criterion with targets, weights and denominator, at the head's positions."""
         targets, shape = self.targets, self.targets.batch.shape
         fields: dict[str, Any] = {}
         for name in POSITION_FIELDS:
@@ -124,9 +123,8 @@ class LossTerms:
         )
 
     def _add_metrics(self, metrics: tuple[str, ...]) -> None:
-        """Add the metrics to the first cross-entropy or LogProbs, or if there is none, append for
-        them a cross-entropy that is no part of the loss; ValueError for metrics that need labels
-        without any."""
+        """Adds the metrics to the first cross-entropy or LogProbs, or else appends for them a
+        cross-entropy that is no part of the loss; ValueError for metrics that lack labels."""
         for i, c in enumerate(self._criteria):
             if isinstance(c, CrossEntropy | LogProbs):
                 self._criteria[i] = replace(c, metrics=(*c.metrics, *metrics))
@@ -157,8 +155,7 @@ class LossTerms:
         return out
 
     def _add_aux_loss(self, out: CausalLMOutput, router_stats: Sequence[Tensor]) -> None:
-        """Adds the routers' metrics to the output, and aux_loss to it and to its loss if the config
-        asks for it and the loss is a mean."""
+        """Adds routers' metrics, and if the config asks for it aux_loss, also to a mean loss."""
         shard, coef = self.targets.batch.shard, aux_loss_coef(self.config)
         if shard is not None and router_stats:  # of all tokens; each rank adds an equal part
             router_stats = shard.sum_for_parts(torch.stack(list(router_stats))).unbind()

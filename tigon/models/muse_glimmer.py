@@ -57,8 +57,7 @@ class MuseGlimmerConfig(WindowedConfig):
 
 
 class MuseGlimmerBlock(SandwichBlock):
-    """A `SandwichBlock` whose norms multiply by 1 + weight, with gated attention whose queries and
-    keys are normed without weights."""
+    """A `SandwichBlock` with 1 + weight in norms, gated attention, and QK-norm without weights."""
 
     norm_offset = 1.0
     norm_cast = "after_weight"

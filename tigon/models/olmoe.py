@@ -14,8 +14,7 @@ from tigon.models.moe import MoEConfig, sparse_moe
 
 @dataclass(frozen=True, kw_only=True)
 class OlmoeConfig(MoEConfig):
-    """The config of OLMoE: experts of size intermediate_size, and an optional bound of queries,
-    keys and values (`clip_qkv`)."""
+    """The config of OLMoE, with an optional bound of queries, keys and values (`clip_qkv`)."""
 
     model_type = "olmoe"
     architecture = "OlmoeForCausalLM"

@@ -60,5 +60,7 @@ class Phi3(CausalLM):
     def cache_restart(self) -> int | None:
         """With LongRoPE, the first length beyond original_max_position_embeddings, from which all
         keys are rotated by the long factors; else None."""
-        rope = self.model.turning_rope
-        return None if rope is None or rope.rope_type != "longrope" else int(rope.turn) + 1
+        rope = self.model.dynamic_rope
+        return (
+            None if rope is None or rope.rope_type != "longrope" else int(rope.original_length) + 1
+        )

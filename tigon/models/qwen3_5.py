@@ -97,7 +97,7 @@ class Qwen3_5Config(GatedDeltaConfig):
     num_key_value_heads: int = 4
 
 
-# The projections that checkpoints have apart, and one product computes
+# Projections that are separate in checkpoints and computed by one product here
 PROJECTIONS = PACKED | {"in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")}
 DECAY = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias"}
 

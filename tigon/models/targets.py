@@ -28,7 +28,7 @@ MEAN_REDUCTIONS = ("token", "sequence")  # reductions that divide by a number of
 OPTIONS = frozenset(("label_smoothing", "z_loss", "class_weights"))
 
 
-# No dataclass, as Batch
+# No dataclass: see Batch
 class Targets:
     """The targets of the head for a batch, checked and resolved by `Targets.of`.
 

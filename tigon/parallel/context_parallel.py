@@ -30,8 +30,7 @@ def share_context(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:
 
     All its ranks make the same passes over the same rows. A rank's loss is its part of the sum over
     the ranks, and its logits, log-probabilities and metrics are those of its tokens. Gradients are
-    partial and must be summed over the ranks. Raises ValueError for a model that does not support
-    it.
+    partial and must be summed over the ranks. Raises ValueError for a model without support.
     """
     ranks = as_ranks(mesh)
     check_context(model, ranks.size)

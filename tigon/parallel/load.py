@@ -145,8 +145,7 @@ def _share_writing(model: CausalLM, mesh: DeviceMesh, tensor: DeviceMesh) -> Non
 
 # No closure, so that a model can be copied and pickled before its first call
 def check_first_call(model: CausalLM, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Raises ValueError on all ranks unless checkpoint and inputs of the first call are the
-    same."""
+    """Raises ValueError on all ranks unless checkpoint and inputs of the first call are equal."""
     facts = {"files of the model": model.files_digest, "dtype": model.dtype}
     facts["expert_parallel"] = any(isinstance(m, Experts) and m.shard for m in model.modules())
     check_same_on_all_ranks(model.communication_groups, CALL, facts, model.device)

@@ -196,8 +196,7 @@ FLAT_QK_NORM = {"q_norm.weight": ShardRule(0, head_rows), "k_norm.weight": Shard
 def shard_specs(
     model: CausalLM, ranks: Ranks, excluded: Container[nn.Module]
 ) -> Iterator[tuple[str, ShardSpec]]:
-    """Yields each parameter's spec, by `PLAN` or replicated; no rule applies to `excluded`
-    modules."""
+    """Yields each parameter's spec, by `PLAN` or replicated, as in all `excluded` modules."""
     rules_of: dict[str, tuple[nn.Module, ShardRule]] = {}
     for path, module in model.named_modules():
         if module in excluded:

@@ -35,8 +35,8 @@ def fit_capacity(model: CausalLM, rows: int) -> int:
     Raises ValueError if there is no room for any.
     """
     device, longest = model.device, int(model.config.max_position_embeddings)
-    if model.turning_rope is not None:  # beyond that all keys would have to be rotated anew
-        longest = min(longest, int(model.turning_rope.turn))
+    if model.dynamic_rope is not None:  # beyond that all keys would have to be rotated anew
+        longest = min(longest, int(model.dynamic_rope.original_length))
     if device.type == "cuda":
         budget = int(GPU_SHARE * torch.cuda.mem_get_info(device)[0])
     else:

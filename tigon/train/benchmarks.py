@@ -16,8 +16,7 @@ class Interrupted(Exception):
 def load_benchmarks(
     config: Config, model: CausalLM, tokenizer: Tokenizer, world: World
 ) -> Callable[[], dict[str, float]] | None:
-    """Loads the tasks of `eval` and returns the function that asks the model for them; None without
-    tasks.
+    """Loads the tasks of `eval`; returns the function that evaluates the model, None without tasks.
 
     The function returns {"eval/task/metric": value}. Every rank calls it and answers its part of
     the questions; the model is in training mode before and after it. It raises Interrupted on all

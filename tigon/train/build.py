@@ -86,8 +86,8 @@ class RunInputs:
     data: Loader
     eval_data: Loader | None
     state: TrainState
-    choice: StepChoice | None  # made for what the settings leave open
-    auto: frozenset[str]  # names of these
+    choice: StepChoice | None  # of settings that are auto
+    auto: frozenset[str]  # the names of these settings
 
     @property
     def steps(self) -> int:
@@ -121,19 +121,24 @@ class TrainingRun(RunInputs):
 
 
 def read_inputs(
-    config: Config, world: World, *, here: bool = True, sizes: MeshSizes | None = None,
-    device: torch.device | None = None, early: EarlyModel | None = None,
-) -> RunInputs:  # fmt: skip
+    config: Config,
+    world: World,
+    *,
+    check_machine: bool = True,
+    sizes: MeshSizes | None = None,
+    device: torch.device | None = None,
+    early: EarlyModel | None = None,
+) -> RunInputs:
     """Reads and checks settings and data, and makes the choices of `resolve_choices`; every rank
     calls this.
 
-    It writes only the lock of the run directory. `here`: check that this machine can run it;
-    `sizes` and `device` are those of the run, by default the world's. `early` builds the model
-    while data are tokenized, if that takes long.
+    It writes only the lock of the run directory. `check_machine`: raise for what this machine
+    cannot run. `sizes` and `device` are those of the run, by default the world's. `early` builds
+    the model while data are tokenized, if that takes long.
     """
     sizes, device = sizes or world.sizes, device or world.device
     with world.raise_on_all_ranks():
-        if here:
+        if check_machine:
             check_fp8(config, world.device)
             check_run(config, world)
             dtype, exact = compute_dtype(config, world.device), config.deterministic
@@ -142,7 +147,7 @@ def read_inputs(
         task = find_task(config.task)(config, world)
         if world.main:
             world.closing.enter_context(claim(config))
-    if world.size > 1:  # else its first checkpoint would be lost
+    if world.size > 1:  # ranks that do not share run_dir would lose the first checkpoint
         ranks = WriterGroup(world.group)
         check_shared(Path(config.run_dir), ranks, world.raise_on_all_ranks)
     source_lock = world.closing.enter_context(ExitStack())
@@ -172,22 +177,9 @@ def read_inputs(
         if process is not None and early is not None:
             early.build(process, task, source, choice)
             process.join()
-    with world.raise_on_all_ranks():
-        cursor = checkpoint.read_metadata(source).get("cursor")
-        data = build_loader(task, config.data, tokenizer, cursor=cursor)
-        held_out = config.held_out
-        eval_data = build_loader(task, held_out, tokenizer, held_out=True) if held_out else None
-        if reason is not None:
-            world.log_rank0(f"prompts are computed for each answer: {reason}")
-        if source is None:  # else the checkpoint has them
-            loaders = filter(None, (data, eval_data))
-            stored = read_model_config(config).vocab_size
-            config = with_added_tokens(config, tokenizer, stored, loaders)
-        sample = data.windows.sample() if world.size > 1 else ""
-        identity = {"data": [resume.run_metadata(config, data), sample]}
-        if eval_data is not None:
-            identity["eval_data"] = [eval_data.windows.identity()]
-    world.check_same(identity, OTHER_FILES)
+    config, data, eval_data = _open_data(task, tokenizer, source)
+    if reason is not None:
+        world.log_rank0(f"prompts are computed for each answer: {reason}")
     state = TrainState()
     with world.raise_on_all_ranks():
         if source is not None:
@@ -198,6 +190,29 @@ def read_inputs(
     return RunInputs(
         config, task, source, source_lock, start, tokenizer, data, eval_data, state, choice, auto
     )
+
+
+def _open_data(
+    task: Task, tokenizer: Tokenizer, source: Path | None
+) -> tuple[Config, Loader, Loader | None]:
+    """Returns the loaders of training and held-out rows, which are the same on all ranks, and the
+    settings with the data's new tokens."""
+    config, world = task.config, task.world
+    with world.raise_on_all_ranks():
+        cursor = checkpoint.read_metadata(source).get("cursor")
+        data = build_loader(task, config.data, tokenizer, cursor=cursor)
+        held_out = config.held_out
+        eval_data = build_loader(task, held_out, tokenizer, held_out=True) if held_out else None
+        if source is None:  # else the checkpoint has the tokens
+            loaders = filter(None, (data, eval_data))
+            stored = read_model_config(config).vocab_size
+            config = with_added_tokens(config, tokenizer, stored, loaders)
+        sample = data.windows.sample() if world.size > 1 else ""
+        identity = {"data": [resume.run_metadata(config, data), sample]}
+        if eval_data is not None:
+            identity["eval_data"] = [eval_data.windows.identity()]
+    world.check_same(identity, OTHER_FILES)
+    return config, data, eval_data
 
 
 def count_steps(config: Config, data: Loader) -> int:
@@ -246,7 +261,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
         ema = build_ema(model, config)
     world.check_same({"sample_prompts": [prompt.ids for prompt in prompts]}, OTHER_FILES)
     with world.raise_on_all_ranks():
-        # Opens a stream, whose files may have changed
+        # Raises for a stream whose files have changed since the checkpoint
         inputs.data.state(inputs.start + inputs.state.offset)
     if source is not None:
         checkpoint.load(source, model, optimizer, ema)
@@ -272,8 +287,7 @@ def build_seeded(
 def describe_run(
     config: Config, sizes: MeshSizes, device: torch.device, inputs: RunInputs, model: CausalLM
 ) -> Iterator[str]:
-    """Yields lines about the model on devices of a mesh, the steps, what is chosen, and what
-    settings do not do."""
+    """Yields lines about the model, the mesh, the steps, choices, and settings without effect."""
     steps, per_epoch = inputs.steps, inputs.data.steps_per_epoch
     size, num_frozen = count_parameters(model), count_parameters(model, frozen=True)
     frozen = f", {num_frozen:,} of them frozen" if num_frozen else ""
@@ -331,7 +345,7 @@ def check_same_models(config: Config, digest: str, world: World) -> None:
             described = _describe_model(config.model, config.revision) if config.model else ""
             models[config.init or config.model] = digest + described
         for path in filter(None, (config.reference, config.teacher)):
-            with suppress(FileNotFoundError):  # what they gave may be in the cache
+            with suppress(FileNotFoundError):  # its log-probabilities may be in the cache
                 described = sampled_digest(path) + _describe_model(path)
                 models[path] = models.get(path, "") + described
     fault = "reads another model than rank 0 from {}: give all hosts the same files"
@@ -417,8 +431,7 @@ def find_layers_without_fp8(config: Config, model: CausalLM) -> list[str]:
 
 
 def seed_everything(config: Config, world: World) -> None:
-    """Seeds Python's and torch's random numbers, and with `deterministic` turns on deterministic
-    algorithms until the world closes."""
+    """Seeds Python and torch; `deterministic` algorithms are on until the world closes."""
     random.seed(config.seed)
     torch.manual_seed(config.seed)
     if config.deterministic:

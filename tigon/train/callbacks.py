@@ -151,8 +151,7 @@ class UserCallback(Callback):
             self._run(on_evaluate, context)
 
     def _run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Returns what the user's callable returns, without gradients; an error in it becomes a
-        RuntimeError that names the callback."""
+        """Calls the user's callable without gradients; its error becomes one that names it."""
         try:
             with torch.no_grad():
                 return call(*args)
@@ -254,8 +253,7 @@ def _load_file(path: Path) -> ModuleType:
 class PredictionsWriter(Callback):
     """Writes run_dir/predictions-step-N.jsonl: a line for each sequence, batch after batch.
 
-    Ranks send their lines to rank 0, whose file is the same on any number of ranks and appears when
-    it is complete.
+    Rank 0 writes the lines of all ranks: the file appears whole, equal on any number of ranks.
     """
 
     def __init__(self, directory: Path, step: int, tokenizer: Tokenizer, world: World):

@@ -147,8 +147,7 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 
 
 def allocate(model: CausalLM, device: torch.device) -> None:
-    """Allocates parameters and buffers without values; works under FakeTensorMode, which
-    `materialize` does not."""
+    """Allocates parameters and buffers under FakeTensorMode, where `materialize` does not work."""
     made: dict[Tensor, Tensor] = {}  # tied ones once
     for module in model.modules():
         for held in (module._parameters, module._buffers):

@@ -126,8 +126,7 @@ def _read(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
 
 
 def _setting_names(values: dict[str, Any], groups: Container[str], parse: Parse) -> Iterator[str]:
-    """Yields the names of the settings, those inside a group or an entry with its name before
-    them."""
+    """Yields the names of settings; those inside a group or an entry are prefixed by its name."""
     for name, value in values.items():
         yield name
         if (name in groups or name in DATA) and isinstance(value, str):

@@ -228,8 +228,7 @@ class CapturedGraph:
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
-    """Captures what `run` launches and returns a function that replays it; raises RuntimeError if
-    it cannot be captured."""
+    """Captures what `run` launches; returns its replay, or raises RuntimeError."""
     graph = torch.cuda.CUDAGraph()
     try:
         with capture_graph(graph, device, pool):

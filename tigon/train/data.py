@@ -45,7 +45,9 @@ def build_loader(
     name = "eval_data" if held_out else "data"
     entries = as_entries(config, items)
     check_names(name, entries)
-    weights = mixture_weights(entries)
+    weights = None
+    if any(entry.weight is not None for entry in entries):
+        weights = [1.0 if entry.weight is None else entry.weight for entry in entries]
     if held_out and config.eval_fraction:
         weights = None  # those of training; each held-out row counts the same
     if held_out and weights:
@@ -138,14 +140,7 @@ def check_names(setting: str, entries: Sequence[Entry]) -> None:
             raise ValueError(f"{setting}: name={name} is there {names.count(name)} times")
 
 
-def mixture_weights(entries: Sequence[Entry]) -> list[float] | None:
-    """Returns the entries' weights, 1 for those without one, or None if no entry has one."""
-    if all(entry.weight is None for entry in entries):
-        return None
-    return [1.0 if entry.weight is None else entry.weight for entry in entries]
-
-
-# What the user is told of the data
+# Lines about the data
 
 
 def describe(
@@ -207,8 +202,7 @@ def describe_truncation(config: Config, truncation: TruncationStats, unit: str) 
 
 
 def may_not_fit(task: Task) -> str | None:
-    """Returns a line that says that a stream, which is not counted before, may cut or leave out
-    groups longer than a row; None if it cannot."""
+    """Returns a line if a stream, whose groups are not counted, may cut or leave out long ones."""
     config, group, most = task.config, task.group, task.config.max_length
     if not config.packing or group == 1 or (most and group * most <= config.seq_len):
         return None

@@ -128,7 +128,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         check_ranks(config, ranks)
     here = world.device.type == "cuda" or not targets_gpu(config)
     device = GPU if targets_gpu(config) else world.device
-    inputs = read_inputs(config, world, here=here, sizes=sizes, device=device)
+    inputs = read_inputs(config, world, check_machine=here, sizes=sizes, device=device)
     config = inputs.config
     try:
         with world.raise_on_all_ranks():

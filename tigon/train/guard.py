@@ -34,17 +34,17 @@ class BadStep:
 
 
 def check_step(
-    run: TrainingRun, step: int, values: dict[str, float], own_loss: float
+    run: TrainingRun, step: int, values: dict[str, float], local_loss: float
 ) -> BadStep | None:
     """Returns why the step's gradients must not change the weights, or None; counts and logs skips.
 
-    `own_loss` is this rank's part of the loss. Raises FloatingPointError if the policy is to stop,
-    or to skip where that does not help: weights are ruined or already updated, or too many steps
-    have been skipped.
+    `local_loss` is this rank's part of the loss. Raises FloatingPointError if the policy is to
+    stop, or to skip where that does not help: weights are ruined or already updated, or too many
+    steps have been skipped.
     """
     loss, grad_norm = values["loss"], values["grad_norm"]
     state = run.state
-    bad_step = _find_problem(run, step, loss, grad_norm, own_loss)
+    bad_step = _find_problem(run, step, loss, grad_norm, local_loss)
     state.note_step(loss, grad_norm)
     state.skips = state.skips + 1 if bad_step else 0
     if bad_step is None or bad_step.policy == "rollback":
@@ -82,7 +82,7 @@ def weights_changed(run: TrainingRun, loss: float) -> bool:
 
 
 def _find_problem(
-    run: TrainingRun, step: int, loss: float, grad_norm: float, own_loss: float
+    run: TrainingRun, step: int, loss: float, grad_norm: float, local_loss: float
 ) -> BadStep | None:
     """Returns what is wrong with a step before its update: not finite, a spike; or None."""
     config = run.config
@@ -97,7 +97,7 @@ def _find_problem(
             since = "from the steps before" if step else "when the run began"
             text = f"{measured}, with weights up to {size:.3g} {since}"
         else:
-            ranks = describe_ranks(run.world, own_loss)
+            ranks = describe_ranks(run.world, local_loss)
             text = f"{measured}{ranks}; {describe_rows(run, step)}"
         return BadStep("nonfinite", config.nonfinite, f"step {step + 1}: {text}", broken)
     if not config.spike_sigma:
@@ -111,7 +111,7 @@ def _find_problem(
             text = (
                 f"step {step + 1}: {name} {value:.6g} is above {bound:.6g}, that is "
                 f"{config.spike_sigma:g} standard deviations above the mean of the last "
-                f"{len(past)} steps{describe_ranks(run.world, own_loss, largest=True)}; "
+                f"{len(past)} steps{describe_ranks(run.world, local_loss, largest=True)}; "
                 f"{describe_rows(run, step)}"
             )
             return BadStep("spike", config.spike, text)
@@ -163,7 +163,7 @@ def largest_weight(model: nn.Module, world: World, *, quantized: bool = False) -
     return math.nan if bad > 0 else float(size)
 
 
-def describe_ranks(world: World, own_loss: float, *, largest: bool = False) -> str:
+def describe_ranks(world: World, local_loss: float, *, largest: bool = False) -> str:
     """Returns a text with the ranks whose part of the loss is not finite, or if all are finite and
     with `largest`, with the rank of the largest part; "" without any, or on one rank.
 
@@ -171,7 +171,7 @@ def describe_ranks(world: World, own_loss: float, *, largest: bool = False) -> s
     """
     if world.size == 1:
         return ""
-    parts = [float(part) for part in world.gather(str(own_loss))]
+    parts = [float(part) for part in world.gather(str(local_loss))]
     bad = [f"rank {i}: its part is {x}" for i, x in enumerate(parts) if not math.isfinite(x)]
     if len(bad) == world.size:
         return " (on all ranks)"
@@ -223,7 +223,8 @@ def rollback(run: TrainingRun, step: int, bad_step: BadStep) -> int:
     checkpoint.load(source, run.model, run.optimizer, run.ema)
     saved_step = checkpoint.step_of(source)
     offset = step + state.offset + 1 - saved_step
-    state.roll_back_to(TrainState.of(checkpoint.read_metadata(source)), offset)
+    saved = TrainState.of(checkpoint.read_metadata(source))
+    vars(state).update(vars(saved), offset=offset, rollbacks=state.rollbacks + 1)
     run.world.log_rank0(
         f"{bad_step.text}. Back to {source}: step {saved_step + 1} takes the rows after these "
         f"(rollback {state.rollbacks} of {config.max_rollbacks})"

@@ -47,8 +47,7 @@ class EarlyModel:
                     import datasets  # noqa: F401
 
     def take(self, config: Config) -> CausalLM | None:
-        """Returns the model if it was built with these settings, to which data may have added
-        tokens, and lets go of it."""
+        """Returns the model, and forgets it, if it was built with these settings; else None."""
         built, self._built = self._built, None
         return built[1] if built is not None and built[0] == config else None
 

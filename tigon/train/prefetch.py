@@ -79,8 +79,7 @@ class Prefetcher:
         self._pending.clear()
 
     def _prepare(self, step: int) -> Prepared:
-        """Makes a step's micro-batches and begins to copy them to the device; returns them with the
-        event after the copies, None on a CPU."""
+        """Begins to copy a step's micro-batches to the device; returns them and the event after."""
         batches = self.data.micro_batches(step)
         if self._stream is None:
             return [batch.to(self.device) for batch in batches], None

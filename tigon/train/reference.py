@@ -157,8 +157,7 @@ def shared_digest(
     trained: bool,
     what: Literal["reference", "teacher"] = "reference",
 ) -> str:
-    """Returns the weights' digest of a reference or teacher, which the first rank computes by
-    `find`.
+    """Returns the digest of a reference's or teacher's weights, which rank 0 computes by `find`.
 
     The run directory records it. Raises ValueError if a resumed run (`trained`) has another model
     than it began with; if the files are gone, the record is used, and the cache must have the

@@ -60,7 +60,3 @@ class TrainState:
     def is_out_of_patience(self, patience: int) -> bool:
         """Returns whether `patience` evaluations in a row were no better; 0: never."""
         return 0 < patience <= self.evaluations_since
-
-    def roll_back_to(self, was: "TrainState", offset: int) -> None:
-        """Takes the state of a checkpoint, with this `offset` and one more rollback."""
-        self.__dict__.update(was.__dict__, offset=offset, rollbacks=self.rollbacks + 1)

@@ -43,45 +43,41 @@ SAVE_FAILED = 1000  # more than the number of any signal
 def train(run: TrainingRun) -> int:
     """Trains to the last step, evaluates and exports, unless all is done; returns the exit code.
 
-    It is 0, or 128 + the number of the signal that stopped the run, after a checkpoint if there was
-    time for one.
+    It is 0, or 128 + the signal that stopped the run, after a checkpoint if there was time.
     """
     config, world = run.config, run.world
-    over = run.start >= run.steps or run.state.is_out_of_patience(config.patience)
-    if over:
+    finished = run.start >= run.steps or run.state.is_out_of_patience(config.patience)
+    if finished:
         guard.check_skipped(run, run.start)
     pending = export_pending(run)
-    if over and not pending and not world.any(world.main and is_unfinished(config, run.start)):
+    if finished and not pending and not world.any(world.main and is_unfinished(config, run.start)):
         world.log_rank0(f"{config.run_dir} is finished: nothing left to do")
         if world.main and report.lacks_page(Path(config.run_dir)):
             world.log_rank0(report.write_or_explain(Path(config.run_dir)))
         return 0
     open_task(run)
-    # So that its config.yaml chooses anew on another machine
-    left_open: dict[str, Any] = dict.fromkeys(run.auto, "auto")
-    asked = replace(config, **left_open)
-    log = RunLog(asked, world, run.start, run.steps)
+    # config.yaml keeps what was left open as auto, to be chosen again on another machine
+    auto: dict[str, Any] = dict.fromkeys(run.auto, "auto")
+    log = RunLog(replace(config, **auto), world, run.start, run.steps)
     if run.meter.convention:
         world.log_rank0(run.meter.convention)
     with world.signals, run.saver, run.exporter, run.prefetcher:
         if pending:
             export(run, step_export_path(config, run.start), copy=True)
         due = config.eval_every > 0 and run.start % config.eval_every == 0
-        if not over and (due or read_known_eval_loss(run, run.start) is not None):
+        if not finished and (due or read_known_eval_loss(run, run.start) is not None):
             evaluate_once(run, run.start, log)
-            over = run.state.is_out_of_patience(config.patience)
+            finished = run.state.is_out_of_patience(config.patience)
         # Where an error ends the steps, torchrun sends a signal to the other ranks
         world.signals.phase = "in training: resume=auto goes on from the last checkpoint"
         with world.signals.deferred():
-            step = run.start if over else train_steps(run, log)
+            step = run.start if finished else train_steps(run, log)
             run.saver.wait()
         if signal := world.all_reduce_max_int(world.signals.received):
             log.close()
             saved = checkpoint.latest(run.saver.directory)
-            where = (
-                f"goes on from {saved.name}" if saved else "begins again: there is no checkpoint"
-            )
-            world.log_rank0(f"stopped by a signal after step {step}: resume=auto {where}")
+            hint = f"goes on from {saved.name}" if saved else "begins again: there is no checkpoint"
+            world.log_rank0(f"stopped by a signal after step {step}: resume=auto {hint}")
             return 128 + signal
         world.signals.phase = "in the last evaluation or the export: resume=auto goes on with it"
         finish(run, step, log)
@@ -103,17 +99,17 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
         evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
         exports = config.hf_every > 0 and done % config.hf_every == 0
         saves = config.save_every > 0 and done % config.save_every == 0
-        own_loss = values.pop("own_loss")  # for messages, and in no row of metrics.jsonl
-        bad_step = guard.check_step(run, step, values, own_loss)
+        local_loss = values.pop("local_loss")  # for messages, and in no row of metrics.jsonl
+        bad_step = guard.check_step(run, step, values, local_loss)
         bad_weights: guard.BadStep | None = None
         if bad_step is None:
             update_weights(run, step, scale)
         run.optimizer.zero_grad()
         stop = should_stop(run)
         if evaluates or saves or exports or stop or done == run.steps:
-            # `check_step` saw the gradients before the update; the weights after it are seen here,
-            # where a rollback can mend them, and `check_finite` of a save or an export, which also
-            # sees states and averages, can only end the run
+            # `check_step` saw the gradients, before the update. Weights are checked here, since a
+            # rollback can still mend them: `check_finite` of a save or an export, which also checks
+            # states and averages, can only end the run
             bad_weights = guard.check_weights(run, done)
         rolls_back = bad_step is not None and bad_step.policy == "rollback"
         if (reason := bad_step if rolls_back else bad_weights) is not None:  # the first fault
@@ -144,8 +140,8 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
 
 
 def forward_backward(run: TrainingRun, data_step: int) -> tuple[dict[str, float], Tensor | None]:
-    """Computes the gradients of a step and returns its values on the host: "loss", "own_loss" (this
-    rank's part of it), "grad_norm" before clipping, and the task's metrics; and the scale that
+    """Computes the gradients of a step. Returns its values on the host ("loss", "local_loss", which
+    is this rank's part, "grad_norm" before clipping, and the task's metrics), and the scale that
     `update_weights` applies to the gradients, or None if they are clipped already.
 
     With optimizer_in_backward the weights are updated here, block by block. `data_step` counts the
@@ -206,23 +202,22 @@ def update_weights(run: TrainingRun, step: int, scale: Tensor | None) -> None:
 
 
 def set_learning_rates(run: TrainingRun, step: int) -> None:
-    """Sets each parameter group's learning rate for the update that follows `step` updates."""
+    """Sets each parameter group's learning rate for `step`, counted from 0."""
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(run.config, step, run.steps) * group["lr_scale"]
 
 
 def reduce_losses(run: TrainingRun, results: Sequence[MicroBatchLoss]) -> dict[str, Tensor]:
-    """Returns "own_loss", summed over this rank's micro-batches, "loss", summed over all ranks too,
+    """Returns "local_loss", the sum over this rank's micro-batches, "loss", that over all ranks,
     and the task's metrics to log."""
-    own_loss = torch.stack([result.loss.double() for result in results]).sum()
-    loss = run.world.same_loss(run.world.all_reduce_sum(own_loss.clone()))
+    local_loss = torch.stack([result.loss.double() for result in results]).sum()
+    loss = run.world.same_loss(run.world.all_reduce_sum(local_loss.clone()))
     metrics = all_reduce_sums(run.world, [result.metrics for result in results])
-    return {"own_loss": own_loss, "loss": loss} | run.task.metrics_to_log(metrics)
+    return {"local_loss": local_loss, "loss": loss} | run.task.metrics_to_log(metrics)
 
 
 def all_reduce_sums(world: World, terms: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Returns each tensor's sum over the micro-batches, one of `terms` each, and the data-parallel
-    ranks, with one all-reduce per dtype."""
+    """Returns each tensor's sum over micro-batches and ranks with one all-reduce per dtype."""
     sums = {name: torch.stack([term[name] for term in terms]).sum(0) for name in terms[0]}
     for dtype in dict.fromkeys(value.dtype for value in sums.values()):
         local = {name: value for name, value in sums.items() if value.dtype == dtype}
@@ -325,7 +320,7 @@ def measure_held_out(run: TrainingRun, data: Loader, step: int) -> dict[str, flo
     model.train()
     reshard(model)
     metrics = reduce_losses(run, results) | ({} if sets is None else sets.metrics_to_log(world))
-    del metrics["own_loss"]
+    del metrics["local_loss"]
     values = {f"eval_{name}": value for name, value in to_host(metrics).items()}
     return values | {"eval_tokens": data.targets}
 
@@ -409,7 +404,7 @@ def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any], *, 
 
 
 class Deadline:
-    """Decides on all ranks alike whether a checkpoint fits into `stop_seconds` after SIGTERM."""
+    """Decides for all ranks whether a checkpoint fits into `stop_seconds` after SIGTERM."""
 
     def __init__(self, run: TrainingRun):
         self.run, self.seconds = run, run.config.stop_seconds

@@ -47,8 +47,7 @@ def _cgroup_limit(cgroup: Path) -> int:
 def check_memory(
     needed: int, device: torch.device, subject: str, error: type[ValueError] = ValueError
 ) -> None:
-    """Raises `error` if the device has less than `needed` bytes. `subject` begins its text, such as
-    "the weights take"."""
+    """Raises `error`, beginning with `subject`, if the device has less than `needed` bytes."""
     if needed > (available := total_memory(device)):
         needs, has = format_gib(needed), format_gib(available)
         raise error(f"{subject} {needs}, and {device} has {has}")

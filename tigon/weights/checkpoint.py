@@ -198,8 +198,7 @@ class Checkpoint:
         """Reads the headers of the repository's model.safetensors, or of all shards of its index,
         which are downloaded if they are not there.
 
-        `scales`: the blocks of fp8 or MXFP4 tensors in config.json, without which these cannot be
-        read.
+        `scales`: the blocks of fp8 or MXFP4 tensors in config.json, needed to read them.
         """
         infos = tensor_infos(find_tensors(repository))
         if isinstance(scales, Mxfp4Blocks):

@@ -73,8 +73,7 @@ class ResizedTensor(DecodedTensor):
     mean_rows: frozenset[int]
 
     def rows(self, reader: Reader, first: int, count: int) -> Tensor:
-        """Reads rows [first, first + count); those beyond the file's, and those in `mean_rows`, are
-        the mean of the file's rows."""
+        """Reads rows [first, first + count); new ones and `mean_rows` are the mean."""
         values = torch.empty(count, *self.shape[1:], device="cpu")
         stored = self.stored.shape[0]
         if (rest := min(stored - first, count)) > 0:

@@ -87,8 +87,7 @@ class RankError(RuntimeError):
 
 
 class WriterGroup:
-    """The ranks that write a checkpoint: a process group, by default the default one, or without
-    torch.distributed this process alone."""
+    """The ranks that write a checkpoint: a process group, or this process without one."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group

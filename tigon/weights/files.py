@@ -278,8 +278,7 @@ def carry_over_files(old: Path, new: Path, stale: Callable[[str], bool], folder:
 
 
 def _publish(temporary: Path, target: Path, replace: bool) -> None:
-    """Rename a complete directory to `target`; with `replace`, remove the old one, or raise OSError
-    if a process has its `read_lock`."""
+    """Renames a directory to `target`; OSError if the one it replaces has a `read_lock`."""
     if not replace or not (target.is_dir() and any(target.iterdir())):
         os.rename(temporary, target)
         fsync(target.parent)

@@ -45,8 +45,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def write_header(
     entries: Sequence[tuple[str, Sequence[int], torch.dtype]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Makes the bytes of a safetensors file before its data, for tensors (name, shape, dtype) that
-    follow in this order."""
+    """Makes the header of a safetensors file with these tensors (name, shape, dtype)."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, shape, dtype in entries:

@@ -237,8 +237,7 @@ class LocalShard(NamedTuple):
 
 
 def local_shard(name: str, parameter: Tensor) -> LocalShard:
-    """This rank's shard of a parameter; ValueError on the meta device, and for placements that are
-    not contiguous."""
+    """This rank's shard of a parameter; ValueError on meta, and for placements with gaps."""
     if parameter.is_meta:
         raise ValueError(f"{name} is on the meta device: allocate it first (to_empty)")
     parameter, shape = parameter.detach(), tuple(parameter.shape)

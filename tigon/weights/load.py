@@ -251,15 +251,14 @@ def load_into(
     layout: Layout,
     checkpoint: Checkpoint,
     *,
-    workers: int | None = None,
     staging_bytes: int = STAGING_BYTES,
     **names: Any,
 ) -> None:
-    """Fill every parameter from the tensors that its layout names, or raise before any changes.
+    """Fills every parameter from the tensors that its layout names, or raises before any changes.
 
     `names` are keywords of `match_tensors`. Each rank reads its shard of a DTensor; one rank reads
-    what several have and broadcasts it, so that all ranks of the mesh must call this. `workers`
-    threads, by default up to 12, have buffers of `staging_bytes` of host memory in all.
+    what several have and broadcasts it, so that all ranks of the mesh must call this. The buffers
+    of all reading threads take `staging_bytes` of host memory.
     """
     if staging_bytes < LEAST_SHARE:
         raise ValueError(f"staging_bytes={staging_bytes}: at least {LEAST_SHARE} are needed")
@@ -268,16 +267,12 @@ def load_into(
     replicas = Replicas(parameters)
     with replicas.sync_errors():
         shards = {name: local[name] for name in replicas.local_names}
-        fill_shards(shards, matched, workers=workers, staging_bytes=staging_bytes)
+        fill_shards(shards, matched, staging_bytes=staging_bytes)
     replicas.broadcast({name: shard.memory for name, shard in local.items()})
 
 
 def fill_shards(
-    shards: Mapping[str, LocalShard],
-    matched: Matched,
-    *,
-    workers: int | None = None,
-    staging_bytes: int = STAGING_BYTES,
+    shards: Mapping[str, LocalShard], matched: Matched, *, staging_bytes: int = STAGING_BYTES
 ) -> None:
     """Fills this rank's memory of each parameter from the tensors that match it."""
     spans: list[ReadSpan | DecodedSpan] = []
@@ -286,7 +281,7 @@ def fill_shards(
             lines = ShardLines(shard, single=len(matched[name][0][0].shape) < 2)
             for part, info in matched[name]:
                 spans += plan_reads(part, info, lines)
-    _read_all(spans, *_shares(workers, staging_bytes))
+    _read_all(spans, *_shares(staging_bytes))
 
 
 @contextmanager
@@ -300,7 +295,7 @@ def prepin_staging(device: torch.device, staging_bytes: int = STAGING_BYTES) -> 
     if device.type != "cuda":
         yield
         return
-    workers, share = _shares(None, staging_bytes)
+    workers, share = _shares(staging_bytes)
     # The current device is a property of the thread
     index = torch.cuda.current_device() if device.index is None else device.index
     stopped = threading.Event()
@@ -321,9 +316,9 @@ def prepin_staging(device: torch.device, staging_bytes: int = STAGING_BYTES) -> 
         thread.join()
 
 
-def _shares(workers: int | None, staging_bytes: int) -> tuple[int, int]:
+def _shares(staging_bytes: int) -> tuple[int, int]:
     """The number of reading threads, and the bytes of each thread's buffers."""
-    workers = min(workers or _threads(), max(1, staging_bytes // LEAST_SHARE))
+    workers = min(_threads(), max(1, staging_bytes // LEAST_SHARE))
     return workers, min(SHARE, staging_bytes // workers)
 
 

@@ -293,8 +293,7 @@ def pinned_buffer(size: int) -> Tensor:
 
 
 def _copy(buffer: Tensor, spans: Sequence[ReadSpan]) -> None:
-    """Copies consecutive bytes to the memory of their spans, converted to its dtype; copies from
-    pinned memory may end later."""
+    """Copies bytes to the memory of their spans, converted; from pinned memory asynchronously."""
     begin = 0
     for span in spans:
         end = begin + span.nbytes

@@ -87,8 +87,7 @@ class StagingBuffer:
         return staged.numpy().data
 
     def _room(self, nbytes: int, *, pinned: bool) -> Tensor:
-        """The first `nbytes` bytes of the buffer, allocated anew if it is smaller, or not pinned
-        and has to be."""
+        """The first `nbytes` bytes of the buffer, which is replaced if too small or not pinned."""
         if len(self._buffer) < nbytes or (pinned and not self._buffer.is_pinned()):
             self._buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned, device="cpu")
         return self._buffer[:nbytes]
@@ -113,8 +112,7 @@ def write_checkpoint(
 
     In a process group all ranks call this with entries of equal names, shapes and dtypes, each with
     its own blocks; the first rank passes the directory, which all must see. An error on one rank
-    stops all and removes the files. Raises ValueError unless the blocks of all ranks cover each row
-    once.
+    stops all and removes the files. Raises ValueError unless all blocks cover each row once.
     """
     ranks = ranks or WriterGroup()
     with ranks.sync_errors():
@@ -256,8 +254,7 @@ class _File:
 
 
 def _write(root: Path, files: list[_File]) -> None:
-    """Runs this process's jobs, on as many files at a time as there are threads, then flushes the
-    files."""
+    """Runs this process's jobs, on as many files at once as there are threads, and flushes all."""
     jobs: list[_Job] = []
     for i in range(0, len(files), WORKERS):
         turns = zip_longest(*(file.jobs for file in files[i : i + WORKERS]))
@@ -300,8 +297,7 @@ def copy_to_host(tensors: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 
 def _rows(job: _Job) -> Tensor:
-    """Reads a job's rows; raises ValueError if they are not of the shape that the entry
-    announced."""
+    """Reads a job's rows; raises ValueError unless they have the shape of the entry."""
     entry, rows = job.entry, job.block.read(job.first, job.count)
     columns = entry.shape[1:][-1:] if job.block.columns is None else [job.block.columns]
     if rows.shape != (job.count, *columns):

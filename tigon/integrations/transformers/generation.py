@@ -84,15 +84,15 @@ class TigonGeneration(GenerationMixin):
         inputs_embeds: Tensor | None = None,  # [B, T, C], whose name transformers looks for
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """As transformers'; where a RoPE turns, the whole text is read again.
+        """As transformers'; where a dynamic RoPE changes, the whole text is read again.
 
         PEFT looks for a cache by its older name: for one that it has put around the model's, and
         for virtual tokens, where it puts its own in place of this and leaves positions to the
         model, which begin behind them.
         """
         restart = self.native.cache_restart
-        turns = restart is not None and input_ids.shape[1] >= restart
-        if cache is not None and turns and cache.get_seq_length() < restart:
+        restarts = restart is not None and input_ids.shape[1] >= restart
+        if cache is not None and restarts and cache.get_seq_length() < restart:
             cache, next_sequence_length = TigonCache(), None
         kwargs = {name: value for name, value in kwargs.items() if name not in TOKENIZERS}
         inputs = super().prepare_inputs_for_generation(
@@ -202,8 +202,7 @@ def _read_ends(config: GenerationConfig, vocab: int) -> dict[str, Any] | None:
 
 
 def _is_assisted(model: Any, call: dict[str, Any], tensors: Mapping[str, Any]) -> bool:
-    """Replaces the draft by its native model; returns whether Tigon's loop can use it, True without
-    a draft."""
+    """Replaces a draft by its native model; returns whether Tigon's loop can run the call."""
     draft = call.get("assistant_model")
     if draft is None:
         return True
@@ -211,8 +210,9 @@ def _is_assisted(model: Any, call: dict[str, Any], tensors: Mapping[str, Any]) -
         return False
     cache = tensors.get("cache")
     call["assistant_model"] = draft.native
-    turns = model.native.turning_rope is not None or draft.native.turning_rope is not None
-    return not turns and (cache is None or isinstance(cache.native, StaticCache))
+    if model.native.dynamic_rope is not None or draft.native.dynamic_rope is not None:
+        return False
+    return cache is None or isinstance(cache.native, StaticCache)
 
 
 def _read_lengths(

@@ -56,8 +56,7 @@ def load_native(
 ) -> CausalLM:
     """Loads a native model by transformers' keywords, in evaluation mode.
 
-    Raises TypeError for an unknown keyword, and ValueError for quantization, adapters and several
-    devices.
+    Raises TypeError for unknown keywords, ValueError for quantization, adapters or many devices.
     """
     for name in QUANTIZED:
         if options.pop(name, None):

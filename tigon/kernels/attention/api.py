@@ -270,9 +270,8 @@ def _sdpa(
         sizes = [one.tokens for one in masks]
         parts = (x.flatten(0, 1)[None].split(sizes, 1) for x in (q, k, v))
         each = zip(*parts, masks, strict=True)
-        return torch.cat([_sdpa(x, y, z, one, plan, sinks) for x, y, z, one in each], 1).view(
-            q.shape
-        )
+        outputs = [_sdpa(x, y, z, one, plan, sinks) for x, y, z, one in each]
+        return torch.cat(outputs, 1).view(q.shape)
     window, scale = plan.window, plan.scale
     bias = mask.bias(window, q.dtype, q.device) if mask.needs_dense(window) else None
     b, t, h, d = q.shape

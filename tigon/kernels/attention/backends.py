@@ -336,11 +336,8 @@ def _select_backend(r: AttentionRequest, backend: str, device: int, plain: bool)
     """`select_backend` outside of torch.compile."""
     choice = choose_backend(r, backend, missing(device) if r.device == "cuda" else {}, plain=plain)
     facts = [str(r.dtype)[6:], f"head_dim {r.head_dim}", r.layout]
-    facts += [
-        name
-        for name in ("cached", "part", "window", "softcap", "sinks", "grad")
-        if getattr(r, name)
-    ]
+    flags = "cached", "part", "window", "softcap", "sinks", "grad"
+    facts += [flag for flag in flags if getattr(r, flag)]
     line = (choice.name, ", ".join(facts), choice.why)
     if line not in _logged:
         _logged.add(line)

@@ -172,8 +172,7 @@ class AttentionMask:
         return self._find_padding(device)
 
     def _sequences_of_part(self, full_mask: Self) -> Sequences | str:
-        """Returns queries and keys of each sequence; keys end with the last query, so kernels align
-        them.
+        """Returns queries and keys of each sequence; kernels want keys to end with the last query.
 
         Some sequences have no queries here.
         """
@@ -236,8 +235,7 @@ class AttentionMask:
         return Sequences(cu.to(device, non_blocking=True), longest)
 
     def drop_padding(self) -> tuple[Tensor, Self] | None:
-        """Returns the indices [N] of the real tokens in the flattened batch, and their mask as one
-        row.
+        """Returns the indices [N] of real tokens in the flattened batch, and their mask as one row.
 
         Returns None if there is too little padding, if some is inside a sequence, or if the caller
         gave bounds, which make sequences of padding.
@@ -266,8 +264,7 @@ class AttentionMask:
         return self._once("even", lambda: self._like(longest))
 
     def pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:
-        """Returns the mask with queries and keys padded on the right; what padded queries see is
-        undefined."""
+        """Returns the mask padded on the right; what padded queries see is undefined."""
         return self._once("padded", lambda: self._pad(tokens, keys, batch, device))
 
     def _pad(self, tokens: int, keys: int, batch: int, device: torch.device) -> Self:

@@ -281,8 +281,7 @@ def lora_linear(
     base: BaseLinear = PLAIN_BASE,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Returns `linear(x, weight, bias)` for x [..., C] and weight [K, C], plus the parts'
-    additions.
+    """Returns `linear(x, weight, bias)`, x [..., C], weight [K, C], plus the parts' additions.
 
     `a` [R, C] has the rows of all parts in the order of `additions`, whose columns ascend and do
     not overlap. `base` computes the product with the weight. `dropout` applies to the input of A;

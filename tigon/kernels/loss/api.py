@@ -69,8 +69,7 @@ def divergence(
     reduction: Reduction = "sum",
     beta: float = 0.0,
 ) -> Tensor:
-    """Returns `sum(w_t * D_t) / denominator` in fp32, or every `w_t * D_t` [N], D as in
-    `linear_kl`.
+    """Returns `sum(w_t * D_t) / denominator` in fp32, or each `w_t * D_t` [N]; D: see `linear_kl`.
 
     For log-probabilities that exist, defined by `kl_ref`: they are not normalized again. The
     teacher's get no gradient.
@@ -107,8 +106,7 @@ def linear_cross_entropy_ref(
     reduction: Reduction = "sum",
     options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """Returns the value of `linear_cross_entropy`: its definition, fp32 throughout, with all logits
-    at once and plain autograd."""
+    """Returns the value of `linear_cross_entropy` by definition: fp32, all logits at once."""
     losses = cross_entropy_ref(logits_ref(hidden, weight, bias), targets, options=options)
     if class_weights is not None:
         losses = losses * class_weights[targets.clamp(min=0)]
@@ -164,8 +162,7 @@ def selected_logprobs_ref(
     bias: Tensor | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """Returns the value of `selected_logprobs`: its definition, fp32 throughout, with all logits at
-    once and plain autograd."""
+    """Returns the value of `selected_logprobs` by definition: fp32, all logits at once."""
     return -linear_cross_entropy_ref(
         hidden, weight, targets, bias=bias, reduction="none", options=options
     )
@@ -182,8 +179,7 @@ def selected_logprobs(
     active: ValidRows | None = None,
     logits_bytes: int | None = None,
 ) -> HeadValue:
-    """Returns `log p(target)` of every row [N] in fp32, 0 where ignored, and metrics without
-    gradient.
+    """Returns `log p(target)` of rows [N] in fp32, 0 where ignored, and metrics without gradient.
 
     Differentiable with any upstream gradient: one matrix product forward, three backward (the
     logits are computed again), and never more than `logits_bytes` of logits. A sampling temperature
@@ -212,8 +208,7 @@ def linear_kl_ref(
     options: Options = DEFAULT_OPTIONS,
     teacher_options: Options = DEFAULT_OPTIONS,
 ) -> Tensor:
-    """Returns the value of `linear_kl`: its definition, fp32 throughout, with all logits at once
-    and plain autograd."""
+    """Returns the value of `linear_kl` by definition: fp32, all logits at once."""
     teacher = logits_ref(teacher_hidden, teacher_weight, teacher_bias).detach()
     student = logits_ref(hidden, weight, bias)
     losses = kl_ref(

@@ -258,8 +258,7 @@ def _scale_gradients(
 
 
 def _differentiate(p: LossPass, exclusive: bool, count: int, *args: Any) -> Grads:
-    """Returns gradients of hidden, weight, bias, low and up, then of the rows' weights that need
-    one.
+    """Returns gradients of hidden, weight, bias, low and up, then of row weights that need one.
 
     `exclusive`: nothing else has or needs the precomputed gradients.
     """

@@ -276,8 +276,10 @@ class _RMSNorm(torch.autograd.Function):
     """RMSNorm, with the residual sum or a sandwich, and its gradients."""
 
     @staticmethod
-    def forward(ctx: Any, through: bool, maxima: bool, *args: Any) -> Any:  # what `_forward` takes
-        """With `through`, x is returned beside its norm, as a sum is.
+    def forward(
+        ctx: Any, returns_x: bool, maxima: bool, *args: Any
+    ) -> Any:  # what `_forward` takes
+        """With `returns_x`, x is returned beside its norm, as a sum is.
 
         `maxima`: whether the maxima of the gradient of x are noted on it, if it is the sum's.
         """
@@ -297,7 +299,7 @@ class _RMSNorm(torch.autograd.Function):
                 note_recompute(y, recompute_sandwich, sources, *constants)
                 sources = branch, residual, rstd[len(rstd) // 2 :], post_weight, None
                 note_recompute(stream, recompute_sandwich, sources, *constants)
-        if through:
+        if returns_x:
             return y, x.detach()
         return (y, stream) if total else y
 

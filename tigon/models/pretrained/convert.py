@@ -58,8 +58,7 @@ def save_model(
     gguf: str | None = None,
     **options: Unpack[FileOptions],
 ) -> None:
-    """Saves a model in memory as save_pretrained does, or with `gguf` as a GGUF file of this type;
-    "auto" is the model's dtype."""
+    """Saves a model as save_pretrained does, or as GGUF of the type `gguf`; "auto": its dtype."""
     if gguf is None:
         save_pretrained(model, target, **options)
     else:

@@ -75,8 +75,7 @@ def read_config(
 def open_model(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None
 ) -> tuple[str, type[M], ModelConfig, Callable[[], Checkpoint]]:
-    """Reads what describes a model: returns the file's name, the model's class and config, and a
-    function that opens its checkpoint."""
+    """Returns a model's file name, class and config, and a function that opens its checkpoint."""
     if gguf_file is not None:
         file = escape(f"{repository.name}/{gguf_file}")
         gguf = GGUF.open(repository.file(gguf_file))
@@ -338,8 +337,7 @@ class _NoInit(TorchFunctionMode):
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate every meta parameter and stored buffer, without values; call it before or after
-    fully_shard.
+    """Allocates every meta parameter and stored buffer, without values, sharded or not.
 
     Raises ConfigError, before anything is allocated, if the weights exceed the device's memory.
     """

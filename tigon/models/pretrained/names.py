@@ -39,11 +39,11 @@ MULTIMODAL = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
 }
-# Their own tie_word_embeddings counts and not that in text_config, except in these
+# Those whose text_config has the tie_word_embeddings that counts; of others it is their own
 TIED_BY_TEXT = ("llama4",)
-# Those where it is false by default, not true
+# Those in which tie_word_embeddings is false by default
 UNTIED = ("muse_glimmer", "qwen3_5", "qwen3_5_moe")
-# Those of which transformers' AutoModelForCausalLM makes the text model alone
+# Those that transformers' AutoModelForCausalLM loads as the text model alone
 TEXT_ALONE = ("llama4", "qwen3_5", "qwen3_5_moe")
 
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
@@ -92,8 +92,7 @@ class CheckpointNames(NamedTuple):
 
 
 def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> Layout:
-    """Maps each parameter, stored buffer and quantized weight to the tensors with this rank's
-    rows."""
+    """Maps parameters, stored buffers and quantized weights to tensors with this rank's rows."""
     slices: Layout = {}
     specs: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
     seen: set[int] = set()
@@ -112,12 +111,8 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
                 slices[name] = (TensorSlice.whole(names.head, shape),)
             elif isinstance(module, FusedLinear) and leaf in names.packed:
                 parts = [f"{parent}.{part}.{kind}" for part in names.packed[leaf]]
-                slices[name] = tuple(
-                    _ordered(*part)
-                    for part in zip(
-                        _tile(parts, module.parts, shape[1:]), module.orders, strict=True
-                    )
-                )
+                tiles = _tile(parts, module.parts, shape[1:])
+                slices[name] = tuple(map(_ordered, tiles, module.orders))
             elif not stacked_experts and (
                 suffix := next((end for end in names.experts if name.endswith(f".{end}")), None)
             ):

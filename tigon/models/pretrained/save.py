@@ -62,8 +62,7 @@ def save_pretrained(
     every rank calls this and writes its rows, on one file system; an error on one rank stops all.
     `stacked_experts`: one tensor for all experts of a layer, or one for each; None: as in the
     model's checkpoint, else one for each. `values`: tensors to write instead of parameters, by
-    name, such as averages; of a sharded parameter this rank's shard. Quantized weights are
-    dequantized.
+    name, such as averages; of a sharded one this rank's shard. Quantized weights are dequantized.
     """
     ranks = WriterGroup()
     with ranks.sync_errors():

@@ -228,8 +228,7 @@ def prune(directory: Path, newest: int, keep: KeepPolicy, losses: dict[int, floa
 
 
 def _time(path: Path) -> float:
-    """Returns when a checkpoint was saved, by run.json or else by its directory, in seconds since
-    the epoch."""
+    """Returns when a checkpoint was saved, by run.json or else its directory, in Unix seconds."""
     try:
         return float(read_metadata(path)["saved_at"])
     except (OSError, ValueError, KeyError):

@@ -58,8 +58,7 @@ State = dict[str, StateShard]
 
 
 def state_blocks(state: State) -> Iterator[StateBlock]:
-    """Yields the rows that this rank has of checkpoint tensors: views of its parameters and
-    states."""
+    """Yields this rank's rows of checkpoint tensors, as views of its parameters and states."""
     for (memory, shape, first), parts in state.values():
         for part in parts:
             for offset, rows in local_blocks(part, shape, memory, first[0] if first else 0):
@@ -127,8 +126,7 @@ def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:
 
 
 def run_layout(model: CausalLM) -> Layout:
-    """Returns the layout with all experts of a layer in one tensor: thousands of small ones would
-    take long to plan."""
+    """Returns the layout with stacked experts: thousands of small tensors take long to plan."""
     return model.layout(stacked_experts=True)
 
 
@@ -175,8 +173,7 @@ def own_blocks(state: State, ranks: WriterGroup) -> list[StateBlock]:
 
 
 def write_blocks(directory: Path, blocks: Sequence[StateBlock], rank: int) -> dict[str, str]:
-    """Writes weights-RANK, optimizer-RANK and ema-RANK.safetensors; returns the checksum of each
-    file by its name."""
+    """Writes this rank's weights, optimizer and ema files; returns their checksums by name."""
 
     def write(file: tuple[str, list[StateBlock]]) -> tuple[str, str]:
         name, of_file = file
@@ -211,8 +208,7 @@ def _assign_files(blocks: Sequence[StateBlock], rank: int) -> dict[str, list[Sta
 
 
 def _write(path: Path, blocks: Sequence[StateBlock]) -> str:
-    """Writes a new safetensors file, a few rows at a time, to the disk; returns its SHA-256 in
-    hexadecimal digits."""
+    """Writes a new safetensors file to the disk, a few rows at a time; returns its SHA-256."""
     offsets = {block.name: {SAVED_OFFSETS_KEY: list(block.offset)} for block in blocks}
     header = write_header(
         [(block.name, block.rows.shape, block.rows.dtype) for block in blocks],

@@ -90,8 +90,7 @@ def stored_weights(checkpoint: Path, model: CausalLM) -> tuple[Checkpoint, Layou
 
 
 def _read_blocks(checkpoint: Path) -> StoredBlocks:
-    """Returns the blocks that a checkpoint's files have of each tensor; ValueError if one cannot be
-    read."""
+    """Returns the blocks of each tensor in a checkpoint's files; ValueError for unreadable ones."""
     try:
         found = HuggingFaceStorageReader(str(checkpoint)).read_metadata().storage_data
     except Exception as error:  # whatever torch and safetensors meet in headers that are wrong
@@ -154,8 +153,7 @@ def _stored_part(
 
 
 def _overlap(span: RowSpan, first: int, size: int) -> RowSpan:
-    """Returns what a span has of a stored range, counted within that; its length is at most 0 if it
-    has nothing."""
+    """Returns the part of a span in a stored range, counted within it; empty if length <= 0."""
     begin, end = max(span.source, first), min(span.source + span.length, first + size)
     return RowSpan(begin - first, span.target + begin - span.source, end - begin)
 

@@ -38,8 +38,7 @@ class SaveError(OSError):
 
     @classmethod
     def of(cls, target: Path, error: Exception) -> Self:
-        """Returns the error that says which one, perhaps of memory, kept a target from being
-        written."""
+        """Returns the error that says which target another error kept from being written."""
         why = error if isinstance(error, OSError | RankError) else repr(error)
         return cls(f"{target} was not written: {why}")
 
@@ -248,8 +247,7 @@ class Saver(BackgroundWriter):
         self.seconds = time.monotonic() - self._start_time
 
     def expected(self) -> float:
-        """Returns the seconds until a checkpoint that begins now is on the disk, going by the last
-        one; 0 before the first."""
+        """Returns the seconds that a checkpoint would take now, by the last one; 0 before it."""
         remaining = 0.0
         if self.pending is not None and not self.pending.done():
             remaining = max(0.0, self._start_time + self.seconds - time.monotonic())

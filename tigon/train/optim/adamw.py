@@ -306,11 +306,9 @@ class LowPrecisionOptimizer(Optimizer):
         count = max(1, SIZE // columns // ROWS) * ROWS
         for row in range(0, len(weight), count):
             rows = slice(row, row + count)
-            own, size = (
-                {name: tensor[rows] for name, tensor in states.items()},
-                weight[rows].numel(),
-            )
-            yield UpdateSlice(weight[rows], gradient[rows], own, runs, row * columns, step, size)
+            part, part_states = weight[rows], {name: t[rows] for name, t in states.items()}
+            first, size = row * columns, part.numel()
+            yield UpdateSlice(part, gradient[rows], part_states, runs, first, step, size)
 
     def _update(
         self, group: dict[str, Any], bucket: Sequence[UpdateSlice], states: Iterator[Tensor]

@@ -53,22 +53,22 @@ def freeze(model: CausalLM, config: Config) -> None:
     groups = assign(model, config.parameter_groups)
     adapter = getattr(model, "active_adapter", None)  # any module may be given
     trains = None if adapter is None else adapter_parameters(model, adapter)
-    for i, own in enumerate(config.parameter_groups):
-        if trains is not None and not own.freeze and not any(groups[n] is own for n in trains):
+    for i, group in enumerate(config.parameter_groups):
+        if trains is not None and not group.freeze and not any(groups[n] is group for n in trains):
             known = model.layout()[next(iter(trains))][0].name
             raise ValueError(
-                f"parameter_groups[{i}]: {list(own.match)} matches the base alone, which is frozen "
-                f"under lora; the adapter has names such as {known}"
+                f"parameter_groups[{i}]: {list(group.match)} matches the base alone, which is "
+                f"frozen under lora; the adapter has names such as {known}"
             )
-        named = {name: p for name, p in model.named_parameters() if groups[name] is own}
-        if own.weight_decay and not any(_decays(name, p) for name, p in named.items()):
+        named = {name: p for name, p in model.named_parameters() if groups[name] is group}
+        if group.weight_decay and not any(_decays(name, p) for name, p in named.items()):
             raise ValueError(
-                f"parameter_groups[{i}].weight_decay={own.weight_decay} is for no matrix: norms "
+                f"parameter_groups[{i}].weight_decay={group.weight_decay} is for no matrix: norms "
                 f"and biases do not decay, and it has only {list_first([*named])}"
             )
     for name, p in model.named_parameters():
-        group, learns = groups[name], trains is None or name in trains
-        p.requires_grad_(learns and (group is None or not group.freeze))
+        match, learns = groups[name], trains is None or name in trains
+        p.requires_grad_(learns and (match is None or not match.freeze))
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("parameter_groups freeze all parameters: nothing is left to train")
 
@@ -88,16 +88,16 @@ def parameter_groups(
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        own = groups[name] or ParameterGroup(())
+        group = groups[name] or ParameterGroup(())
         lr = config.lr if name in hidden else others_lr
-        lr = lr if own.lr is None else own.lr
-        decay = config.weight_decay if own.weight_decay is None else own.weight_decay
+        lr = lr if group.lr is None else group.lr
+        decay = config.weight_decay if group.weight_decay is None else group.weight_decay
         decay = decay if _decays(name, p) else 0.0
         key = name in hidden, lr / config.lr if lr else 0.0, decay
         members.setdefault(key, []).append(p)
     return [
-        {"params": parameters, "hidden": own, "lr_scale": scale, "weight_decay": decay}
-        for (own, scale, decay), parameters in members.items()
+        {"params": parameters, "hidden": is_hidden, "lr_scale": scale, "weight_decay": decay}
+        for (is_hidden, scale, decay), parameters in members.items()
     ]
 
 
@@ -139,8 +139,8 @@ def assign(model: CausalLM, groups: Sequence[ParameterGroup]) -> dict[str, Param
     """
     if not groups:
         return dict.fromkeys(name for name, _ in model.named_parameters())
-    apart, stacked = model.layout(), model.layout(stacked_experts=True)
-    names = {p: [[part.name for part in of[p]] for of in (apart, stacked)] for p in apart}
+    layouts = model.layout(), model.layout(stacked_experts=True)
+    names = {p: [[part.name for part in parts[p]] for parts in layouts] for p in layouts[0]}
     found: dict[str, ParameterGroup | None] = dict.fromkeys(names)
     for i, group in enumerate(groups):
         where, matched = f"parameter_groups[{i}]", set()

@@ -72,7 +72,7 @@ class Task:
     scores: ClassVar[bool] = False  # whether it learns a score for each sequence, and no token
     # Further settings that it serves: of TaskSettings and TOKEN_SETTINGS
     serves: ClassVar[frozenset[str]] = frozenset()
-    without_use: ClassVar[Sequence[str]] = ()  # settings of all other tasks that it has no use for
+    refuses: ClassVar[Sequence[str]] = ()  # settings that all other tasks serve
     group: ClassVar[int] = 1  # examples that stay in one row
     unit: ClassVar[str] = "example"  # the name of a group in messages
     may_cut: ClassVar[bool] = True  # whether long examples may lose their end
@@ -92,7 +92,7 @@ class Task:
                 self._check_unused(setting.name, setting.default)
         for setting in fields(TaskSettings):
             self._check_unused(setting.name, setting.default)
-        for name in self.without_use:
+        for name in self.refuses:
             self._check_unused(name, getattr(Config, name))
         named = [e.name for e in config.eval_data if isinstance(e, Entry) and e.name is not None]
         if named and not self.predicts_tokens:

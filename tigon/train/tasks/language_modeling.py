@@ -220,7 +220,7 @@ class Pretrain(CrossEntropyTask):
     """Pretraining on text: learns every token; documents are joined and cut to rows."""
 
     learns = "text"
-    without_use = ("chat_template", "chat_template_kwargs", "train_on", "train_on_empty_thinking")
+    refuses = ("chat_template", "chat_template_kwargs", "train_on", "train_on_empty_thinking")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")

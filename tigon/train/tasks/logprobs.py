@@ -41,7 +41,7 @@ class AnswerTask(Task):
     its adapters, and for a stream, whose rows are not known before.
     """
 
-    without_use = ("loss_reduction", "train_on")
+    refuses = ("loss_reduction", "train_on")
     unit = "answer"
     refers: bool = False
     default_beta: ClassVar[float] = 0.1  # where it is 0, beta may be 0

@@ -33,7 +33,7 @@ class Reward(Task):
 
     learns = "pairs of answers"
     serves = frozenset(("max_length", "center_rewards_coefficient"))
-    without_use = (
+    refuses = (
         "sample_prompts",
         "train_on",
         "train_on_empty_thinking",

@@ -50,6 +50,7 @@ STREAMED_AIMS = {
     "rms_norm_residual": (1.08, 1.10),
     "sandwich_norm": (1.08, 1.10),
     "gated_act": (1.03, 1.05),
+    "sigmoid_gate": (1.03, 1.05),
     "rope": (1.10, 1.15),
     "qk_norm_rope": (1.10, 1.15),
 }
@@ -113,6 +114,7 @@ CASES: list[Case] = [
         for act in ("silu", "gelu_tanh")
         for i in (14336, 11008, 18944, 6912)
     ),
+    streamed("sigmoid_gate", 8192, 4096),
     streamed("rope", 2, 8192, 32, 8, 128),
     streamed("qk_norm_rope", 2, 8192, 32, 8, 128),
     causal_conv_qkv(1, 8192, 16, 32, 128),

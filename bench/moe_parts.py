@@ -110,7 +110,11 @@ def parts(n: int, c: int, i: int, e: int, k: int) -> list[Part]:
         combine("weighted sum of slots", weights),
         spread("gradient to slots"),
         product("gradient of h", rows, down, narrow, True),
-        Part("gradient of the activation", lambda: _act_backward(*act), BF16 * 6 * s * i),
+        Part(
+            "gradient of the activation",
+            lambda: _act_backward(*act, overwrite=False),
+            BF16 * 6 * s * i,
+        ),
         gradient("gradient of down", rows, h),
         product("gradient of rows", hidden, gate_up, wide, True),
         combine("sum of slots' gradients", None),

@@ -130,6 +130,12 @@ def gated_act(n: int, i: int, act: str) -> Problem:
     return by_rows(peers.gated, {"gate": gate, "up": up}, {}, [act], {"y": dy}, providers)
 
 
+def sigmoid_gate(n: int, c: int) -> Problem:
+    x, gate, dy = leaf(n, c), leaf(n, c), randn(n, c)
+    providers = [tigon("sigmoid_gate", x, gate)]
+    return by_rows(peers.sigmoid_gate, {"x": x, "gate": gate}, {}, [], {"y": dy}, providers)
+
+
 def gated_norm(n: int, d: int) -> Problem:
     x, gate, dy = leaf(n, d), leaf(n, d), randn(n, d)
     w = leaf(d, scale=0.1, shift=1.0)

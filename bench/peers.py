@@ -109,6 +109,10 @@ def gated(gate: Tensor, up: Tensor, act: str) -> Tensor:
     return (F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return x * gate.sigmoid()
+
+
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (llama_norm(x, weight, eps) * F.silu(wide(gate))).to(x.dtype)
 

@@ -37,6 +37,7 @@ from bench.train_cases import (
     options_of,
     ours,
     peer,
+    settings,
     shape_of,
     updates_of,
 )
@@ -159,7 +160,9 @@ class Sides:
         given = self.case, self.device, self.request.tiny
         if side != PEER:
             made = ours(given[0], side, *given[1:], self.request.optimizer)
-            return Training(*made, self.batch.ours(), updates_of(self.case, side, *made))
+            limit = settings(self.case, side, "adamw_bf16").logits_bytes
+            inputs = self.batch.ours() | ({} if limit is None else {"logits_bytes": limit})
+            return Training(*made, inputs, updates_of(self.case, side, *made))
         if options is None:
             raise ValueError(f"no settings of {PEER} work here")
         inputs = self.batch.theirs(options.rows)

@@ -105,6 +105,7 @@ SMALL_KERNELS = [
     kernels.streamed("sandwich_norm", 24, 64),
     kernels.streamed("gated_act", 24, 32, variant="silu"),
     kernels.streamed("gated_act", 24, 32, variant="gelu_tanh"),
+    kernels.streamed("sigmoid_gate", 24, 64),
     kernels.streamed("rope", 2, 7, 4, 2, 16),
     kernels.streamed("qk_norm_rope", 2, 7, 4, 2, 16),
     kernels.causal_conv_qkv(1, 7, 2, 3, 16),
@@ -942,7 +943,7 @@ def test_sides_end_with_their_benchmark(tmp_path: Path) -> None:
     code = f"from bench.processes import lines; list(lines(['-c', {side!r}], 60, Path('log')))"
     command = [sys.executable, "-c", f"from pathlib import Path\n{code}"]
     parent = subprocess.Popen(command, cwd=tmp_path, env=processes.environment())
-    log, until = tmp_path / "log", time.monotonic() + 30
+    log, until = tmp_path / "log", time.monotonic() + 120
     while not (log.exists() and log.read_text().strip()) and time.monotonic() < until:
         time.sleep(0.05)
     parent.kill()

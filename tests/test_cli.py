@@ -258,7 +258,7 @@ def test_interrupt_during_the_import_of_torch(arguments, tmp_path):
     )
     assert process.stdout is not None and process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=30) == ("", "") and process.returncode == 130
+    assert process.communicate(timeout=60) == ("", "") and process.returncode == 130
 
 
 def test_process_ends_after_threads_and_exit_handlers() -> None:

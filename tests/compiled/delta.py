@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from tests.compiled.compiling import BF16, FP16, FP32, INT32, Forms, backward, zeros
-from tigon.kernels import gated_delta_rule, gated_delta_step
+from tigon.kernels import delta_gates, gated_delta_rule, gated_delta_step
 
 
 def forms() -> Forms:
     for name, options in FORMS.items():
         yield f"gated_delta_rule {name}", partial(_rule, **options)
+    for H, dtype in (32, BF16), (5, FP16), (32, FP32):
+        for learns in (True, False):
+            yield f"delta_gates {H} {dtype} {learns}", partial(_delta_gates, H, dtype, learns)
     for name, options in STEPS.items():
         yield f"gated_delta_step {name}", partial(_step, **options)
 
@@ -40,6 +43,13 @@ def _gates(B: int, T: int, H: int, dtype: torch.dtype, grad: bool) -> dict[str, 
         "g": zeros(B, T, H, dtype=FP32, grad=grad),
         "beta": zeros(B, T, H, dtype=dtype, grad=grad),
     }
+
+
+def _delta_gates(H: int, dtype: torch.dtype, learns: bool) -> None:
+    """Of columns of a projection."""
+    a, b = zeros(1, 192, 8 * H, dtype=dtype, grad=True)[..., : 2 * H].chunk(2, -1)
+    parameters = (zeros(H, dtype=FP32, grad=learns) for _ in "Ad")
+    backward(*delta_gates(a, b, *parameters))
 
 
 def _rule(

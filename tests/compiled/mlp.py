@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.compiled.compiling import BF16, FP16, FP32, INT32, Forms, backward, zeros
-from tigon.kernels import gated_act, gemv, grouped_mlp, softmax_topk
+from tigon.kernels import gated_act, gemv, grouped_mlp, sigmoid_gate, softmax_topk
 from tigon.kernels.comm import one_shot_all_reduce
 from tigon.kernels.linear.dropout import Dropout, apply_dropout
 from tigon.kernels.linear.fp8_casts import (
@@ -37,6 +37,8 @@ def forms() -> Forms:
     yield "gated_act with product", _with_product
     yield "gated_act narrow", partial(_gated_act, "silu", 8, 100, BF16)
     yield "gated_act large", partial(_gated_act, "silu", 300, 2048, BF16)
+    for N, C, dtype in (8, 2048, BF16), (8, 100, FP32), (300, 4096, BF16):
+        yield f"sigmoid_gate {N} {C} {dtype}", partial(_sigmoid_gate, N, C, dtype)
     for name, options in ROWS.items():
         yield f"row_linear {name}", partial(_row_linear, **options)
     yield "fp8 rows", lambda: cast_rows(zeros(64, 2048), fused=True)
@@ -99,6 +101,12 @@ def _fp8_gated(act: Activation, inner: int) -> None:
 
 def _gated_act(act: Activation, N: int, inner: int, dtype: torch.dtype) -> None:
     backward(gated_act(zeros(N, 2 * inner, dtype=dtype, grad=True), act))
+
+
+def _sigmoid_gate(N: int, C: int, dtype: torch.dtype) -> None:
+    """Of a gate that is part of a projection."""
+    gate = zeros(N, 2 * C, dtype=dtype, grad=True)[:, :C]
+    backward(sigmoid_gate(zeros(N, C, dtype=dtype, grad=True), gate))
 
 
 def _with_product() -> None:

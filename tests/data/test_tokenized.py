@@ -161,8 +161,8 @@ def session(leader: int) -> set[int]:
 @pytest.mark.slow
 def test_killed_process_leaves_nothing_in_the_way(tmp_path):
     source = write_rows(tmp_path / "a.jsonl", 60)
-    running = Ranks(1, tokenize_slowly, source, 0.3, 2)
-    (process,), deadline = running.processes, time.monotonic() + 60
+    running = Ranks(1, tokenize_slowly, source, 1.0, 2)
+    (process,), deadline = running.processes, time.monotonic() + 200
     while (printed := running.printed).count("\n") < 3:
         assert time.monotonic() < deadline and process.is_alive(), running.errors
         time.sleep(0.02)

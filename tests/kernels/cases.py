@@ -29,6 +29,7 @@ from tigon.kernels import (
     causal_conv_ref,
     cross_entropy,
     cross_entropy_ref,
+    delta_gates,
     divergence,
     fp8_linear,
     fp8_linear_ref,
@@ -51,6 +52,8 @@ from tigon.kernels import (
     sandwich_norm,
     sandwich_norm_ref,
     selected_logprobs,
+    sigmoid_gate,
+    sigmoid_gate_ref,
     softmax_topk,
 )
 from tigon.kernels.linear.fp8_mlp import fp8_mlp
@@ -776,6 +779,17 @@ CASES: dict[str, OpCase] = {
     "qk_norm_rope, no norm": packed_case(False),
     "qk_norm_rope, no norm, interleaved": packed_case(False, interleaved=True),
     **{f"gated_act, {act}": act_case(act) for act in ("silu", "gelu", "gelu_tanh")},
+    "sigmoid_gate": OpCase(
+        sigmoid_gate,
+        exact.sigmoid_gate,
+        rows("x", "gate", weights=()),
+        sigmoid_gate_ref,
+        sizes=ROWS,
+        real=REAL_ROWS,
+        empty=NO_ROWS,
+        second="sigmoid_gate",
+        factor=1.1,
+    ),
     "causal_conv": conv_case("starts", "state"),
     "causal_conv, packed": conv_case(),
     "causal_conv, silu": conv_case("starts", options={"activation": "silu"}),
@@ -785,6 +799,16 @@ CASES: dict[str, OpCase] = {
     "gated_act, overwrite": act_case("silu", overwrite=True),  # nothing is written over a leaf
     "grouped_mlp, silu": experts_case("silu", EXPERTS),
     **{f"grouped_mlp, {act}": experts_case(act) for act in ("gelu", "gelu_tanh")},
+    # 600 tokens of 3 heads and 70 of 40 are several programs
+    "delta_gates": OpCase(
+        delta_gates,
+        exact.delta_gates,
+        rows("a", "b", weights=("A_log", "dt_bias")),
+        sizes=[((2, 5, 4),), ((600, 3),), ((2, 35, 40),), ((1, 1),)],
+        empty=[((2, 0, 4),)],
+        whole=("A_log", "dt_bias"),
+        second="delta_gates",
+    ),
     "gated_delta_rule": recurrent_case(
         recurrent, RECURRENT, [(2, 0, 1, 2, 8, 8), (0, 3, 1, 2, 8, 8)]
     ),
@@ -823,7 +847,7 @@ KINDS = (
     "rms_norm, gate, residual", "sandwich_norm", "add_rms_norm", "rope", "qk_norm_rope",
     "gated_act, silu", "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base",
     "cross_entropy, sum",
-    "causal_conv, silu", "causal_conv_qkv, packed",
+    "sigmoid_gate", "delta_gates", "causal_conv, silu", "causal_conv_qkv, packed",
     "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "selected_logprobs",
     "divergence, 0.3, sum", "gated_delta_rule", "softmax_topk, normalize",
 )  # fmt: skip

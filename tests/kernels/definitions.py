@@ -117,9 +117,23 @@ def gated_act(gate_up: Tensor, act: str, **_: Any) -> Tensor:
     return activation(gate, act) * up.double()
 
 
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return x.double() / (1 + (-gate.double()).exp())
+
+
+def rounded_sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    cut = round_to(x.dtype)
+    return cut(x.double() * cut(1 / (1 + (-gate.double()).exp())))
+
+
 def rounded_gated_act(gate_up: Tensor, act: str, **_: Any) -> Tensor:
     cut, (gate, up) = round_to(gate_up.dtype), gate_up.chunk(2, -1)
     return cut(cut(activation(gate, act)) * up.double())
+
+
+def delta_gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    x = a.double() + dt_bias.double()
+    return -A_log.double().exp() * torch.logaddexp(x, 0 * x), 1 / (1 + (-b.double()).exp())
 
 
 def causal_conv(

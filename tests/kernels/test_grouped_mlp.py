@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from torch import Tensor
 from tests.kernels.cases import CASES, Inputs, OpCase
 from tests.kernels.definitions import grouped_mlp as exact
 from tests.kernels.test_operators import assert_exact, gradients
+from tests.support.saved import saved_storages
 from tigon.kernels import grouped_mlp
 from tigon.kernels.mlp import grouped_product as implementation
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
 from tigon.kernels.mlp.grouped_mlp import unchecked_grouped_mlp
 from tigon.kernels.mlp.grouped_mlp_passes import (
     UNKNOWN_SLOTS,
+    ExpertBiases,
     LoRAFactors,
     grouped_mlp_backward,
     grouped_mlp_forward,
@@ -39,8 +43,8 @@ def case_of(operator: Callable[..., Any], *given: Any) -> OpCase:
     return replace(PLAIN, operator=call)
 
 
-def low_rank(r: int, q: int) -> LoRAFactors:
-    shapes = (E, r, C), (E, 2 * I, r), (E, q, I), (E, C, q)
+def low_rank(r: int, q: int, inner: int = I) -> LoRAFactors:
+    shapes = (E, r, C), (E, 2 * inner, r), (E, q, inner), (E, C, q)
     return LoRAFactors(*((0.3 * torch.randn(s)).requires_grad_() for s in shapes))
 
 
@@ -165,6 +169,53 @@ def test_absent_experts(share: float, low: bool) -> None:
     assert not grad[absent].any() and (slots > 0) == bool(grad.any())
 
 
+@pytest.mark.parametrize("learns", [True, False], ids=["", "frozen"])
+@pytest.mark.parametrize(
+    ("ranks", "biased", "transposed", "absent"),
+    [
+        (None, False, False, False),
+        (None, True, True, False),
+        (None, False, False, True),
+        ((3, 4), False, True, False),
+        ((3, 0), True, False, True),
+    ],
+)
+def test_gate_up_is_computed_again(
+    ranks: Any, biased: bool, transposed: bool, absent: bool, learns: bool, kernels_only: None
+) -> None:
+    """With the same bits, also twice and where gradients are written over it, and nothing but it is
+    kept less."""
+    inner = 136 if learns else I
+    x, gate_up, down, experts, weights = tensors(PLAIN.make((N, C, inner, E, K)))
+    if transposed:
+        gate_up, down = (t.detach().mT.contiguous().requires_grad_() for t in (gate_up, down))
+    if absent:
+        experts[torch.rand(N, K) < 0.4] = E
+    slots = int((experts < E).sum())
+    low = None if ranks is None else low_rank(*ranks, inner)
+    shapes = (E, 2 * inner), (E, C)
+    biases = ExpertBiases(*(torch.randn(s).requires_grad_() for s in shapes)) if biased else None
+    if not learns:
+        gate_up, down = gate_up.detach(), down.detach()
+    given = x, gate_up, down, weights, *(low or ()), *(biases or ())
+    leaves = [t for t in given if t.requires_grad and t.numel()]
+    act: Any = ClampedSwiGLU(1.702, 0.6) if biased else "silu"
+    up, found, kept = torch.randn(N, C), [], []
+    for again in (False, True):
+        with saved_storages() as saved:
+            y = unchecked_grouped_mlp(
+                x, gate_up, down, experts, weights, act, slots if absent else None, low,
+                biases=biases, transposed=transposed, recompute_gate_up=again,
+            )  # fmt: skip
+        kept.append(sum(storage.nbytes() for storage in saved.values()))
+        found.append([y, *torch.autograd.grad(y, leaves, up, retain_graph=True)])
+        found.append([y, *torch.autograd.grad(y, leaves, up)])
+    assert all(grad.any() for grad in found[0])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert kept[0] - kept[1] == slots * 2 * inner * 4
+
+
 @pytest.mark.parametrize("share", [0.0, 0.6, 1.0], ids=["none", "some", "all"])
 @pytest.mark.parametrize("size", [SIZE, (N, 7, 5, E, K), (1, C, I, 90, K)], ids=str)
 @pytest.mark.parametrize("few", [True, False], ids=["few", "many"])
@@ -215,8 +266,10 @@ def test_operators_of_absent_experts_and_padded_rows() -> None:
         torch.library.opcheck(grouped_mlp_forward.op, arguments, test_utils=tests)
         y, *saved = grouped_mlp_forward(*arguments)
         assert all(t.is_contiguous() for t in saved)
-        given = (x, gate_up, down, [], weights, wanted, saved[0], [], *saved[1:], y, "silu", *form)
-        torch.library.opcheck(grouped_mlp_backward.op, given, test_utils=tests)
+        for hidden in (saved[0], None):
+            kept = hidden, [], *saved[1:]
+            given = (x, gate_up, down, [], weights, wanted, *kept, y, "silu", *form)
+            torch.library.opcheck(grouped_mlp_backward.op, given, test_utils=tests)
 
 
 # Rows of tokens that are copied to their places and added up from there
@@ -256,8 +309,13 @@ def test_no_tokens() -> None:
     assert combine_rows(torch.empty(0, 7), none, None, K).shape == (0, 7)
 
 
-def test_compiled_gradients_of_clamped_experts() -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["", "gate_up again"])
+def test_compiled_gradients_of_clamped_experts(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On both paths: inside of an operator there is no autograd."""
+    unchecked = partial(unchecked_grouped_mlp, recompute_gate_up=again)
+    monkeypatch.setattr("tigon.kernels.mlp.grouped_mlp.unchecked_grouped_mlp", unchecked)
     case = CASES["grouped_mlp, gpt-oss"]
     inputs = case.make(None)
     eager = case.run(inputs)

@@ -217,6 +217,10 @@ def rounded_once(**given: Any) -> Tensor:
     return definitions.gated_act(**given).to(given["gate_up"].dtype)
 
 
+def gated_once(**given: Any) -> Tensor:
+    return definitions.sigmoid_gate(**given).to(given["x"].dtype)
+
+
 LARGE, HEADS = ((64, 256),), (2, 3, 6, 3, 14, 14, 1)
 GATED, MOE = "rms_norm, gate, residual", "grouped_mlp, silu"
 ROUNDED = [
@@ -242,6 +246,7 @@ ROUNDED = [
         )
         for act in ("silu", "gelu", "gelu_tanh")
     ),
+    rounds("sigmoid_gate", definitions.rounded_sigmoid_gate, LARGE, 1e-2, but=gated_once),
     rounds("causal_conv, packed", definitions.rounded_causal_conv, (3, 9, 60, 3), 1e-2),
     rounds(
         "causal_conv, silu",
@@ -454,7 +459,7 @@ def test_registered_operators_keep_torchs_rules(case: OpCase, kernels_only: None
         gradients(found, inputs, random_like(found))
         with torch.no_grad():
             case.run(inputs)
-    if "a" in inputs and not CUDA:
+    if {"x", "a"} <= inputs.keys() and not CUDA:
         pytest.skip("low-rank additions are torch's own on a CPU")
     assert seen.calls
     for func, args, kwargs in seen.calls.values():
@@ -467,6 +472,7 @@ DYNAMIC: dict[str, Any] = {  # of another number of rows
     "add_rms_norm": ((4, 5, 33),),
     "qk_norm_rope": (B, 4, H, K, D, D, B),
     "gated_act, silu": (4, 5, 202),
+    "sigmoid_gate": ((4, 5, 33),),
     "grouped_mlp, silu": (4, 16, 24, 5, 2),
 }
 # Tracing takes a second or two; what has the autograd function of another kind is slow
@@ -535,7 +541,8 @@ def test_shapes_without_numbers(case: OpCase, where: str, path: str) -> None:
 @pytest.mark.skipif(CUDA, reason="a machine without a GPU")
 @pytest.mark.parametrize("case", [*ALWAYS, *WITHOUT, *SLOW])
 def test_fake_gpu_tensors_without_a_gpu(case: OpCase) -> None:
-    if case.result is not None or {"experts", "a", "v"} & case.make().keys():
+    names = case.make().keys()
+    if case.result is not None or {"experts", "v"} & names or {"x", "a"} <= names:
         pytest.skip("with indices torch itself asks for a GPU")
     with FakeTensorMode(), torch.no_grad(), torch.device("cuda"):
         assert all(y.device.type == "cuda" for y in case.run(case.make()))

@@ -108,6 +108,7 @@ OPERATORS = {
     "causal_conv": "causal_conv, packed",
     "causal_conv_qkv": "causal_conv_qkv, packed",
     "cross_entropy": "cross_entropy, plain",
+    "delta_gates": "delta_gates",
     "divergence": "divergence, 0.3, sum",
     "gated_act": "gated_act, silu",
     "grouped_mlp": "grouped_mlp, silu",
@@ -119,6 +120,7 @@ OPERATORS = {
     "rope": "rope",
     "sandwich_norm": "sandwich_norm",
     "selected_logprobs": "selected_logprobs",
+    "sigmoid_gate": "sigmoid_gate",
     "softmax_topk": "softmax_topk",
 }
 NORMS: list[tuple[Given, str]] = [
@@ -153,6 +155,11 @@ ROWS: list[tuple[str, Given, str]] = [
     ("qk_norm_rope", {"q_weight": ones(14, device=META)}, "q_weight is on meta"),
     ("gated_act", {"act": "relu"}, "act='relu'"),
     ("gated_act", {"gate_up": ones(2, 5)}, "gate_up (2, 5) has no two halves"),
+    ("delta_gates", {"b": ones(5, 4)}, "b (5, 4) does not fit a (2, 5, 4)"),
+    ("delta_gates", {"A_log": ones(1)}, "A_log (1,) is not [H] = (4,)"),
+    ("delta_gates", {"dt_bias": ones(4, device=META)}, "dt_bias is on meta"),
+    ("sigmoid_gate", {"gate": ones(1, 33)}, "gate (1, 33) does not fit x (2, 5, 33)"),
+    ("sigmoid_gate", {"gate": ones(2, 5, 33, device=META)}, "gate is on meta"),
     ("grouped_mlp, biases", {"down_bias": ones(5, 24)}, "biases [(5, 48), (5, 24)] are not"),
     ("grouped_mlp, biases", {"transposed": False}, "down (5, 24, 16), experts"),
     ("softmax_topk", {"k": 6}, "logits (6, 5), k=6"),

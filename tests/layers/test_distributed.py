@@ -6,10 +6,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.parallel.ranks import run_on_ranks
+from tests.support.saved import saved_storages
 from tigon.distributed import all_reduce, collectives, context_attention
 from tigon.distributed.collectives import Ranks
 from tigon.distributed.context_attention import stack_heads_by_rank, unstack_heads
 from tigon.distributed.expert_dispatch import ExpertShard
+from tigon.kernels import runtime, use
 from tigon.layers.moe import Experts
 
 C, I, E, K = 12, 20, 8, 3  # noqa: E741
@@ -71,6 +73,41 @@ def test_equals_one_rank() -> None:
         for i, p in enumerate(whole.parameters()):  # the sum over all tokens, of each expert once
             own = torch.cat([found[3 + i] for found in of_ranks])
             torch.testing.assert_close(own, p.grad)
+
+
+def with_kernels() -> list[tuple[list[Tensor], int]]:
+    """Results and the bytes that are saved, with gate_up kept and computed again."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    whole, parts = tensors("even", ranks)
+    own = Experts(C, I, each := E // ranks, "silu")
+    own.shard = ExpertShard(collectives.Ranks.of(dist.group.WORLD), E)
+    x, chosen, weights = (t.detach() for t in parts[rank])
+    found = []
+    for own.recompute_gate_up in (False, True):
+        with torch.no_grad():
+            for mine, all_of in zip(own.parameters(), whole.parameters(), strict=True):
+                mine.copy_(all_of[rank * each : (rank + 1) * each])
+                mine.grad = None
+        given = x.float().requires_grad_(), chosen, weights.float().requires_grad_()
+        with use("triton"), saved_storages() as saved:
+            y = own(*given)
+        with use("triton"):
+            grads = results(y, given[0], given[2])
+        grads += [p.grad for p in own.parameters() if p.grad is not None]
+        found.append((grads, sum(storage.nbytes() for storage in saved.values())))
+    return found
+
+
+@pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter is not on")
+@pytest.mark.kernel
+def test_rows_of_other_ranks_are_not_kept_as_gate_up() -> None:
+    """As of one rank, with the same bits; there are rows for all choices of all ranks' tokens."""
+    saved = 0
+    for (kept, before), (again, after) in run_on_ranks(2, with_kernels):
+        assert len(kept) == 5
+        assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
+        saved += before - after
+    assert saved == 4 * sum(TOKENS[:2]) * K * 2 * I
 
 
 def without_memory(fails: str) -> None:

@@ -70,9 +70,14 @@ def held(model: CausalLM) -> int:
     return total
 
 
-@pytest.mark.parametrize("model_type", KEPT)
-def test_bytes_of_one_more_layer(model_type: str) -> None:
-    changes, numbers = KEPT[model_type]
+# With the gates of attention, which are part of the packed projection
+GATED = "qwen3_5_text", {"full_attention_interval": 1}, 2 * C + COMMON + H * D
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "numbers"), [*((kind, *kept) for kind, kept in KEPT.items()), GATED]
+)
+def test_bytes_of_one_more_layer(model_type: str, changes: dict[str, Any], numbers: int) -> None:
     found = held(make(model_type, 3, changes)) - held(make(model_type, 2, changes))
     assert 0 <= found / (2 * B * T) - numbers < 0.01 * numbers
 
@@ -127,6 +132,7 @@ def test_the_delta_rule_computes_its_inputs_again() -> None:
         ("gemma4_text", "keys are values", {"num_hidden_layers": 2}),
         ("qwen3", "plain", {"num_hidden_layers": 1}),
         ("qwen3_5_text", "plain", {"num_hidden_layers": 1, "layer_types": None}),
+        ("qwen3_5_text", "plain", {"num_hidden_layers": 1, "layer_types": [FULL]}),
         ("olmo2", "plain", {"num_hidden_layers": 1}),
     ],
 )

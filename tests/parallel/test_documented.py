@@ -30,7 +30,7 @@ def test_generation_and_a_training_step(tmp_path):
     write_model(tmp_path / "model")
     blocks = re.findall("```python\n(.*?)```", DOCUMENT.read_text(), re.S)
     chosen = [b for b in blocks if "capital" in b or "sum_gradients" in b]
-    printed = Ranks(2, run, chosen, str(tmp_path / "model")).finish(60)
+    printed = Ranks(2, run, chosen, str(tmp_path / "model")).finish()
     model = tigon.from_pretrained(tmp_path / "model")
     tokenizer = tigon.Tokenizer.from_pretrained(tmp_path / "model")
     ids = torch.tensor([tokenizer.encode("The capital of France is")])

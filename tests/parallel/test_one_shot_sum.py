@@ -225,7 +225,7 @@ def test_processes(ranks: int, tmp_path: Path) -> None:
         memory = torch.full((TURNS * ranks * PROGRAMS * S,), empty_bits(dtype), dtype=bits)
         for rank in range(ranks):
             Path(tmp_path, f"{dtype}-{rank}").write_bytes(memory.numpy().tobytes())
-    Processes(ranks, on_files, str(tmp_path)).finish(120)
+    Processes(ranks, on_files, str(tmp_path)).finish()
     for dtype in BITS:
         found = [torch.load(tmp_path / f"{dtype}-{rank}-found") for rank in range(ranks)]
         for call, *of_ranks in zip(calls(ranks, dtype), *found, strict=True):

@@ -148,7 +148,7 @@ def test_an_interrupt_stops_the_answer_or_under_torchrun_the_chat(
         assert say(alone, "hello").startswith(min(stopped, again, key=len))
     else:
         with pytest.raises(AssertionError, match="exit codes"):
-            ranks.finish(60)
+            ranks.finish()
         assert ranks.codes == [130, 0] and ranks.errors == ""
 
 

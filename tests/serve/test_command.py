@@ -67,7 +67,7 @@ def test_a_signal_lets_running_requests_end(directory: Path, tmp_path: Path) -> 
             process.send_signal(signal.SIGTERM)
             found = list(chunks(lines))
         assert found[-1]["choices"][0]["finish_reason"]
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         assert process.stderr is not None and process.stderr.read() == ""
 
 
@@ -159,7 +159,7 @@ def test_a_run_stands_for_its_adapter(
 def test_an_interrupt(directory: Path) -> None:
     with started(directory, "--name", directory.name) as (_, process):
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(60) == 130
 
 
 def test_a_taken_port(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:

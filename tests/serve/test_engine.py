@@ -95,7 +95,7 @@ def test_kinds_of_layers(
     prompts = random_prompts(10, 0, 40)
     with Writer(model, tokenizer, rows=3) as writer:
         answers = [writer.submit(prompt, 15) for prompt in prompts]
-        wait(lambda: all(answer.ended for answer in answers), 60)
+        wait(lambda: all(answer.ended for answer in answers))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.written == greedy(model, prompt, 15)
 

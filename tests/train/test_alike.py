@@ -36,7 +36,7 @@ def errors_of(each: list[list[str]], folders: list[str]) -> str:
     """What ranks say that end with an error, soon."""
     ranks = Ranks(len(each), one_of, each, folders)
     with pytest.raises(AssertionError, match="exit codes"):
-        ranks.finish(60)
+        ranks.finish()
     assert ranks.codes == [1] * len(each)
     return ranks.errors
 
@@ -137,4 +137,4 @@ def test_another_checkpoint_of_the_same_name(workspace, folders):
         run = workspace.root / f"seed-{seed}"
         main(workspace.settings(run.name, steps=1, seed=seed))
         shutil.copytree(run / "checkpoints/step-00000001", Path(folder, "checkpoint"))
-    Ranks(2, load_checkpoints, folders).finish(60)
+    Ranks(2, load_checkpoints, folders).finish()

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,24 @@ def test_ranks_agree_on_the_layout(workspace) -> None:
     assert auto_layout.checkpoint_layout(going, 2)[1] == [Layout(1, 1, 1, 2)]
     assert auto_layout.checkpoint_layout(going, 4)[1] == []
     main(workspace.settings("auto", **further | {"steps": 3}))  # on one rank
+
+
+def test_experts_whose_gate_up_is_computed_again(configured) -> None:
+    """The plan has the run's memory, and a dense model no experts."""
+    changes = {"activation_checkpointing": "experts", "micro_batch_size": 1, "sharding": "full"}
+    config = configured(EXPERTS | WIDE | {"moe_intermediate_size": 1024}, **changes)
+    gpu, constants = find_gpu("h200")
+    job = Job(auto_layout.model_shapes(config, None), config, 8, gpu, constants, 4096, 8)
+    layout, _ = [*configured_layouts(job, Layout(1, 8)), None]
+    assert layout.checkpointing == "experts" and layout.recomputed == 0
+    sizes = [
+        search.estimate_memory(job, replace(layout, checkpointing=value)).total
+        for value in (False, "experts")
+    ]
+    assert sizes[0] > sizes[1]
+    assert auto_layout.choose_layout(config, CUDA, 8, *ROOM)[0] == Parallel(fsdp=8)
+    with pytest.raises(ValueError, match="=experts, but LlamaForCausalLM has no experts: give"):
+        auto_layout.choose_layout(configured(**changes), CUDA, 8, *ROOM)
 
 
 def test_resumed_run_keeps_its_layout(configured, monkeypatch, tmp_path):

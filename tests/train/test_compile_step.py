@@ -89,6 +89,14 @@ def test_blocks_that_are_left() -> None:
     assert model.activation_checkpointing == [0, 2]
 
 
+def test_experts_of_blocks_that_are_left_are_computed_again() -> None:
+    sizes = tiny.SIZES | tiny.CASES["qwen3_moe"]["plain"]
+    model = MODELS["qwen3_moe"].from_config(sizes, device="meta")
+    model.activation_checkpointing = "experts"
+    keep_distinct_blocks(model)
+    assert all(block.mlp.experts.recompute_gate_up for block in model.model.layers)
+
+
 def test_sources_of_keys_and_values() -> None:
     """A block that is left reads those of the same block as before."""
     types = [*["sliding_attention"] * 4, "full_attention"] * 3

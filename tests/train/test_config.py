@@ -107,6 +107,7 @@ def test_help_names_settings_defaults_and_values():
         # Values of another trainer
         ("optimizer=adamw_torch_fused", "another trainer's; here: adamw, which is fused"),
         ("sharding=zero2", "here: gradients"),
+        ("activation_checkpointing=moe", "=.moe. is not true or false or .* of auto, experts"),
         # Values of another kind
         ("sample_prompts=[2 + 2?]", "not valid YAML: line 1: expected ',' .*; quote a text in it"),
         ("lora=16", "lora=16 is not .*; its settings have its name, as lora.rank=16$"),

@@ -40,6 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "windows": {"model": GEMMA3},
     "experts": {"model": EXPERTS, "router_aux_loss_coef": 0.5},
     "experts, unbalanced": {"model": EXPERTS, "router_aux_loss_coef": 0},
+    "experts again": {"model": EXPERTS, "activation_checkpointing": "experts"},
     "bfloat16 over float32": {"dtype": "bfloat16", "sharding": "gradients"},
     "sums in float32": {
         "param_dtype": "bfloat16", "accumulate_fp32": "true", "sharding": "gradients",

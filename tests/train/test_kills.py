@@ -116,12 +116,12 @@ def test_killed_and_resumed(workspace, whole, tmp_path, ranks, number):
         rank = draw.randrange(ranks)
         event = draw.randint(1, expected.events[rank] - 2)
         running = Ranks(ranks, killed_at, settings, str(run / "checkpoints"), rank, event)
-        assert running.one_ended(120), running.errors
+        assert running.one_ended(200), running.errors
     else:
         cache = str(tmp_path / "cache")  # so that a kill may come while it is made
         running = Ranks(ranks, main, settings, environment={"TIGON_CACHE": cache})
         after = draw.randrange(STEPS)
-        until = time.monotonic() + 120
+        until = time.monotonic() + 200
         while after and None in running.codes and len(values(run, "loss")) < after:
             assert time.monotonic() < until, running.errors
             time.sleep(0.005)

@@ -295,7 +295,7 @@ def test_a_row_of_zeros_on_one_rank(workspace):
     more = {"model": base, "lora.dora": "true", "parallel.tensor": 2}
     running = Ranks(2, main, workspace.settings("zeros-run", **SETTINGS | more))
     for process in running.processes:
-        process.join(60)
+        process.join(200)
     errors = running.errors
     running.kill()
     assert running.codes == [1, 1] and "timed out" not in errors, errors

@@ -96,6 +96,19 @@ def test_memory_of_every_family(model_type: str, case: str) -> None:
     assert larger.total > found.total
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_gate_up_of_experts_that_is_computed_again(model_type: str) -> None:
+    """Its bytes are less in each layer: backward writes its gradient over what it computes."""
+    inner, layers, tokens, totals = 128, 3, 2048, []
+    sizes: Any = {"vocab_size": 32, "num_hidden_layers": layers, "layer_types": None}
+    sizes["intermediate_size" if model_type == "gpt_oss" else "moe_intermediate_size"] = inner
+    for setting in (False, "experts"):
+        model = tiny(model_type, "plain", **sizes)
+        totals.append(planned(model, activation_checkpointing=setting, seq_len=tokens).total)
+    slots = B * tokens * model.config.num_experts_per_tok
+    assert totals[0] - totals[1] == layers * slots * 2 * inner * 2
+
+
 def test_one_micro_batch_reduces_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """As FSDP2 is told to: half of the bytes."""
     made: list[FSDPTracker] = []
@@ -291,6 +304,18 @@ def test_dry_run_says_what_ranks_send(workspace, capsys, parallel, seq_len, text
     assert (", no block recomputed; " in said) == (seq_len == 512)
 
 
+def test_dry_run_of_experts_that_are_computed_again(workspace, capsys) -> None:
+    """Their rows are not sent again."""
+    write_model(experts := workspace.root / "six", **EXPERTS | {"num_experts": 6})
+    more = {"device": "auto", "batch_size": 2, "activation_checkpointing": "experts"}
+    given = ["--dry-run", "--nproc", "2"]
+    main([*given, *workspace.settings("dry", model=experts, **more), "parallel.expert=2"])
+    said = capsys.readouterr().out
+    assert "MiB of tokens to the others" in said and "computed again" not in said
+    with pytest.raises(SystemExit, match="=experts, but LlamaForCausalLM has no experts: give tr"):
+        main([*given, *workspace.settings("dry", **more)])
+
+
 def test_indivisible_fp8_layers_stay_bfloat16() -> None:
     """Of 4 heads of 8 each of 4 ranks has one, and o_proj has 8 columns there."""
     model = MODELS["llama"].from_config(LLAMA | {"head_dim": 8}, device="meta")
@@ -379,14 +404,19 @@ def test_advice_for_context_parallel() -> None:
             assert not any("context" in line for line in dry_run.memory_advice(config, None, gpus))
 
 
-def test_step_out_of_memory_gives_advice(workspace, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize("values", [LLAMA, EXPERTS], ids=["dense", "experts"])
+def test_step_out_of_memory_gives_advice(workspace, monkeypatch, values) -> None:
+    model = write_model(workspace.root / values["model_type"], **values)
+
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
 
     monkeypatch.setattr("tigon.train.dry_run.time_steps", full)
     with pytest.raises(SystemExit) as caught:
-        main(["--dry-run", *workspace.settings("dry", batch_size=4, micro_batch_size=2)])
+        given = {"model": model, "batch_size": 4, "micro_batch_size": 2}
+        main(["--dry-run", *workspace.settings("dry", **given)])
     text = str(caught.value)
     assert "a step does not fit: CUDA out of memory" in text
     assert "GiB with micro_batch_size=1" in text
     assert "GiB with activation_checkpointing=true" in text
+    assert ("GiB with activation_checkpointing=experts" in text) == (values is EXPERTS)

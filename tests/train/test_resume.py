@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.small import CHATML, LLAMA, write_chats
+from tests.support.small import CHATML, EXPERTS, LLAMA, write_chats, write_model
 from tests.train.adapters import assert_same_curve
 from tests.train.ranks import Ranks
 from tigon.train import load, logging, main
@@ -71,6 +71,16 @@ def test_finished_runs_stay_and_can_be_extended(workspace, capsys):
     assert workspace.metrics("longer", "step") == list(range(1, 2 * steps + 1))
     assert workspace.metrics("longer", "lr")[-1] == 1e-3
     assert (workspace.root / "longer/hf/model.safetensors").exists()
+
+
+def test_recomputation_may_change(workspace, capsys):
+    write_model(experts := workspace.root / "experts", **EXPERTS)
+    given = {"model": experts, "schedule": "constant"}
+    for run, steps, setting in (("kept", 2, "false"), ("again", 1, "experts"), ("again", 2, "2")):
+        more = {"steps": steps, "activation_checkpointing": setting}
+        main([*workspace.settings(run, **given, **more), *["resume=auto"] * (setting == "2")])
+    assert 'activation_checkpointing "experts" -> 2' in capsys.readouterr().out
+    assert_same_curve(workspace, "again", "kept", 0)
 
 
 @pytest.mark.parametrize("kind", ["muse_glimmer", "gemma3"])
@@ -174,7 +184,7 @@ def test_run_dir_is_locked_while_its_run_lives(workspace, tmp_path):
 def test_run_killed_before_its_first_row_restarts(workspace, tmp_path, resume):
     settings = workspace.settings("x", run_dir=tmp_path / "run", steps=1, resume=resume)
     killed = Ranks(1, killed_before_its_first_row, settings)
-    assert killed.one_ended(60) and killed.codes == [-signal.SIGKILL], killed.errors
+    assert killed.one_ended(200) and killed.codes == [-signal.SIGKILL], killed.errors
     assert (tmp_path / "run/config.yaml").exists()
     assert not (tmp_path / "run/metrics.jsonl").exists()
     main(settings)

@@ -353,7 +353,7 @@ def test_failed_write_of_one_rank_ends_all(workspace, failing):
     more = {"steps": STEPS, "schedule": "constant", "save_every": SAVE_EVERY}
     running = Ranks(2, fail_on_a_rank, failing, workspace.settings(run, **more))
     for process in running.processes:
-        process.join(120)
+        process.join(200)
     codes, errors = running.codes, running.errors
     running.kill()
     assert codes == [1, 1] and "Traceback" not in errors, errors

@@ -39,7 +39,7 @@ def test_refusals_are_one_line_with_the_file(text: str) -> None:
             parse_yaml(content, "\x1bfile.yaml")
         said = str(error.value)
         assert said.startswith(r"\x1bfile.yaml") and said.isprintable() and len(said) < 500
-    assert time.process_time() - begun < 5
+    assert time.process_time() - begun < 20  # 2 s on a quiet core
 
 
 def test_other_encodings_are_refused() -> None:

@@ -95,7 +95,7 @@ def test_large_headers_are_refused_soon(tmp_path: Path, case: str) -> None:
         assert tracemalloc.get_traced_memory()[1] < 200e6
     finally:
         tracemalloc.stop()
-    assert time.process_time() - begin < 5
+    assert time.process_time() - begin < 20  # 1.5 s on a quiet core
     assert len(str(error.value)) < 1000
 
 

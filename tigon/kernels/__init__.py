@@ -4,12 +4,14 @@ from tigon.kernels.attention.api import attention, attention_ref
 from tigon.kernels.attention.decode import append_attention, append_attention_ref
 from tigon.kernels.attention.kv_buffers import KVBuffers
 from tigon.kernels.attention.mask import AttentionMask
+from tigon.kernels.attention.sigmoid_gate import sigmoid_gate, sigmoid_gate_ref
 from tigon.kernels.delta.causal_conv import (
     causal_conv,
     causal_conv_qkv,
     causal_conv_qkv_ref,
     causal_conv_ref,
 )
+from tigon.kernels.delta.delta_gates import delta_gates, delta_gates_ref
 from tigon.kernels.delta.gated_delta import (
     gated_delta_rule,
     gated_delta_rule_ref,
@@ -51,12 +53,13 @@ __all__ = [
     "KVBuffers", "LogProbs", "VocabularyShard", "add_rms_norm", "add_rms_norm_ref",
     "append_attention", "append_attention_ref", "argmax", "argmax_ref", "attention",
     "attention_ref", "causal_conv", "causal_conv_qkv", "causal_conv_qkv_ref", "causal_conv_ref",
-    "checks", "cross_entropy", "cross_entropy_ref", "divergence", "embedding_rows",
-    "embedding_rows_ref", "fp8_linear", "fp8_linear_ref", "gated_act", "gated_act_ref",
-    "gated_delta_rule", "gated_delta_rule_ref", "gated_delta_step", "gated_delta_step_ref", "gemv",
-    "gemv_ref", "grouped_mlp", "grouped_mlp_ref", "kl_ref", "linear_cross_entropy",
-    "linear_cross_entropy_ref", "linear_kl", "linear_kl_ref", "lora_linear", "lora_linear_ref",
-    "qk_norm_rope", "qk_norm_rope_ref", "rms_norm", "rms_norm_ref", "rope", "rope_ref",
-    "run_loss_terms", "sandwich_norm", "sandwich_norm_ref", "selected_logprobs",
-    "selected_logprobs_ref", "softmax_topk", "softmax_topk_ref", "use",
+    "checks", "cross_entropy", "cross_entropy_ref", "delta_gates", "delta_gates_ref", "divergence",
+    "embedding_rows", "embedding_rows_ref", "fp8_linear", "fp8_linear_ref", "gated_act",
+    "gated_act_ref", "gated_delta_rule", "gated_delta_rule_ref", "gated_delta_step",
+    "gated_delta_step_ref", "gemv", "gemv_ref", "grouped_mlp", "grouped_mlp_ref", "kl_ref",
+    "linear_cross_entropy", "linear_cross_entropy_ref", "linear_kl", "linear_kl_ref", "lora_linear",
+    "lora_linear_ref", "qk_norm_rope", "qk_norm_rope_ref", "rms_norm", "rms_norm_ref", "rope",
+    "rope_ref", "run_loss_terms", "sandwich_norm", "sandwich_norm_ref", "selected_logprobs",
+    "selected_logprobs_ref", "sigmoid_gate", "sigmoid_gate_ref", "softmax_topk", "softmax_topk_ref",
+    "use",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.attention.api import attention
+from tigon.kernels.attention.sigmoid_gate import sigmoid_gate
 from tigon.kernels.norm.rms_norm import Cast
 from tigon.kernels.rope.qk_norm_rope import qk_norm_rope
 from tigon.kernels.rope.rope import rope
@@ -161,7 +162,7 @@ class Attention(SoftmaxAttention):
                 out = attention(q, k, v, mask=mask, **kwargs)
         out = out.flatten(2)
         if gates is not None:
-            out = out * gates.sigmoid()
+            out = sigmoid_gate(out, gates)
         return self.o_proj(out, *ctx.dropout_args)
 
     def _rotate(

@@ -10,11 +10,11 @@ Source: Yang et al. 2024 (arXiv 2412.06464), as in Qwen3-Next and Qwen3.5.
 from typing import Any, NamedTuple, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.delta.causal_conv import causal_conv_qkv
+from tigon.kernels.delta.delta_gates import delta_gates
 from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS, gated_delta_rule, gated_delta_step
 from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.layers.context import BlockInputs, CacheAppend, TokenSlots
@@ -41,9 +41,9 @@ class GatedRMSNorm(nn.Module):
 
 
 class Decay(Float32Module):
-    """Maps a [..., H] to the logarithm of each head's decay, -exp(A_log) softplus(a + dt_bias).
+    """Maps a and b [..., H] to the logarithm of each head's decay, and to how much it corrects.
 
-    In fp32: what a head forgets in a thousand tokens is a power of it.
+    Decays are in fp32: what a head forgets in a thousand tokens is a power of one.
     """
 
     def __init__(self, heads: int):
@@ -56,8 +56,8 @@ class Decay(Float32Module):
         nn.init.uniform_(self.A_log, 0.01, 16).log_()
         nn.init.ones_(self.dt_bias)
 
-    def forward(self, a: Tensor) -> Tensor:
-        return -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return delta_gates(a, b, self.A_log, self.dt_bias)
 
 
 class DeltaTokens(NamedTuple):
@@ -143,7 +143,7 @@ class GatedDeltaNet(nn.Module):
         """
         sizes = self.channels, self.value_heads * self.value_dim, self.value_heads, self.value_heads
         mixed, z, b, a = self.in_proj(x, *ctx.dropout_args).split(sizes, -1)
-        tokens = DeltaTokens(mixed, self.decay(a), b.sigmoid())
+        tokens = DeltaTokens(mixed, *self.decay(a, b))
         if ctx.real is not None:
             tokens = DeltaTokens(*(y.masked_fill(~ctx.real[..., None], 0) for y in tokens))
         if state is None or ctx.append is None:

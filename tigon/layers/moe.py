@@ -73,6 +73,7 @@ class Experts(nn.Module):
             self.down_proj_bias = nn.Parameter(torch.empty(experts, dim))
         self.act, self.transposed = act, transposed
         self.adaptable = True  # whether adapters may be added
+        self.recompute_gate_up = False  # in backward, in place of keeping it
         self.lora: Adapters | None = None  # one of which may be added to the matrices
         self.shard: ExpertShard | None = None  # None: this rank has all experts
 
@@ -117,7 +118,12 @@ class Experts(nn.Module):
         if adapter is not None:
             low = adapter.lora_factors(*matrices, transposed=self.transposed)
         given = x, *matrices, experts, weights, self.act, slots, low
-        return unchecked_grouped_mlp(*given, biases=self.biases, transposed=self.transposed)
+        return unchecked_grouped_mlp(
+            *given,
+            biases=self.biases,
+            transposed=self.transposed,
+            recompute_gate_up=self.recompute_gate_up,
+        )
 
 
 class SparseMoE(nn.Module):

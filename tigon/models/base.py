@@ -4,7 +4,7 @@
 """
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
@@ -15,12 +15,12 @@ from torch.utils.hooks import RemovableHandle
 from tigon.distributed.collectives import Ranks
 from tigon.kernels.attention.backends import Backend, check_backend
 from tigon.kernels.runtime import autocast_dtype
-from tigon.layers import LMHead, QuantizedWeight, RotaryEmbedding, StaticCache
+from tigon.layers import Experts, LMHead, QuantizedWeight, RotaryEmbedding, StaticCache
 from tigon.layers.kv_state import StateSpec
 from tigon.layers.lm_head import run_head
 from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expand_kwargs_signature
 from tigon.models.config import ModelConfig
-from tigon.models.decoder import Decoder, TransformerBlock
+from tigon.models.decoder import Decoder, Recompute, TransformerBlock
 from tigon.models.inputs import Batch
 from tigon.models.loss import LossTerms, resolve_arguments
 from tigon.models.outputs import CausalLMOutput
@@ -45,8 +45,7 @@ class LanguageModel(nn.Module):
         self.config = config
         self.generation_config: dict[str, Any] = {}
         self.defaults = Defaults()
-        # Blocks to recompute in backward: True all, n every n-th, False none, or their indices
-        self.activation_checkpointing: bool | int | Collection[int] = False
+        self.activation_checkpointing = False
         self.activation_offload = False  # saved activations wait in host memory
         self.graphs: Callable[..., Any] | None = None  # replays `model`, and is called instead
         self.attention: Backend = "auto"
@@ -74,6 +73,27 @@ class LanguageModel(nn.Module):
         self.logit_options = self.lm_head.options  # also of a head that replaces it
         if self.ties_head:
             self.lm_head.weight = cast(nn.Parameter, self.model.embed_tokens.weight)
+
+    @property
+    def activation_checkpointing(self) -> Recompute:
+        """What backward recomputes: True all blocks, n every n-th, False none, or their indices;
+        "experts": what experts compute with gate_up, which is most of what a block of them keeps.
+
+        The latter needs kernels: plain torch keeps it. ValueError where there are no experts.
+        """
+        return self._recompute
+
+    @activation_checkpointing.setter
+    def activation_checkpointing(self, setting: Recompute) -> None:
+        experts = [module for module in self.modules() if isinstance(module, Experts)]
+        if setting == "experts" and not experts:
+            raise ValueError(
+                f"activation_checkpointing=experts, but {self.config.architecture} has no experts: "
+                "give true for all blocks, or N for every n-th"
+            )
+        for module in experts:
+            module.recompute_gate_up = setting == "experts"
+        self._recompute = setting
 
     @property
     def ties_head(self) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ BlockOutput = (
     tuple[Tensor, Tensor | None, Tensor | None]
     | tuple[Tensor, Tensor | None, Tensor | None, SharedKV]
 )
+# What backward recomputes: all blocks, every n-th or those of these indices; or parts of experts
+Recompute = bool | int | Collection[int] | Literal["experts"]
 
 
 class TransformerBlock(nn.Module):
@@ -215,9 +217,11 @@ class PostNormBlock(TransformerBlock):
 # The decoder
 
 
-def recomputed_blocks(setting: int | Collection[int], layers: int) -> Collection[int]:
+def recomputed_blocks(setting: Recompute, layers: int) -> Collection[int]:
     """The indices of blocks that backward recomputes: n or True (1) is every n-th from the first, 0
-    or False none, and a collection is returned as it is."""
+    or False none, as is "experts", and a collection is returned as it is."""
+    if setting == "experts":
+        return ()
     if not isinstance(setting, int):
         return setting
     return range(0, layers, setting) if setting else ()
@@ -358,7 +362,7 @@ class Decoder(nn.Module):
         position_ids: Tensor,  # [B or 1, T]
         mask: AttentionMask,
         cache: Cache | None,
-        recompute: int | Collection[int],
+        recompute: Recompute,
         routing: bool = False,
         offload: bool = False,
         dropout_keys: Tensor | None = None,
@@ -366,8 +370,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """The last hidden states [B, T, C], and with `routing` the counts of each layer's experts.
 
-        `recompute`: indices of blocks to recompute in backward; n: every n-th; 0: none. `offload`:
-        saved activations wait in host memory. `dropout_keys`: int64 [B, T], seeds of an adapter's
+        `recompute`: blocks to recompute in backward, as by `recomputed_blocks`. `offload`: saved
+        activations wait in host memory. `dropout_keys`: int64 [B, T], seeds of an adapter's
         dropout; None: no dropout. `shard`: x has the tokens of one context-parallel rank, and the
         mask is that of whole rows.
         """

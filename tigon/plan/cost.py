@@ -65,6 +65,7 @@ STREAMED = {
     "qk_norm_rope": (2, 3),
     "causal_conv": (2, 3),  # x in, y out; x and dy in, dx out
     "gated_norm": (3, 5),  # x and gate in, y out; both and dy in, their gradients out
+    "sigmoid_gate": (3, 5),  # the same
     "join": (2, 2),  # a part of a tensor that is put together from several
 }
 GEMM = tuple[int, int, int]  # m, n, k of x [m, k] @ w [n, k].T
@@ -249,6 +250,8 @@ def kernel_bytes(
                 operator = "qk_norm_rope" if with_norm else "rope"
                 extra = 2 * kv * module.head_dim if with_norm else 0
                 add("RoPE", operator, local * heads * module.head_dim, extra)
+                if module.gate is not None:
+                    add("activation", "sigmoid_gate", local * module.heads * module.head_dim)
             elif isinstance(module, LatentAttention):
                 heads, rotated = module.heads, module.sizes.qk_rope_head_dim
                 add("RoPE", "rope", local * (heads + 1) * rotated)

@@ -21,7 +21,7 @@ class Layout(MeshSizes):
 
     rows: int = 1  # B
     micro_batches: int = 1  # per step and rank
-    checkpointing: bool | int = False
+    checkpointing: Any = False  # the setting activation_checkpointing
     sharding: Any = "full"
 
     @property
@@ -39,8 +39,9 @@ class Layout(MeshSizes):
 
     @property
     def recomputed(self) -> float:
-        """Returns the share of blocks that backward recomputes."""
-        return 1 / self.checkpointing if self.checkpointing else 0.0
+        """Returns the share of blocks that backward recomputes; with "experts" none, though it
+        repeats a product, as it would in any other layout."""
+        return 0.0 if self.checkpointing in (0, "experts") else 1 / int(self.checkpointing)
 
     def tokens(self, seq_len: int) -> int:
         """Returns the tokens of a micro-batch on each rank, with the padding of the last one."""

@@ -130,8 +130,9 @@ def keep_distinct_blocks(model: CausalLM) -> None:
     for i in order:
         if (source := blocks[i].kv_source) is not None:
             blocks[i].kv_source = order.index(source)
-    recomputed = recomputed_blocks(model.activation_checkpointing, len(blocks))
-    model.activation_checkpointing = [n for n, i in enumerate(order) if i in recomputed]
+    if (setting := model.activation_checkpointing) != "experts":
+        recomputed = recomputed_blocks(setting, len(blocks))
+        model.activation_checkpointing = [n for n, i in enumerate(order) if i in recomputed]
     model.model.layers = nn.ModuleList([blocks[i] for i in order])
 
 

@@ -139,8 +139,11 @@ class ModelSettings:
         None, "weight of the loss that balances experts; null: as config.json", ge=0
     )
     attention: Backend = setting("auto", "its backend: docs/attention.md")
-    activation_checkpointing: bool | int | Literal["auto"] = setting(
-        "auto", "recompute in backward: auto: as few blocks as fit, true: each, N: every n-th", ge=0
+    activation_checkpointing: bool | int | Literal["auto", "experts"] = setting(
+        "auto",
+        "recompute in backward: auto: as few blocks as fit, true: each, N: every n-th; experts: "
+        "gate_up of a mixture's experts alone",
+        ge=0,
     )
     device: Literal["auto", "cuda", "cpu"] = setting("auto", "auto: cuda where there is one")
     dtype: Literal["auto", "float32", "bfloat16"] = setting(

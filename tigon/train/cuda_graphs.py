@@ -23,15 +23,8 @@ from tigon.kernels.attention.mask import AttentionMask, pad_cu_seqlens
 from tigon.kernels.runtime import autocast_dtype
 from tigon.layers import Attention
 from tigon.models import CausalLM
-from tigon.models.decoder import Decoder
-from tigon.train.graph_checks import (
-    GraphKey,
-    PassInputs,
-    Recompute,
-    ReplayGuard,
-    check_model,
-    graph_key,
-)
+from tigon.models.decoder import Decoder, Recompute
+from tigon.train.graph_checks import GraphKey, PassInputs, ReplayGuard, check_model, graph_key
 from tigon.train.launch_meter import LaunchMeter
 from tigon.utils.graph_capture import capture_graph, on_capture_stream
 

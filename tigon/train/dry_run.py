@@ -42,6 +42,7 @@ GPU = torch.device("cuda")
 # Settings that save memory, the cheapest first
 SAVING: tuple[dict[str, object], ...] = (
     {"micro_batch_size": 1},
+    {"activation_checkpointing": "experts"},
     {"activation_checkpointing": 2},
     {"activation_checkpointing": True},
     {"activation_checkpointing": True, "micro_batch_size": 1},
@@ -211,7 +212,7 @@ def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) ->
         return (
             f"in the forward pass of a layer it sends {forward:,.1f} MiB of {what} to the others, "
             f"and {backward * forward:,.1f} in the backward pass"
-            f"{recomputed if config.activation_checkpointing is not False else ''}"
+            f"{recomputed if config.activation_checkpointing not in (0, 'experts') else ''}"
         )
 
     if context > 1:
@@ -298,9 +299,10 @@ def memory_advice(config: Config, inputs: RunInputs, gpus: int) -> list[str]:
         changes = change | ({"memory_budget": None} if "activation_checkpointing" in change else {})
         try:
             other = replace(config, **changes)  # type: ignore[arg-type]
-        except ValueError:
+            total = present if other == config else estimate_run(other, inputs, gpus).total
+        except ValueError:  # also of a model without experts
             continue
-        if other != config and (total := estimate_run(other, inputs, gpus).total) < present:
+        if total < present:
             names = " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
             lines.append(f"  {total / GIB:8.2f} GiB with {names}")
     parallel = parallel_settings(config)

@@ -1,6 +1,5 @@
 """Says where CUDA graphs can be used: for which runs and models, and which passes one serves."""
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias
 
@@ -13,11 +12,11 @@ from tigon.kernels.mlp.grouped_product import training_syncs
 from tigon.layers import Adapters
 from tigon.layers.moe import Experts
 from tigon.models import CausalLM
+from tigon.models.decoder import Recompute
 from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype, is_sharded
 
-Recompute = int | Collection[int]
 GraphKey: TypeAlias = tuple[Any, ...]
 
 
@@ -150,6 +149,6 @@ def graph_key(inputs: PassInputs, recompute: Recompute, routing: bool) -> GraphK
         *(mask.longest, mask.causal, mask.backend),
         None if mask.cu_seq_lens is None else len(mask.cu_seq_lens),
         *(tensor is not None for tensor in inputs.optional()),
-        recompute if isinstance(recompute, int) else tuple(sorted(recompute)),
+        recompute if isinstance(recompute, int | str) else tuple(sorted(recompute)),
         routing,
     )

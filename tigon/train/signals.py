@@ -15,6 +15,7 @@ from typing import Any, Self
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 AGAIN = 0.5  # seconds; launchers that forward a signal may send the same one twice
 PATIENCE = 5.0  # seconds for an orderly exit, before the process is ended
+STOP, DEFER, END_DEFERRAL = 0, 254, 255  # what the announcer reads, besides numbers of signals
 
 
 class Signals:
@@ -48,6 +49,7 @@ class Signals:
             n: signal.signal(n, self._handle) for n in handled_signals()
         }
         self._wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        self._timers: list[threading.Timer] = []
         self._thread = threading.Thread(target=self._announce, args=(read,), daemon=True)
         self._thread.start()
         return self
@@ -56,23 +58,32 @@ class Signals:
         self._depth -= 1
         if self._depth or not self._installed:
             return
-        self._installed = False
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
-        os.write(self._fds[1], b"\0")
+        self._tell(STOP)
+        self._installed = False
         self._thread.join()
+        for timer in self._timers:  # who catches SystemExit, as a notebook does, goes on
+            timer.cancel()
         for descriptor in self._fds:
             os.close(descriptor)
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Keeps a signal in `received` during the `with` block; else it would end the process."""
+        self._tell(DEFER)
         self._deferred = True
         try:
             yield
         finally:
             self._deferred = False
+            self._tell(END_DEFERRAL)
+
+    def _tell(self, message: int) -> None:
+        """Sends a byte to the announcer, which reads it in order with the signals, however late."""
+        if self._installed:
+            os.write(self._fds[1], bytes([message]))
 
     def left(self, seconds: float) -> float:
         """Returns how many of the `seconds` after SIGTERM are left; inf without it, or for 0."""
@@ -92,19 +103,22 @@ class Signals:
 
     def _announce(self, descriptor: int) -> None:
         """Says, in a thread, what each signal will do; a second Ctrl-C ends the process."""
-        first, interrupted = 0.0, False
-        while number := os.read(descriptor, 1)[0]:
+        first, interrupted, deferred = 0.0, False, False
+        while (number := os.read(descriptor, 1)[0]) != STOP:
+            if number in (DEFER, END_DEFERRAL):
+                deferred = number == DEFER
             if number not in NUMBERS:
                 continue
             if number == signal.SIGTERM and peer_failed():
                 os._exit(1)  # the main thread may be waiting for that rank
             name, now = signal.Signals(number).name, time.monotonic()
-            if not (self._deferred or first):
+            if not (deferred or first):
                 self._say(f"stopped by {name} {self.phase}")
             elif not first:
                 more = "; again to stop now" if number == signal.SIGINT else ""
                 self._say(f"{name}: stopping after this step, with a checkpoint{more}")
-                self._first = first = now  # the main thread may hear of it much later
+                first = now
+                self._first = self._first or now  # the main thread may hear of it much later
                 interrupted = number == signal.SIGINT
                 continue
             elif interrupted and number in repeats() and now - first > AGAIN:
@@ -114,6 +128,7 @@ class Signals:
             timer = threading.Timer(PATIENCE, os._exit, (128 + number,))
             timer.daemon = True
             timer.start()
+            self._timers.append(timer)
 
     def _say(self, text: str) -> None:
         """Writes a line to standard error, unless this rank is silent."""

@@ -252,7 +252,7 @@ def test_threads_share_a_model_with_hooks() -> None:
     started = threading.Barrier(2)  # both are within the block
 
     def wait(module: Any, args: Any, stream: Tensor) -> None:
-        started.wait(10)
+        started.wait(60)
 
     model.model.layers[0].register_forward_hook(wait)
     with torch.no_grad(), ThreadPoolExecutor(2) as pool:

@@ -72,7 +72,7 @@ def gated_gradients(d, gate, up, dtype: tl.constexpr, ACT: tl.constexpr):
 
 
 @triton.jit
-def _program_columns(size, BLOCK: tl.constexpr):
+def program_columns(size, BLOCK: tl.constexpr):
     """Returns row and columns of a program; neighboring programs walk along a row."""
     blocks = tl.cdiv(size, BLOCK)
     row = tl.program_id(0) // blocks
@@ -84,7 +84,7 @@ def _program_columns(size, BLOCK: tl.constexpr):
 def _gated_act_kernel(x, y, x_row, size, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Writes act(gate) * up of some columns of a row to y."""
     pdl_wait(PDL)
-    row, cols = _program_columns(size, BLOCK)
+    row, cols = program_columns(size, BLOCK)
     keep = cols < size
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)
     up = tl.load(x + row * x_row + size + cols, mask=keep, other=0.0).to(tl.float32)
@@ -100,7 +100,7 @@ def _gated_act_backward_kernel(
     """Writes the gradients of gate and up to dx and, unless y is None, act(gate) * up to y."""
     # dx may be x, and y dy: every element is read and written by one thread, as both have the
     # same layout
-    row, cols = _program_columns(size, BLOCK)
+    row, cols = program_columns(size, BLOCK)
     keep = cols < size
     d = tl.load(dy + row * dy_row + cols, mask=keep, other=0.0).to(tl.float32)
     gate = tl.load(x + row * x_row + cols, mask=keep, other=0.0).to(tl.float32)

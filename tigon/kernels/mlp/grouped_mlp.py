@@ -112,14 +112,18 @@ def _product_ref(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _GroupedMLP(torch.autograd.Function):
-    """The experts' MLPs: saves gate_up per slot, and computes the rest again in backward."""
+    """The experts' MLPs: saves gate_up per slot unless told otherwise, and computes the rest again
+    in backward."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        x, gate_up, down, experts, weights, act, slots, clamp, transposed, factors, *rest = args
+        x, gate_up, down, experts, weights, act, slots, clamp, transposed, *rest = args
+        recompute_gate_up, factors, *rest = rest
         low, biases = rest[:factors], rest[factors:]
         form = biases, clamp, transposed
         y, *saved = grouped_mlp_forward(x, gate_up, down, low, experts, weights, act, slots, *form)
+        if recompute_gate_up:
+            saved[0] = None
         if (recompute := find_recompute(x)) is not None:
             recompute.keep_gate_up()
         ctx.form, ctx.counts = (act, clamp, transposed), (factors, len(biases))
@@ -131,7 +135,7 @@ class _GroupedMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs, (factors, others) = ctx.needs_input_grad, ctx.counts
-        needs_rest, products = needs[10:], factors // 2
+        needs_rest, products = needs[11:], factors // 2
         refuse_second_derivative("lora_grouped_mlp" if factors else "grouped_mlp")
         needs_grad = [*needs[:3], needs[4], *needs_rest]
         # Read once: with activation checkpointing they are there only once
@@ -142,7 +146,7 @@ class _GroupedMLP(torch.autograd.Function):
         dy = dy.contiguous()
         if ctx.recompute_fn is None:
             x = saved_x[0]
-        elif needs_grad[1] or any(needs_rest[: min(factors, 1)]):
+        elif hidden is None or needs_grad[1] or any(needs_rest[: min(factors, 1)]):
             x = run_recompute(ctx.recompute_fn, saved_x).view_as(dy)
         else:  # without the gradients of gate_up and A its shape and dtype alone are asked
             x = dy
@@ -150,7 +154,7 @@ class _GroupedMLP(torch.autograd.Function):
         given = gate_up, down, low, weights, needs_grad, *saved, dy, act, biases, clamp, transposed
         computed = zip(grouped_mlp_backward(x, *given), needs_grad, strict=True)
         dx, dgate_up, ddown, dweights, *drest = (g if want else None for g, want in computed)
-        return dx, dgate_up, ddown, None, dweights, *[None] * 5, *drest
+        return dx, dgate_up, ddown, None, dweights, *[None] * 6, *drest
 
 
 def grouped_mlp(
@@ -189,11 +193,14 @@ def unchecked_grouped_mlp(
     *,
     biases: ExpertBiases | None = None,
     transposed: bool = False,
+    recompute_gate_up: bool = False,
 ) -> Tensor:
     """`grouped_mlp` of valid expert numbers, as those of topk are: their check is six launches.
 
     With `slots`, that many are in [0, E), and the rest are E: absent. With UNKNOWN_SLOTS nothing
-    waits to learn how many, and there is no backward pass. `low` is added to the matrices.
+    waits to learn how many, and there is no backward pass. `low` is added to the matrices. With
+    `recompute_gate_up`, backward computes gate_up per slot again, the same bits in less memory;
+    plain torch keeps it.
     """
     dtype = autocast_dtype(x.device) or (None if low is None else x.dtype)
     if dtype is not None:
@@ -210,7 +217,7 @@ def unchecked_grouped_mlp(
         factors = () if low is None else (*pad_rank(low[:2]), *pad_rank(low[2:]))
         name, clamp = ("", [*act]) if isinstance(act, ClampedSwiGLU) else (act, [])
         rest = [t.contiguous() for t in (*factors, *(biases or ()))]
-        form = name, slots, clamp, transposed, len(factors)
+        form = name, slots, clamp, transposed, recompute_gate_up, len(factors)
         return _GroupedMLP.apply(*tensors, *form, *rest)
     options: dict[str, Any] = {"biases": biases, "transposed": transposed}
     return grouped_mlp_ref(x, gate_up, down, experts, weights, act, slots, low, **options)

@@ -4,8 +4,8 @@
 # E experts, C model dim, I intermediate size; K the dimension summed over, O outputs of a product;
 # r rank of what is added to gate_up, q of what is added to down
 
-Backward has gate_up per slot and, of low-rank additions, the S rows of both products with A; the
-sorted rows and the activation are computed again.
+Backward has gate_up per slot, or computes it again, and, of low-rank additions, the S rows of both
+products with A; the sorted rows and the activation are computed again.
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU, clamped_swiglu, clamped_swiglu_backward
-from tigon.kernels.mlp.gated_act import Activation, gated_act, weighted_act_backward
+from tigon.kernels.mlp.clamped_swiglu import (
+    BACKWARD,
+    ClampedSwiGLU,
+    clamped_swiglu,
+    clamped_swiglu_backward,
+)
+from tigon.kernels.mlp.gated_act import SLOT, Activation, gated_act, weighted_act_backward
 from tigon.kernels.mlp.grouped_product import (
     experts_of_rows,
     grouped_bias_gradient,
@@ -83,10 +88,14 @@ def _weight_gradient(dy: Tensor, x: Tensor, ends: Tensor, transposed: bool) -> T
 
 
 def _act_backward(
-    hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str, clamp: Sequence[float]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns gradients of hidden [S, 2I] and of weights, and h times its weight [S, I]."""
-    dhidden, weighted = torch.empty_like(hidden), torch.empty_like(dh)
+    hidden: Tensor, dh: Tensor, order: Tensor, weights: Tensor, act: str, clamp: Sequence[float],
+    *, overwrite: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Returns gradients of hidden [S, 2I], over itself if `overwrite` and they may be, and of
+    weights, and h times its weight [S, I]."""
+    # With more threads than numbers in a row, one may read what another has written
+    overwrite &= dh.shape[1] >= 32 * (BACKWARD if clamp else SLOT)[1]
+    dhidden, weighted = hidden if overwrite else torch.empty_like(hidden), torch.empty_like(dh)
     absent = len(order) < weights.numel()
     dweights = torch.zeros_like(weights) if absent else torch.empty_like(weights)
     outputs = dhidden, weighted, dweights
@@ -176,7 +185,7 @@ def grouped_mlp_backward(
     low: list[Tensor],
     weights: Tensor,
     needs_grad: list[bool],  # of x, gate_up, down, weights, those of low and of biases
-    hidden: Tensor,
+    hidden: Tensor | None,  # gate_up per slot; None: computed again
     low_rows: list[Tensor],  # both products with A
     order: Tensor,
     inverse: Tensor,
@@ -194,9 +203,14 @@ def grouped_mlp_backward(
     needs = dict(zip(inputs, needs_grad, strict=True))
     needed = {name for name, t in inputs.items() if needs[name] and t.numel()}
     k, size = weights.shape[1], len(order)
+    if owned := hidden is None:
+        form = low[:2], ends, transposed, biases[0] if biases else None
+        hidden, _ = _product(spread_rows(x, inverse, k, size), gate_up, *form)
     rows = spread_rows(dy, inverse, k, size)
     dh, dv = _product_backward(rows, down, low[2:], ends, transposed)
-    dhidden, weighted, dweights = _act_backward(hidden, dh, order, weights, act, clamp)
+    dhidden, weighted, dweights = _act_backward(
+        hidden, dh, order, weights, act, clamp, overwrite=owned
+    )
     gradients = {"weights": dweights}
     del dh
     if biases and "weights" in needed:
@@ -248,10 +262,11 @@ def forward_workspace(
 
 
 def backward_workspace(x: Tensor, gate_up: Tensor, down: Tensor, *rest: Any) -> int:
-    """Returns the most bytes that `grouped_mlp_backward` uses besides its outputs."""
-    low, _, needs_grad, hidden, *_, transposed = rest
+    """Returns the most bytes that `grouped_mlp_backward` uses besides its outputs: no more if it
+    computes gate_up again, which the gradient overwrites."""
+    low, _, needs_grad, _, _, order, *_, transposed = rest
     c, inner = expert_widths(down, transposed)
-    slots, size = len(hidden), x.element_size()
+    slots, size = len(order), x.element_size()
     if low:
         return slots * max(c + 4 * inner, 2 * c + 2 * inner) * size
     tensors = zip((x, gate_up, down), needs_grad, strict=False)

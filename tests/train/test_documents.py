@@ -71,9 +71,9 @@ def test_every_recipe_is_there():
 
 
 def rows() -> list[list[str]]:
-    table = section("migration.md", "Names of settings").split("|---|---|---|---|\n")[1]
+    table = section("migration.md", "Names of settings").split("|---|---|---|---|---|\n")[1]
     lines = [line for line in table.splitlines() if line.startswith("|")]
-    return [re.findall(r"\|([^|]*)", line)[:4] for line in lines]
+    return [re.findall(r"\|([^|]*)", line)[:5] for line in lines]
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0].strip())

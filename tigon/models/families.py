@@ -1,4 +1,4 @@
-"""The families, one line each: the registry, `tigon.__all__` and README's table list these."""
+"""The families, one line each: the registry, `tigon.__all__` and docs/models.md list these."""
 
 from tigon.models.deepseek_v3 import DeepseekV3 as DeepseekV3
 from tigon.models.ernie4_5 import Ernie4_5 as Ernie4_5

@@ -22,9 +22,11 @@ def compile_configs(step: Callable[[], object]) -> None:
     with ExitStack() as patches:
         for name, method in changes.items():
             patches.enter_context(patch.object(Autotuner, name, method))
-        # what a fake tensor cannot answer; Liger asks whether the loss's gradient is 1
+        # What a fake tensor cannot answer. Liger asks whether the loss's gradient is 1, and
+        # flash-linear-attention lists the chunks of packed rows: as if each row had one
         patches.enter_context(patch.object(Tensor, "item", lambda x: 1))
         patches.enter_context(patch("torch.equal", lambda x, y: True))
+        patches.enter_context(patch("torch.repeat_interleave", lambda x, counts: x))
         patches.enter_context(compile_kernels(step))
     for found in gc.get_objects():
         if issubclass(type(found), Autotuner):

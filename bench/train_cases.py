@@ -247,7 +247,9 @@ class Batch:
             given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             given |= {"max_length_q": longest, "max_length_k": longest}
             chats = torch.arange(len(self.lengths), dtype=torch.int32, device=self.ids.device)
-            given |= {"seq_idx": chats.repeat_interleave(bounds.diff())[None]}
+            # With the size that it has, it can be told of fake tensors
+            chats = chats.repeat_interleave(bounds.diff(), output_size=self.ids.shape[1])
+            given |= {"seq_idx": chats[None]}
         return given
 
     @property

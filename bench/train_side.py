@@ -207,12 +207,7 @@ def fastest(sides: Sides) -> Options | None:
     every = options_of(sides.case, sides.device)
     if len(every) == 1:
         return every[0]
-    experts = {options.experts: options for options in every}  # with the last attention, torch's
-    if sides.case.autotuned and sides.device != "cpu" and not sides.request.tried:
-        for options in experts.values():
-            progress(f"{sides.request.case}: {PEER}, kernels of {options.name}")
-            compile_configs(lambda made=options: sides.build(PEER, made).step())
-    for kind in experts:
+    for kind in dict.fromkeys(options.experts for options in every):
         best = min(found, key=found.__getitem__, default=None)
         others = [options for options in every if options.experts == kind]
         for options in [replace(best, experts=kind)] if best else others:
@@ -220,6 +215,14 @@ def fastest(sides: Sides) -> Options | None:
     if found and GRAPHS[0] in sides.case.settings:
         attempt(replace(min(found, key=found.__getitem__), compiled=True))
     return min(found, key=found.__getitem__, default=None)
+
+
+def compile_peer(sides: Sides) -> None:
+    """Compiles what the peer's autotuners try, with the last attention, which is torch's."""
+    experts = {options.experts: options for options in options_of(sides.case, sides.device)}
+    for options in experts.values():
+        progress(f"{sides.request.case}: {PEER}, kernels of {options.name}")
+        compile_configs(lambda made=options: sides.build(PEER, made).step())
 
 
 def guarded(measure: Callable[[], Record]) -> Record:
@@ -241,6 +244,8 @@ def measured(sides: Sides) -> None:
     """Rounds, with the kernels of the first one told apart, and the composed limit."""
     request, options = sides.request, None
     if PEER in sides.case.sides and (request.rounds or PEER in request.profile):
+        if sides.case.autotuned and sides.device != "cpu":
+            compile_peer(sides)
         options = Options(**request.options) if request.options else fastest(sides)
         if options is not None:
             say("options", **asdict(options))

@@ -67,7 +67,8 @@ def settled(known: Record | None, case: Case, job: Job) -> Record:
     """What another commit's trials have found of the peer, or ones cut off, with the same
     libraries; their choice counts if all that is tried now was among them."""
     found = {} if job.options.again or known is None else known.get("trials", known)
-    if not found or not found["libraries"].items() <= job.record["libraries"].items():
+    now = job.record["libraries"]
+    if not found or dict.fromkeys(now) | found["libraries"] != now:
         return {"tried": {}}
     names = [options.name for options in options_of(case, "cuda")]
     tried = {name: row for name, row in found["tried"].items() if plain(name) in names}

@@ -845,7 +845,8 @@ def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
     options = SimpleNamespace(tiny=False, optimizer="adamw_bf16", again=False)
     record: Record = {"commit": "b", "date": "", "cases": [known]}
     for libraries, again, kept in (
-        ({"Liger": "1", "torch": "2"}, False, True),
+        ({"Liger": "1", "FLA": None}, False, True),
+        ({"Liger": "1", "FLA": "2"}, False, False),
         ({"Liger": "1"}, True, False),
         ({"Liger": "2"}, False, False),
     ):

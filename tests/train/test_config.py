@@ -165,6 +165,10 @@ def test_bad_settings_name_key_and_value(override, message):
         ("teacher:", "teacher=null is not text; teacher='' is empty"),
         ("sharding: FULL_SHARD", "here: full"),
         ("lora:\n  r: 8\n  lora_alpha: 16", r"2 unknown settings:\n.*lora.rank\n.*lora.alpha"),
+        ("training: {steps: 3}", r"setting 'training\.steps'; here: steps$"),
+        ("checkpoint: {enable: true}", "'checkpoint.enable'; here: save_every$"),
+        ("optimizer: {_component_: A, lr: 1}", r": optimizer\n.*'optimizer\.lr'; here: lr$"),
+        ("special_tokens: {pad_token: x}", r"'special_tokens\.pad_token'; here: new_tokens"),
         ("run_dir: x\ndata: x\nmodel: x\nepochs: 2\nsteps: 4", r"epochs=2 .* steps=4: give one"),
     ],
 )
@@ -181,6 +185,9 @@ def test_files_that_are_no_config_are_named(tmp_path):
     (tmp_path / "chats.jsonl").write_text('{"messages": []}\n')
     with pytest.raises(ValueError, match=r"no YAML file of settings: give data as data=.*chats"):
         load(tmp_path / "chats.jsonl")
+    (tmp_path / "titan.toml").write_text("[training]\nsteps = 3\n")
+    with pytest.raises(ValueError, match=r"titan\.toml: settings are YAML, not TOML"):
+        load(tmp_path / "titan.toml")
 
 
 def test_a_group_without_settings_has_the_defaults():

@@ -220,7 +220,8 @@ def read_template(path: Path) -> str:
     try:
         text = _read_text(path, MAX_TEMPLATE_BYTES)
     except FileNotFoundError:
-        raise FileNotFoundError(f"no chat template {escape(path)}") from None
+        advice = "name a Jinja file, or none for the tokenizer's own"
+        raise FileNotFoundError(f"no chat template {escape(path)}: {advice}") from None
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -1,7 +1,7 @@
 """Settings from YAML and the command line, and back; names of other trainers get suggestions."""
 
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import cache
@@ -83,6 +83,8 @@ def _read_file(path: str | Path) -> dict[str, Any]:
         raise FileNotFoundError(f"no config file {path}")
     if Path(path).suffix in DATA_ENDINGS:
         raise ValueError(f"{path} is no YAML file of settings: give data as data={path}")
+    if Path(path).suffix == ".toml":
+        raise ValueError(f"{path}: settings are YAML, not TOML; docs/migration.md has their names")
     content = parse_yaml(Path(path).read_bytes(), path) or {}
     if not isinstance(content, dict):
         raise ValueError(f"{path}: needs `key: value` lines, not a {type(content).__name__}")
@@ -125,9 +127,15 @@ def _read(values: dict[str, Any], parse: Parse) -> dict[str, Any]:
     return read_settings(Config, values | _named_eval_data(values, parse), parse=parse)
 
 
-def _setting_names(values: dict[str, Any], groups: Container[str], parse: Parse) -> Iterator[str]:
-    """Yields the names of settings; those inside a group or an entry are prefixed by its name."""
+def _setting_names(values: dict[str, Any], groups: Collection[str], parse: Parse) -> Iterator[str]:
+    """Yields the names of settings; those inside a group or an entry are prefixed by its name.
+
+    So are those in a section of another trainer's config, as training.steps, in place of its own.
+    """
     for name, value in values.items():
+        if value and isinstance(value, Mapping) and name not in {*groups, *DATA, *DICTIONARIES}:
+            yield from (f"{name}.{key}" for key in value)
+            continue
         yield name
         if (name in groups or name in DATA) and isinstance(value, str):
             with suppress(ValueError):  # `read_settings` raises it with the name
@@ -213,7 +221,7 @@ def suggest_setting(name: str, known: Iterable[str]) -> str:
         return f"here: {answer}"
     if "." in name:  # optimizer.lr, dataset.source
         first, last = name.split(".", 1)[0], name.rsplit(".", 1)[1]
-        for part in (last, first) if last in CLASS_KEYS else (last,):
+        for part in (last, first) if last in CLASS_KEYS or first in aliases else (last,):
             if part in known or part in aliases:
                 return f"here: {aliases.get(part, part)}"
     meant = find_misspelled(name, [*known, *aliases])  # ours first, of equally near ones

@@ -239,7 +239,7 @@ SERVE = {
     ),
     "--port": _number("default: 8000; 0 takes a free one", default=8000),
     "--name": _text("NAME", "of the model in requests (default: the last part of its path)"),
-    "--max-rows": _number("texts written at once (default: 64 on a GPU, 8 elsewhere)"),
+    "--max-rows": _number("texts generated at once (default: 64 on a GPU, 8 elsewhere)"),
     "--max-queue": _number("texts that may wait for that (default: 256)", default=256),
 }
 PLAN = {

@@ -216,7 +216,7 @@ def test_warnings_are_one_line(tmp_path: Path, capfd: Capture) -> None:
 @pytest.mark.parametrize(
     ("error", "status", "message"),
     [
-        (ConnectionError("cannot reach it"), 1, "it; for this command: set HF_HUB_OFFLINE=1, or "),
+        (ConnectionError("cannot reach it"), 1, "tigon generate: cannot reach it\n"),
         (KeyboardInterrupt(), 130, ""),
         (BrokenPipeError(), 141, ""),
     ],

@@ -194,8 +194,8 @@ class Repository:
             raise ConnectionError(
                 f"cannot reach {constants.ENDPOINT} for {path} of {self.name}, which is neither a "
                 f"directory here nor in the cache {self.cache_dir}: "
-                f"{self._unreachable or error.__cause__}; check the name and the network, or pass "
-                "local_files_only=True"
+                f"{self._unreachable or error.__cause__}; check the name and the network, set "
+                "HF_HUB_OFFLINE=1 to use the cache alone, or name a local directory"
             ) from error
         self._commit = Path(file).parents[path.count("/")].name  # .../snapshots/COMMIT/path
         return Path(file)
@@ -238,7 +238,7 @@ def connection_errors(action: str) -> Iterator[None]:
     except (OSError, ValueError):
         raise
     except Exception as error:
-        text = f"{action}: {error}; the same again goes on from what is complete"
+        text = f"{action}: {error}; try again: files that are complete are kept"
         raise ConnectionError(text) from error
 
 

@@ -18,7 +18,6 @@ from tigon.utils.terminal import check_output_written, escaping_output, one_line
 from tigon.version import __version__
 
 CACHES = ("dynamic", "static", "quantized")
-OFFLINE = "set HF_HUB_OFFLINE=1, or name a local directory in place of the model"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 CLOSED, INTERRUPTED = 141, 130  # exit codes: of `| head`, and of Ctrl-C
 
@@ -71,10 +70,7 @@ def _main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ValueError, OSError, ImportError) as error:
-        # An unreachable hub raises with advice for callers from Python
-        reading = isinstance(error, ConnectionError) and command != "tigon push"
-        hint = f"; for this command: {OFFLINE}" * reading
-        print(f"{command}: {one_line(error)}{hint}", file=sys.stderr)
+        print(f"{command}: {one_line(error)}", file=sys.stderr)
         return 1
 
 

@@ -231,11 +231,13 @@ def test_no_value_is_another_trainers_and_ours():
 
 
 def test_command_line_replaces_alternatives_of_file(tmp_path):
-    (tmp_path / "c.yaml").write_text("run_dir: x\ndata: x\nmodel: x\nepochs: 2\n")
-    found = load(tmp_path / "c.yaml", ["steps=4"])
+    (tmp_path / "c.yaml").write_text("run_dir: x\ndata: x\nmodel: x\nepochs: 2\neval_data: e\n")
+    found = load(tmp_path / "c.yaml", ["steps=4", "eval_fraction=0.1"])
     assert (found.epochs, found.steps) == (None, 4)
+    assert (found.eval_fraction, found.eval_data) == (0.1, ())
     found = load(tmp_path / "c.yaml", ["steps=null", "init=y", "tokenizer=z"])
     assert (found.epochs, found.model, found.init) == (2, "", "y")
+    assert load(tmp_path / "c.yaml", ["eval_fraction=0"]).eval_data == ("e",)  # which is none
 
 
 # A value for each condition of the tables that says none, true aside

@@ -41,7 +41,8 @@ DATA = ("data", "eval_data")  # settings whose entries may be groups
 _ENTRY = re.compile(r"^(eval_)?data\[\d+\]\.")  # of a name, as in data[0].path
 DICTIONARIES = ("columns", "chat_template_kwargs")  # settings with entries of any name
 # One of these on the command line replaces the other one in the file
-ALTERNATIVES = {"epochs": "steps", "steps": "epochs", "model": "init", "init": "model"}
+PAIRS = (("epochs", "steps"), ("model", "init"), ("eval_data", "eval_fraction"))
+ALTERNATIVES = {one: other for pair in PAIRS for one, other in (pair, pair[::-1])}
 
 
 def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -51,7 +52,7 @@ def load(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     # A group that is null on the command line has no settings of the file either, and one that has
     # settings there is not null, or auto, as the file may say
     replaced = {name.partition(".")[0] for name in line if "." in name}
-    replaced |= {other for name, other in ALTERNATIVES.items() if line.get(name) is not None}
+    replaced |= {other for name, other in ALTERNATIVES.items() if line.get(name)}
     replaced |= {name for name in file if name.partition(".")[0] in line}
     kept = {name: value for name, value in file.items() if name not in replaced}
     return build_settings(Config, kept | line)

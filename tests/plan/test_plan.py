@@ -24,6 +24,7 @@ from tigon.plan import (
     format_plan,
     make_plan,
     read_job,
+    search,
 )
 from tigon.plan.cost import CommGroup, Step, compute_seconds
 from tigon.plan.gpu import CONSTANTS, GPU, known_gpus
@@ -322,7 +323,9 @@ def test_mesh_errors(job: Callable[..., Job]) -> None:
     assert mesh_error(one, Layout(1, 4, 16, 1)) is None  # more than there are heads
 
 
-def test_fastest_fitting_layout_is_first(job: Callable[..., Job]) -> None:
+def test_fastest_fitting_layout_is_first(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory as a function of the layout: what is weighed, and what is not."""
     one, asked = job(8, rows=8), []
 
@@ -330,7 +333,8 @@ def test_fastest_fitting_layout_is_first(job: Callable[..., Job]) -> None:
         asked.append(layout)
         return Estimate({"sum": 10**15 if layout.tensor < 2 else 10**9}, 0)
 
-    plan = make_plan(one, limit=3, estimate=heavy)
+    monkeypatch.setattr(search, "estimate_memory", heavy)
+    plan = make_plan(one, limit=3)
     assert len(plan.choices) == 3 and all(c.layout.tensor >= 2 for c in plan.choices)
     times = [choice.step.seconds for choice in plan.choices]
     assert all(a <= b * 1.01 for a, b in pairwise(times)) and times[2] > times[0] * 1.01
@@ -340,8 +344,8 @@ def test_fastest_fitting_layout_is_first(job: Callable[..., Job]) -> None:
     assert "too little memory: 931,323 GiB per GPU at least" in text
     rows = f"batch_size={one.batch_rows} seq_len={one.seq_len}"
     assert f"the first: {rows} {plan.choices[0].layout.settings}" in text
-    nothing = make_plan(one, estimate=lambda *_: Estimate({"sum": 10**15}, 0))
-    assert "no layout fits" in format_plan(nothing)
+    monkeypatch.setattr(search, "estimate_memory", lambda *_: Estimate({"sum": 10**15}, 0))
+    assert "no layout fits" in format_plan(make_plan(one))
 
 
 def test_ties_are_ranked_by_memory() -> None:

@@ -305,12 +305,10 @@ def _missing_reason(name: str, device: int) -> str | None:
     return missing(device).get(name)
 
 
-def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice]:
+def survey(device: torch.device) -> dict[str, BackendChoice]:
     """Returns what "auto" takes on this machine for training on 4,096 tokens, and for decoding."""
     gpu, index = device.type == "cuda", device.index or 0
-    r = AttentionRequest(
-        device.type, capability(index) if gpu else 0, head_dim=head_dim, longest=4096
-    )
+    r = AttentionRequest(device.type, capability(index) if gpu else 0, longest=4096)
     kinds = {
         "one sequence a row": r._replace(grad=True),
         "packed": r._replace(layout="sequences", grad=True),

@@ -1,4 +1,4 @@
-"""How much memory a machine has, and lists of things that take a limited part of it."""
+"""How much memory and how many CPUs a process may use, and lists cut by the memory they take."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +35,12 @@ def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROU
         stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
         used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
     return min(free, _cgroup_limit(cgroup) - used)
+
+
+def count_cpus() -> int:
+    """Counts the CPUs that this process may use."""
+    count = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    return len(count(0)) if count else os.cpu_count() or 1
 
 
 def _cgroup_limit(cgroup: Path) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tigon.utils.json import escape
+from tigon.utils.memory import count_cpus
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.decoded import DecodedTensor
 from tigon.weights.entries import WriterGroup
@@ -314,10 +315,8 @@ def _shares(staging_bytes: int) -> tuple[int, int]:
 
 
 def _threads() -> int:
-    """The number of threads: this process's processors, shared with the ranks of its host."""
-    usable = getattr(os, "sched_getaffinity", None)
-    processors = len(usable(0)) if usable else os.cpu_count() or 1
-    return max(1, min(THREADS, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    """The number of threads: this process's CPUs, shared with the ranks of its host."""
+    return max(1, min(THREADS, count_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _read_all(spans: Sequence[ReadSpan | DecodedSpan], workers: int, staging: int) -> None:

@@ -368,6 +368,6 @@ class _FusedShapes(torch.autograd.Function):
         return *gradients, None if ctx.sinks is None else torch.empty_like(ctx.sinks)
 
 
-def fused_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+def fused_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
     """Allocates the output [B, T, H, D] of q [B, T, H, D], k and v [B, S, K, D], all on meta."""
     return _FusedShapes.apply(q, k, v, sinks)

@@ -1,4 +1,6 @@
-"""RMSNorm of a branch, added to the residual stream in the same pass.
+"""RMSNorm of a branch, added to the residual stream in the same pass: residual + norm(x).
+
+A "fused add RMSNorm" elsewhere, norm(x + residual), is `rms_norm` with a residual here.
 
 # ... any leading dimensions, N rows of them, C model dim
 

@@ -36,8 +36,9 @@ from tigon.train.memory import Estimate
 
 MEMORY_WITHIN = 0.03
 # Of records that are older than a saving in memory, until they are measured again: what the delta
-# rule reads is recomputed since. And of a rank that gets more tokens than its share of them
-MEMORY_OFF = {"Qwen3.5-0.8B 1 x 8192": 0.13, "Qwen3.5-9B 1 x 8192": 0.04}
+# rule and the gated o_proj read is recomputed since. And of a rank that gets more tokens than its
+# share of them
+MEMORY_OFF = {"Qwen3.5-0.8B 1 x 8192": 0.16, "Qwen3.5-9B 1 x 8192": 0.055}
 MEMORY_OFF |= {"Qwen3-30B-A3B, 8 layers, 1 x 8192, expert 4": 0.045}
 # On four GPUs: sums over four ranks and products of a quarter take longer, attention of long rows
 # is faster than that of 8,192 tokens
@@ -45,8 +46,6 @@ FOUR_WITHIN = {", tensor 4": 0.19, ", context 4, a row of 131,072": 0.16}
 TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was
 # With shared experts the host waits: two runs of one step on two H200 took 153 and 180 ms
 SHARED_EXPERTS_WITHIN = 0.12
-# gpt-oss's sinks were computed by FlashAttention-2, and rates are those of flash-attn-4
-SINKS_WITHIN = 0.14
 # What CUDA graphs share is known to the allocator alone: the estimate counts too much
 GRAPHS_WITHIN = 0.2
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
@@ -86,7 +85,6 @@ def test_predictions_match_measurements() -> None:
     for one in found:
         shared = one.case.layout.expert > 1 and not one.case.fitted
         bar = SHARED_EXPERTS_WITHIN if shared else TIME_WITHIN[one.case.fitted]
-        bar = SINKS_WITHIN if one.case.model.startswith("gpt-oss") else bar
         bar = next((most for end, most in FOUR_WITHIN.items() if one.case.name.endswith(end)), bar)
         assert abs(one.time_error) < bar, one.case.name
         graphs = "cuda_graphs=true" in one.case.settings
@@ -288,6 +286,18 @@ def test_expert_and_tensor_parallel_by_hand(job: Callable[..., Job]) -> None:
     alone, pair = (estimate_memory(one, Layout(1, 1, 1, 4, expert=e)).kinds for e in (1, 2))
     assert pair["parameters"] == pytest.approx(alone["parameters"], rel=0.02)
     assert estimate_step(one, Layout(1, 1, 1, 4, expert=2)).kinds["FSDP over NVLink"] > 0
+
+
+def test_time_of_repeated_products_by_hand(job: Callable[..., Job]) -> None:
+    """Of gate and up: two thirds of the experts' forward pass."""
+    sizes: Any = EXPERTS | {"num_experts": 8, "num_hidden_layers": 2, "moe_intermediate_size": 512}
+    one = job(1, tokens=1024, rows=1, **sizes)
+    plain, again = (
+        estimate_step(one, Layout(checkpointing=setting)).kinds["GEMMs"]
+        for setting in (False, "experts")
+    )
+    forward = one.shapes.work(1, 1024).grouped / 3
+    assert again - plain == pytest.approx(2 / 3 * forward / one.constants.grouped)
 
 
 def test_collectives_by_hand() -> None:

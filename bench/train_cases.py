@@ -124,7 +124,7 @@ GRAPHS = ("cuda_graphs=true",)
 IN_BACKWARD = ("optimizer_in_backward=true",)  # where gradients are alive at the peak
 # Less memory where that leaves the speed that is asked for
 RECOMPUTED = ("activation_checkpointing=true",)
-EXPERTS = ("activation_checkpointing=experts",)
+RECOMPUTED_EXPERTS = ("activation_checkpointing=experts",)
 FEWER_LOGITS = (f"logits_bytes={2**29}",)  # at a time
 CASES = {
     "Llama-3.1-8B 1 x 8192": Case("Llama-3.1-8B", 1, LONG, 1.12, 0.87, 0.96),
@@ -142,7 +142,8 @@ CASES = {
     "Qwen3.5-0.8B 1 x 8192": Case("Qwen3.5-0.8B", 1, LONG, 1.3, 0.8),
     "Qwen3.5-9B 1 x 8192": Case("Qwen3.5-9B", 1, LONG, 1.3, 0.8, settings=IN_BACKWARD),
     "gpt-oss-20b, 8 layers, 1 x 8192": Case(
-        *("gpt-oss-20b", 1, LONG, 1.3, 0.8), settings=(*IN_BACKWARD, *EXPERTS, *FEWER_LOGITS)
+        *("gpt-oss-20b", 1, LONG, 1.3, 0.8),
+        settings=(*IN_BACKWARD, *RECOMPUTED_EXPERTS, *FEWER_LOGITS),
     ),
     "Gemma4-E4B 1 x 8192": Case("Gemma4-E4B", 1, LONG, 1.3, 0.8, settings=IN_BACKWARD),
     "Qwen3.5-35B-A3B, 8 layers, 1 x 8192": Case(
@@ -152,7 +153,9 @@ CASES = {
         *("Qwen3.5-0.8B", 1, LONG, 1.3, 0.8), ragged=True, settings=GRAPHS
     ),
     "ragged chats, gpt-oss-20b, 8 layers": Case(
-        *("gpt-oss-20b", 1, LONG, 1.3, 0.8), ragged=True, settings=(*IN_BACKWARD, *EXPERTS)
+        *("gpt-oss-20b", 1, LONG, 1.3, 0.8),
+        ragged=True,
+        settings=(*IN_BACKWARD, *RECOMPUTED_EXPERTS),
     ),
     "ragged chats, Gemma4-E4B": Case(
         *("Gemma4-E4B", 1, LONG, 1.3, 0.8), ragged=True, settings=IN_BACKWARD

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.compiled.compiling import BF16, FP16, FP32, Forms, backward, zeros
-from tigon.kernels import add_rms_norm, rms_norm, sandwich_norm
+from tigon.kernels import rms_norm, rms_norm_add, sandwich_norm
 from tigon.kernels.linear.maxima import request_maxima
 from tigon.kernels.norm.rms_norm import recompute_norm, recompute_sandwich
 
@@ -26,7 +26,7 @@ def forms() -> Forms:
             f"sandwich_norm again, {'norm' if weight is not None else 'sum'}",
             partial(_sandwich_again, weight),
         )
-    yield "add_rms_norm bf16", _add_rms_norm
+    yield "rms_norm_add bf16", _rms_norm_add
     yield "rms_norm with maxima", _with_maxima
     for name, options in SANDWICH.items():
         yield f"sandwich_norm {name}", partial(_sandwich_norm, **options)
@@ -41,9 +41,9 @@ def _sandwich_again(weight: Tensor | None) -> None:
     recompute_sandwich(x, x, rstd.repeat(2), zeros(2048), weight, 1.0, False)
 
 
-def _add_rms_norm() -> None:
+def _rms_norm_add() -> None:
     x, residual = (zeros(8, 2048, grad=True) for _ in range(2))
-    backward(add_rms_norm(x, residual, zeros(2048, grad=True), 1e-6))
+    backward(rms_norm_add(x, residual, zeros(2048, grad=True), 1e-6))
 
 
 def _with_maxima() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import tigon
 from bench.compare_side import LLAMA_1B
 from tests.support.recompute import recompute_above
-from tigon.kernels import add_rms_norm, gated_act, rms_norm, sandwich_norm
+from tigon.kernels import gated_act, rms_norm, rms_norm_add, sandwich_norm
 from tigon.kernels.mlp.gated_act import gradient_and_product
 from tigon.kernels.recompute import MIN_BYTES, find_recompute
 
@@ -118,7 +118,7 @@ def test_norms_have_the_same_bits(columns: int, dtype: torch.dtype) -> None:
                 rms_norm(x, w, 1e-6, residual=z, **options)[0],
                 rms_norm(x, w, 1e-6, gate=gate, **options),
                 *sandwich_norm(x, z, v, w, 1e-6, **options),
-                add_rms_norm(x, z, w, 1e-6, **options),
+                rms_norm_add(x, z, w, 1e-6, **options),
             ]
             for y in made:
                 recompute = find_recompute(y)

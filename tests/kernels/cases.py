@@ -19,8 +19,6 @@ from tests.kernels.definitions import EPS
 from tigon.kernels import (
     AttentionMask,
     KVBuffers,
-    add_rms_norm,
-    add_rms_norm_ref,
     append_attention,
     attention,
     causal_conv,
@@ -46,6 +44,8 @@ from tigon.kernels import (
     qk_norm_rope,
     qk_norm_rope_ref,
     rms_norm,
+    rms_norm_add,
+    rms_norm_add_ref,
     rms_norm_ref,
     rope,
     rope_ref,
@@ -163,15 +163,15 @@ def sandwich_case(**options: Any) -> OpCase:
 
 def added_case(**options: Any) -> OpCase:
     return OpCase(
-        add_rms_norm,
-        exact.add_rms_norm,
+        rms_norm_add,
+        exact.rms_norm_add,
         rows("x", "residual"),
-        add_rms_norm_ref,
+        rms_norm_add_ref,
         {"eps": EPS, **options},
         ROWS,
         [((2047, 2304),), ((5, 20000),)],
         NO_ROWS,
-        second="add_rms_norm",
+        second="rms_norm_add",
     )
 
 
@@ -768,9 +768,9 @@ CASES: dict[str, OpCase] = {
     "sandwich_norm": sandwich_case(),
     "sandwich_norm, before": sandwich_case(offset=0.0, cast="before_weight"),
     "sandwich_norm, two eps": sandwich_case(post_eps=1.0),
-    "add_rms_norm": added_case(),
-    "add_rms_norm, Gemma": added_case(**GEMMA),
-    "add_rms_norm, too wide": replace(added_case(), sizes=[TOO_WIDE], **ONLY),
+    "rms_norm_add": added_case(),
+    "rms_norm_add, Gemma": added_case(**GEMMA),
+    "rms_norm_add, too wide": replace(added_case(), sizes=[TOO_WIDE], **ONLY),
     "rope": rope_case(),
     "rope, interleaved": rope_case(interleaved=True),
     "qk_norm_rope": packed_case(True),
@@ -844,7 +844,7 @@ CASES: dict[str, OpCase] = {
 }
 # One of each operator, and those whose kernels have other branches
 KINDS = (
-    "rms_norm, gate, residual", "sandwich_norm", "add_rms_norm", "rope", "qk_norm_rope",
+    "rms_norm, gate, residual", "sandwich_norm", "rms_norm_add", "rope", "qk_norm_rope",
     "gated_act, silu", "grouped_mlp, silu", "lora_linear", "lora_grouped_mlp, frozen base",
     "cross_entropy, sum",
     "sigmoid_gate", "delta_gates", "causal_conv, silu", "causal_conv_qkv, packed",

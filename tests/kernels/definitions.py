@@ -49,7 +49,7 @@ def sandwich_norm(
     return norm(total, weight, offset), total
 
 
-def add_rms_norm(
+def rms_norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, offset: float = 0.0, **_: Any
 ) -> Tensor:
     return residual.double() + norm(x, weight, offset)
@@ -92,7 +92,7 @@ def rounded_sandwich_norm(
     return cut(rounded_norm(total, weight, *how)), total
 
 
-def rounded_add_rms_norm(
+def rounded_rms_norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, offset: float = 0.0,
     cast: str = "before_weight", **_: Any,
 ) -> Tensor:  # fmt: skip

@@ -201,7 +201,7 @@ def other_order(function: Call) -> Call:
 
 
 NORMED, SANDWICHED = definitions.rounded_rms_norm, definitions.rounded_sandwich_norm
-ADDED = definitions.rounded_add_rms_norm
+ADDED = definitions.rounded_rms_norm_add
 TURNED, MIXED = definitions.rounded_qk_norm_rope, definitions.rounded_grouped_mlp
 
 
@@ -233,7 +233,7 @@ ROUNDED = [
     *(rounds(GATED, NORMED, LARGE, 2e-3, *wide) for wide in ((), ("weight",))),
     rounds("sandwich_norm", SANDWICHED, LARGE, 4e-3, but=other_order(SANDWICHED), **GEMMA),
     rounds("sandwich_norm", SANDWICHED, LARGE, 4e-3, offset=0.0, cast="before_weight"),
-    rounds("add_rms_norm", ADDED, LARGE, 2e-3, but=other_order(ADDED)),
+    rounds("rms_norm_add", ADDED, LARGE, 2e-3, but=other_order(ADDED)),
     *(
         rounds("qk_norm_rope", TURNED, HEADS, 1e-2, *wide, but=other_order(TURNED), **how)
         for wide in ((), ("q_weight", "k_weight"))
@@ -469,7 +469,7 @@ def test_registered_operators_keep_torchs_rules(case: OpCase, kernels_only: None
 DYNAMIC: dict[str, Any] = {  # of another number of rows
     "rms_norm, gate, residual": ((4, 5, 33),),
     "sandwich_norm": ((4, 5, 33),),
-    "add_rms_norm": ((4, 5, 33),),
+    "rms_norm_add": ((4, 5, 33),),
     "qk_norm_rope": (B, 4, H, K, D, D, B),
     "gated_act, silu": (4, 5, 202),
     "sigmoid_gate": ((4, 5, 33),),

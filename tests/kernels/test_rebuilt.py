@@ -17,12 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.recompute import recompute_above
 from tigon.kernels import (
-    add_rms_norm,
     fp8_linear,
     gated_act,
     grouped_mlp,
     lora_linear,
     rms_norm,
+    rms_norm_add,
     sandwich_norm,
 )
 from tigon.kernels.linear.dropout import Dropout
@@ -52,7 +52,7 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def summed(x: Tensor, z: Tensor, v: Tensor, w: Tensor) -> Tensor:
     """The stream behind two branches."""
     normed, total = sandwich_norm(x, z, v, w, 1e-6)
-    return add_rms_norm(normed, total, v, 1e-6)
+    return rms_norm_add(normed, total, v, 1e-6)
 
 
 Given = dict[str, Tensor]
@@ -65,7 +65,7 @@ INPUTS: dict[str, Callable[[Given], Tensor]] = {
     "strided": lambda t: rms_norm(t["x"].mT.contiguous().mT, t["w"], 1e-6),
     "sandwich": lambda t: sandwich_norm(t["x"], t["z"], t["v"], t["w"], 1e-6)[0],
     "sandwich's sum": lambda t: sandwich_norm(t["x"], t["z"], t["v"], t["w"], 1e-6)[1],
-    "sum": lambda t: add_rms_norm(t["x"], t["z"], t["w"], 1e-6),
+    "sum": lambda t: rms_norm_add(t["x"], t["z"], t["w"], 1e-6),
     "sum of a sum": lambda t: summed(t["x"], t["z"], t["v"], t["w"]),
     "activation": lambda t: gated_act(torch.cat((t["x"], t["z"]), -1) * 1.0, "gelu_tanh"),
 }

@@ -104,7 +104,6 @@ BASES: dict[str, tuple[Callable[..., Any], Given]] = {
 }
 # The first of an operator's cases
 OPERATORS = {
-    "add_rms_norm": "add_rms_norm",
     "causal_conv": "causal_conv, packed",
     "causal_conv_qkv": "causal_conv_qkv, packed",
     "cross_entropy": "cross_entropy, plain",
@@ -117,6 +116,7 @@ OPERATORS = {
     "linear_kl": "linear_kl, 0.3, sum",
     "qk_norm_rope": "qk_norm_rope",
     "rms_norm": "rms_norm, gate, residual",
+    "rms_norm_add": "rms_norm_add",
     "rope": "rope",
     "sandwich_norm": "sandwich_norm",
     "selected_logprobs": "selected_logprobs",
@@ -132,7 +132,7 @@ NORMS: list[tuple[Given, str]] = [
 ]
 ANGLES = "[B or 1, T, R/2]"
 ROWS: list[tuple[str, Given, str]] = [
-    *((name, *row) for name in ("rms_norm", "sandwich_norm", "add_rms_norm") for row in NORMS),
+    *((name, *row) for name in ("rms_norm", "sandwich_norm", "rms_norm_add") for row in NORMS),
     ("rms_norm", {"gate": ones(1, 33)}, "gate (1, 33) does not fit"),
     ("sandwich_norm", {"post_weight": ones(7)}, "post_weight (7,) does not fit"),
     ("sandwich_norm", {"post_eps": -1.0}, "eps=-1.0"),

@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.support.recompute import recompute_above
 from tigon.kernels import AttentionMask, attention, gated_act, qk_norm_rope, rms_norm, rope
 from tigon.kernels.linear.linear import linear
-from tigon.kernels.norm.add_rms_norm import add_rms_norm
 from tigon.kernels.norm.rms_norm import rms_norm_with_input
+from tigon.kernels.norm.rms_norm_add import rms_norm_add
 from tigon.kernels.recompute import find_recompute, forget_recompute, run_recompute
 from tigon.kernels.saved_sources import Part, save_sources
 
@@ -114,7 +114,7 @@ def branch(h: Tensor, w: Tensor, weights: list[Tensor], fused: bool) -> Tensor:
     _, stream = rms_norm_with_input(h, w, 1e-6)
     for weight in weights:
         x = linear(h, weight)
-        stream = add_rms_norm(x, stream, w, 1e-6) if fused else stream + rms_norm(x, w, 1e-6)
+        stream = rms_norm_add(x, stream, w, 1e-6) if fused else stream + rms_norm(x, w, 1e-6)
     return stream
 
 
@@ -143,7 +143,7 @@ def test_what_may_be_overwritten_is_kept() -> None:
     for least in (0, math.inf):
         with recompute_above(least), saved_tensors_hooks(lambda t: t, lambda t: t):  # no versions
             y = gated_act(x * 1.0, "silu", overwrite=True)
-            total = add_rms_norm(y, stream, w, 1e-6)
+            total = rms_norm_add(y, stream, w, 1e-6)
             product = linear(total, reader)
         first = torch.autograd.grad(total.square().sum(), [x, w])
         results.append([*first, *torch.autograd.grad(product.sum(), reader)])

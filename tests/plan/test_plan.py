@@ -24,6 +24,7 @@ from tigon.plan import (
     format_plan,
     make_plan,
     read_job,
+    search,
 )
 from tigon.plan.cost import CommGroup, Step, compute_seconds
 from tigon.plan.gpu import CONSTANTS, GPU, known_gpus
@@ -35,8 +36,9 @@ from tigon.train.memory import Estimate
 
 MEMORY_WITHIN = 0.03
 # Of records that are older than a saving in memory, until they are measured again: what the delta
-# rule reads is recomputed since. And of a rank that gets more tokens than its share of them
-MEMORY_OFF = {"Qwen3.5-0.8B 1 x 8192": 0.13, "Qwen3.5-9B 1 x 8192": 0.04}
+# rule and the gated o_proj read is recomputed since. And of a rank that gets more tokens than its
+# share of them
+MEMORY_OFF = {"Qwen3.5-0.8B 1 x 8192": 0.16, "Qwen3.5-9B 1 x 8192": 0.055}
 MEMORY_OFF |= {"Qwen3-30B-A3B, 8 layers, 1 x 8192, expert 4": 0.045}
 # On four GPUs: sums over four ranks and products of a quarter take longer, attention of long rows
 # is faster than that of 8,192 tokens
@@ -44,8 +46,6 @@ FOUR_WITHIN = {", tensor 4": 0.19, ", context 4, a row of 131,072": 0.16}
 TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was
 # With shared experts the host waits: two runs of one step on two H200 took 153 and 180 ms
 SHARED_EXPERTS_WITHIN = 0.12
-# gpt-oss's sinks were computed by FlashAttention-2, and rates are those of flash-attn-4
-SINKS_WITHIN = 0.14
 # What CUDA graphs share is known to the allocator alone: the estimate counts too much
 GRAPHS_WITHIN = 0.2
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
@@ -85,7 +85,6 @@ def test_predictions_match_measurements() -> None:
     for one in found:
         shared = one.case.layout.expert > 1 and not one.case.fitted
         bar = SHARED_EXPERTS_WITHIN if shared else TIME_WITHIN[one.case.fitted]
-        bar = SINKS_WITHIN if one.case.model.startswith("gpt-oss") else bar
         bar = next((most for end, most in FOUR_WITHIN.items() if one.case.name.endswith(end)), bar)
         assert abs(one.time_error) < bar, one.case.name
         graphs = "cuda_graphs=true" in one.case.settings
@@ -289,6 +288,18 @@ def test_expert_and_tensor_parallel_by_hand(job: Callable[..., Job]) -> None:
     assert estimate_step(one, Layout(1, 1, 1, 4, expert=2)).kinds["FSDP over NVLink"] > 0
 
 
+def test_time_of_repeated_products_by_hand(job: Callable[..., Job]) -> None:
+    """Of gate and up: two thirds of the experts' forward pass."""
+    sizes: Any = EXPERTS | {"num_experts": 8, "num_hidden_layers": 2, "moe_intermediate_size": 512}
+    one = job(1, tokens=1024, rows=1, **sizes)
+    plain, again = (
+        estimate_step(one, Layout(checkpointing=setting)).kinds["GEMMs"]
+        for setting in (False, "experts")
+    )
+    forward = one.shapes.work(1, 1024).grouped / 3
+    assert again - plain == pytest.approx(2 / 3 * forward / one.constants.grouped)
+
+
 def test_collectives_by_hand() -> None:
     gpu = GPU("x", 0, 0, 0, 400.0, 50.0, 8, "")
     k = replace(Constants.read(), nvlink=200.0, nvlink_many=100.0, latency=1.0, hop=0.5)
@@ -322,7 +333,9 @@ def test_mesh_errors(job: Callable[..., Job]) -> None:
     assert mesh_error(one, Layout(1, 4, 16, 1)) is None  # more than there are heads
 
 
-def test_fastest_fitting_layout_is_first(job: Callable[..., Job]) -> None:
+def test_fastest_fitting_layout_is_first(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory as a function of the layout: what is weighed, and what is not."""
     one, asked = job(8, rows=8), []
 
@@ -330,7 +343,8 @@ def test_fastest_fitting_layout_is_first(job: Callable[..., Job]) -> None:
         asked.append(layout)
         return Estimate({"sum": 10**15 if layout.tensor < 2 else 10**9}, 0)
 
-    plan = make_plan(one, limit=3, estimate=heavy)
+    monkeypatch.setattr(search, "estimate_memory", heavy)
+    plan = make_plan(one, limit=3)
     assert len(plan.choices) == 3 and all(c.layout.tensor >= 2 for c in plan.choices)
     times = [choice.step.seconds for choice in plan.choices]
     assert all(a <= b * 1.01 for a, b in pairwise(times)) and times[2] > times[0] * 1.01
@@ -340,8 +354,8 @@ def test_fastest_fitting_layout_is_first(job: Callable[..., Job]) -> None:
     assert "too little memory: 931,323 GiB per GPU at least" in text
     rows = f"batch_size={one.batch_rows} seq_len={one.seq_len}"
     assert f"the first: {rows} {plan.choices[0].layout.settings}" in text
-    nothing = make_plan(one, estimate=lambda *_: Estimate({"sum": 10**15}, 0))
-    assert "no layout fits" in format_plan(nothing)
+    monkeypatch.setattr(search, "estimate_memory", lambda *_: Estimate({"sum": 10**15}, 0))
+    assert "no layout fits" in format_plan(make_plan(one))
 
 
 def test_ties_are_ranked_by_memory() -> None:

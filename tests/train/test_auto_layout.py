@@ -39,16 +39,13 @@ def configured(tmp_path: Path, monkeypatch) -> Callable[..., Config]:
     return make
 
 
-def heavy(fits: Callable[[Layout], bool]) -> Callable[[Job, Layout], Estimate]:
-    return lambda _, layout: Estimate({"sum": 10**9 if fits(layout) else 10**15}, 0)
-
-
 def limit(monkeypatch: pytest.MonkeyPatch, fits: Callable[[Layout], bool]) -> None:
     """Memory as a function of the layout."""
-    known = search.make_plan
-    monkeypatch.setattr(
-        auto_layout, "make_plan", lambda *a, **k: known(*a, **k, estimate=heavy(fits))
-    )
+
+    def estimate(_: Job, layout: Layout) -> Estimate:
+        return Estimate({"sum": 10**9 if fits(layout) else 10**15}, 0)
+
+    monkeypatch.setattr(search, "estimate_memory", estimate)
 
 
 def test_first_fitting_layout_of_the_plan(configured, monkeypatch) -> None:

@@ -162,7 +162,7 @@ def test_slow_kernels_begin_first(tmp_path, monkeypatch):
     jobs: dict[Any, Any] = {key: partial(fast, key[1]) for key in kernels} | {(wait, ""): wait}
     monkeypatch.setattr(precompile.fa4, "LAUNCHERS", (wait,))
     monkeypatch.setattr(precompile, "MOST", 2)
-    monkeypatch.setattr(precompile.os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(precompile, "count_cpus", lambda: 2)
     monkeypatch.setattr(precompile, "note_launches", lambda n, _: nullcontext(n.update(jobs)))
     with precompile.compile_kernels(lambda: None) as compilation:
         pass

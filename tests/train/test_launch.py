@@ -241,6 +241,20 @@ def test_nproc_may_stand_anywhere(monkeypatch, capsys):
         check_count(2, "cpu")
 
 
+def test_ranks_share_the_cpus_of_the_process(monkeypatch):
+    module, threads = sys.modules["tigon.train.launch"], []
+
+    def launch(*_):
+        return lambda *_: threads.append(os.environ["OMP_NUM_THREADS"])
+
+    monkeypatch.setattr(module, "elastic_launch", launch)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert module.run_ranks(2, []) == (0, None)
+    assert threads == ["3"]
+
+
 def test_incomplete_rank_environment_is_refused(workspace, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(SystemExit, match=r"RANK expected, but not set.*: unset WORLD_SIZE"):

@@ -299,5 +299,5 @@ def test_a_ratio_that_overflows_is_clipped_as_others(
 
 
 def test_a_ratio_that_nothing_bounds_is_not_hidden() -> None:
-    each, _ = losses.policy_gradient(*torch.tensor([[-0.5], [9999.0], [-1.0]]))
+    each, _ = losses.policy_gradient(*torch.tensor([[-0.5], [9999.0], [-1.0]]), Clip())
     assert each.item() == torch.inf

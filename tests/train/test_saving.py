@@ -25,7 +25,7 @@ from tigon.train.checkpoint import format, saver
 from tigon.train.distributed import start
 from tigon.train.export import convert_checkpoint
 from tigon.train.optim import Ema
-from tigon.utils.memory import available_memory
+from tigon.utils import memory
 from tigon.weights.entries import RankError
 from tigon.weights.files import remove_directory, require_space
 
@@ -158,16 +158,18 @@ def test_values_that_are_not_finite_are_not_saved(where, value, state, tmp_path)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
-def test_memory_for_the_copy(tmp_path):
+def test_memory_for_the_copy(tmp_path, monkeypatch):
     meminfo = tmp_path / "meminfo"
+    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
     meminfo.write_text("MemTotal:  900 kB\nMemAvailable:    800 kB\n")
-    assert available_memory(meminfo, tmp_path) == 800 * 1024
+    assert memory.available_memory() == 800 * 1024
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 100\n")
-    assert available_memory(meminfo, tmp_path) == 400
+    assert memory.available_memory() == 400
     (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory(meminfo, tmp_path) == 800 * 1024
+    assert memory.available_memory() == 800 * 1024
 
 
 def test_without_memory_for_a_copy_training_waits(state, tmp_path, monkeypatch, capsys):

@@ -20,13 +20,14 @@ SIZES: list[dict[str, Any]] = [
 ]
 
 
-def test_the_memory_of_the_host(tmp_path: Path) -> None:
-    machine = memory.total_memory(CPU, tmp_path)
+def test_the_memory_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    machine = memory.total_memory(CPU)
     assert machine == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     (tmp_path / "memory.max").write_text("max\n")
-    assert memory.total_memory(CPU, tmp_path) == machine
+    assert memory.total_memory(CPU) == machine
     (tmp_path / "memory.max").write_text("1000\n")
-    assert memory.total_memory(CPU, tmp_path) == 1000
+    assert memory.total_memory(CPU) == 1000
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)

@@ -27,6 +27,7 @@ import numpy as np
 from tigon.data.cache import cache_root, disk_errors, make_directory, train_extra
 from tigon.data.examples import Encoder, EncodingReport, Examples, collect
 from tigon.data.sources import Source
+from tigon.utils.memory import count_cpus
 from tigon.utils.paths import write_text
 
 VERSION = 2  # of the columns; others are made anew
@@ -36,12 +37,6 @@ MEMO_BYTES = 2**20  # of files whose digest is kept
 SHARED_MEMORY = Path("/dev/shm")
 SEMAPHORE_BYTES = 2**16  # that processes need there, about
 COLUMN_KINDS = ("per_token", "per_example")
-
-
-def count_cpus() -> int:
-    """Counts the CPUs that this process may use."""
-    count = getattr(os, "sched_getaffinity", None)
-    return len(count(0)) if count else os.cpu_count() or 1
 
 
 def tokenize(

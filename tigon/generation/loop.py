@@ -184,7 +184,7 @@ class HostCopies:
     received exactly `lag` steps later, so that all ranks see them in the same step.
     """
 
-    def __init__(self, lag: int = LAG, in_step: bool = False):
+    def __init__(self, lag: int, in_step: bool = False):
         self.lag, self.in_step = lag, in_step
         self._sent: deque[tuple[Tensor, torch.cuda.Event | None]] = deque()
         self._slots: Tensor | None = None  # [lag + 1, b, n]

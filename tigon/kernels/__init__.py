@@ -42,23 +42,23 @@ from tigon.kernels.mlp.gated_act import gated_act, gated_act_ref
 from tigon.kernels.mlp.grouped_mlp import grouped_mlp, grouped_mlp_ref
 from tigon.kernels.mlp.grouped_mlp_passes import ExpertBiases
 from tigon.kernels.mlp.softmax_topk import softmax_topk, softmax_topk_ref
-from tigon.kernels.norm.add_rms_norm import add_rms_norm, add_rms_norm_ref
 from tigon.kernels.norm.rms_norm import rms_norm, rms_norm_ref, sandwich_norm, sandwich_norm_ref
+from tigon.kernels.norm.rms_norm_add import rms_norm_add, rms_norm_add_ref
 from tigon.kernels.rope.qk_norm_rope import qk_norm_rope, qk_norm_rope_ref
 from tigon.kernels.rope.rope import rope, rope_ref
 from tigon.kernels.runtime import checks, use
 
 __all__ = [
     "KL", "AttentionMask", "ClampedSwiGLU", "CrossEntropy", "ExpertBiases", "Head", "HeadValue",
-    "KVBuffers", "LogProbs", "VocabularyShard", "add_rms_norm", "add_rms_norm_ref",
-    "append_attention", "append_attention_ref", "argmax", "argmax_ref", "attention",
-    "attention_ref", "causal_conv", "causal_conv_qkv", "causal_conv_qkv_ref", "causal_conv_ref",
-    "checks", "cross_entropy", "cross_entropy_ref", "delta_gates", "delta_gates_ref", "divergence",
-    "embedding_rows", "embedding_rows_ref", "fp8_linear", "fp8_linear_ref", "gated_act",
-    "gated_act_ref", "gated_delta_rule", "gated_delta_rule_ref", "gated_delta_step",
-    "gated_delta_step_ref", "gemv", "gemv_ref", "grouped_mlp", "grouped_mlp_ref", "kl_ref",
-    "linear_cross_entropy", "linear_cross_entropy_ref", "linear_kl", "linear_kl_ref", "lora_linear",
-    "lora_linear_ref", "qk_norm_rope", "qk_norm_rope_ref", "rms_norm", "rms_norm_ref", "rope",
+    "KVBuffers", "LogProbs", "VocabularyShard", "append_attention", "append_attention_ref",
+    "argmax", "argmax_ref", "attention", "attention_ref", "causal_conv", "causal_conv_qkv",
+    "causal_conv_qkv_ref", "causal_conv_ref", "checks", "cross_entropy", "cross_entropy_ref",
+    "delta_gates", "delta_gates_ref", "divergence", "embedding_rows", "embedding_rows_ref",
+    "fp8_linear", "fp8_linear_ref", "gated_act", "gated_act_ref", "gated_delta_rule",
+    "gated_delta_rule_ref", "gated_delta_step", "gated_delta_step_ref", "gemv", "gemv_ref",
+    "grouped_mlp", "grouped_mlp_ref", "kl_ref", "linear_cross_entropy", "linear_cross_entropy_ref",
+    "linear_kl", "linear_kl_ref", "lora_linear", "lora_linear_ref", "qk_norm_rope",
+    "qk_norm_rope_ref", "rms_norm", "rms_norm_add", "rms_norm_add_ref", "rms_norm_ref", "rope",
     "rope_ref", "run_loss_terms", "sandwich_norm", "sandwich_norm_ref", "selected_logprobs",
     "selected_logprobs_ref", "sigmoid_gate", "sigmoid_gate_ref", "softmax_topk", "softmax_topk_ref",
     "use",

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tigon.kernels.attention import fa4
 from tigon.kernels.runtime import launch_on_fakes, triton
+from tigon.utils.memory import count_cpus
 
 Job = Callable[[], object]  # compiles something
 PATIENCE = 60.0  # seconds that a process may take after the block
@@ -138,7 +139,7 @@ def _compile(
 def side_by_side(jobs: Sequence[Job], environment: Mapping[str, str]) -> list[Any]:
     """Returns forked processes, to be started, that run jobs in this order, each the next one that
     is left; these cannot use the GPU."""
-    context, count = get_context("fork"), min(len(jobs), len(os.sched_getaffinity(0)), MOST)
+    context, count = get_context("fork"), min(len(jobs), count_cpus(), MOST)
     given = jobs, context.Value("i", 0), environment, os.getpid()
     return [context.Process(target=_work, args=given, daemon=True) for _ in range(count)]
 

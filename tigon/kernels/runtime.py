@@ -434,7 +434,7 @@ def truncate(message: str, limit: int) -> str:
     return encoded[: limit - len(ELLIPSIS)].decode(errors="ignore") + ELLIPSIS
 
 
-def integer_labels(labels: Tensor, name: str = "labels") -> Tensor:
+def integer_labels(labels: Tensor, name: str) -> Tensor:
     """Returns labels of any integer dtype as int64; raises TypeError for anything else."""
     if not isinstance(labels, Tensor):
         raise TypeError(f"{name} is a {type(labels).__name__}, not a tensor of integers")

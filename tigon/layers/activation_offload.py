@@ -67,7 +67,7 @@ class ActivationOffload:
     `shared`: tensors that all blocks use, which stay on the device, as parameters do.
     """
 
-    def __init__(self, device: torch.device, shared: Iterable[Tensor] = ()) -> None:
+    def __init__(self, device: torch.device, shared: Iterable[Tensor]) -> None:
         self.device = device
         self.gpu = device.type == "cuda"
         self._shared = {_key(x) for x in shared}

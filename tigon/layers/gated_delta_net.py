@@ -80,9 +80,9 @@ class GatedDeltaNet(nn.Module):
     """The gated delta rule between projections: x [B, T, C] -> [B, T, C].
 
     Queries, keys and values pass a causal convolution over `kernel_size` tokens; value head h reads
-    key head `h // (H // K)`. `packed`: checkpoints have one projection of q, k, v and the gate z,
-    and one of b and a, with the rows of each key head together; else those of q, k, v and of z, b
-    and a each.
+    key head `h // (H // K)`. `interleaved_heads`: checkpoints have one projection of q, k, v and
+    the gate z, and one of b and a, with the rows of each key head together; else those of q, k, v
+    and of z, b and a each.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         *,
         kernel_size: int,
         eps: float,
-        packed: bool = False,
+        interleaved_heads: bool = False,
     ):
         super().__init__()
         if value_heads % key_heads:
@@ -107,7 +107,7 @@ class GatedDeltaNet(nn.Module):
         self.key_dim, self.value_dim = key_dim, value_dim
         keys, values, ratio = key_heads * key_dim, value_heads * value_dim, value_heads // key_heads
         channels = 2 * keys + values
-        if packed:
+        if interleaved_heads:
             sizes = key_dim, key_dim, ratio * value_dim, ratio * value_dim
             orders = (
                 RowOrder(key_heads, sizes, (0, 1, 2, 3)),

@@ -5,8 +5,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from tigon.kernels.norm.add_rms_norm import add_rms_norm
 from tigon.kernels.norm.rms_norm import Cast, rms_norm, rms_norm_with_input, sandwich_norm
+from tigon.kernels.norm.rms_norm_add import rms_norm_add
 from tigon.layers.linear import is_observed
 
 
@@ -34,7 +34,7 @@ def add_normed(x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
     if not can_fuse_norm(norm):
         total: Tensor = residual + norm(x)
         return total
-    return add_rms_norm(x, residual, norm.weight, norm.eps, offset=norm.offset, cast=norm.cast)
+    return rms_norm_add(x, residual, norm.weight, norm.eps, offset=norm.offset, cast=norm.cast)
 
 
 class UnitRMSNorm(nn.Module):

@@ -44,8 +44,8 @@ class LossTerms:
         self,
         config: ModelConfig,
         targets: Targets,
-        criteria: Sequence[LossTerm] | None = None,  # None: a cross-entropy if there are labels
-        metrics: Sequence[str] | str | None = None,  # None: the model's defaults, with labels
+        criteria: Sequence[LossTerm] | None,  # None: a cross-entropy if there are labels
+        metrics: Sequence[str] | str | None,  # None: the model's defaults, with labels
     ):
         if metrics is None:
             metrics = () if targets.labels is None else targets.batch.defaults.metrics

@@ -62,7 +62,7 @@ class GatedDeltaBlock(PreNormBlock):
 
     norm_offset = 1.0
     norm_cast: ClassVar[Cast] = "after_weight"
-    packed = False  # whether checkpoints have the rows of each key head together
+    interleaved_heads = False  # whether checkpoints have the rows of each key head together
 
     def make_mixer(self, c: GatedDeltaConfig, layer: int) -> nn.Module:
         if c.attends(layer):
@@ -71,7 +71,9 @@ class GatedDeltaBlock(PreNormBlock):
         heads = c.linear_num_key_heads, c.linear_num_value_heads
         dims = c.linear_key_head_dim, c.linear_value_head_dim
         options: dict[str, Any] = {"kernel_size": c.linear_conv_kernel_dim, "eps": c.rms_norm_eps}
-        return GatedDeltaNet(c.hidden_size, *heads, *dims, packed=self.packed, **options)
+        return GatedDeltaNet(
+            c.hidden_size, *heads, *dims, interleaved_heads=self.interleaved_heads, **options
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,7 @@ class Qwen3NextConfig(GatedDeltaConfig, QwenMoEConfig):
 class Qwen3NextBlock(GatedDeltaBlock):
     """Qwen3.5's block with experts or an MLP, and the rows of each key head together in files."""
 
-    packed = True
+    interleaved_heads = True
 
     def make_mlp(self, c: Qwen3NextConfig, layer: int) -> GatedMLP | SparseMoE:
         return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)

@@ -39,8 +39,7 @@ class Layout(MeshSizes):
 
     @property
     def recomputed(self) -> float:
-        """Returns the share of blocks that backward recomputes; with "experts" none, though it
-        repeats a product, as it would in any other layout."""
+        """Returns the share of blocks that backward recomputes: with "experts" none."""
         return 0.0 if self.checkpointing in (0, "experts") else 1 / int(self.checkpointing)
 
     def tokens(self, seq_len: int) -> int:

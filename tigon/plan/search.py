@@ -19,7 +19,6 @@ from tigon.train.model import sum_dtype
 from tigon.train.optim import check_local_model, check_ranks, state_bytes
 from tigon.train.tasks import find_task
 
-EstimateMemory = Callable[[Job, Layout], Estimate]
 Mesh = tuple[object, ...]
 # Values of activation_checkpointing: no block, every second one, all
 CHECKPOINTING: tuple[bool | int, ...] = (False, 2, True)
@@ -140,8 +139,8 @@ def persistent_bytes(job: Job, layout: Layout) -> int:
 class MemorySearch:
     """Estimates layouts once each, and none above the budget as a leaner one is."""
 
-    def __init__(self, job: Job, estimate: EstimateMemory, budget: int) -> None:
-        self.job, self.estimate, self.budget = job, estimate, budget
+    def __init__(self, job: Job, budget: int) -> None:
+        self.job, self.budget = job, budget
         self.known: dict[tuple[object, ...], Estimate] = {}
         self.too_large: list[tuple[tuple[object, ...], tuple[float, ...], int, Estimate]] = []
 
@@ -159,7 +158,7 @@ class MemorySearch:
                     return None, size
         key = (*kind, *lean, layout.shards)
         if key not in self.known:
-            self.known[key] = self.estimate(self.job, layout)
+            self.known[key] = estimate_memory(self.job, layout)
         memory = self.known[key]
         if memory.total <= self.budget:
             return memory, memory.total
@@ -183,7 +182,6 @@ def lower_bound(memory: Estimate, share: float, tokens: float = 1.0) -> int:
 def make_plan(
     job: Job,
     limit: int = 8,
-    estimate: EstimateMemory = estimate_memory,
     variants: Callable[[Job, Layout], Iterable[Layout]] = all_layouts,
     meshes: Iterable[Layout] | None = None,
     budget: int | None = None,
@@ -213,7 +211,7 @@ def make_plan(
             else:
                 timed.append((layout, estimate_step(job, layout)))
     choices, done = list[LayoutChoice](), set[Mesh]()
-    memories = MemorySearch(job, estimate, budget)
+    memories = MemorySearch(job, budget)
     queue = iter(sorted(timed, key=lambda entry: entry[1].seconds))
     for layout, step in queue:
         # A tie with the fastest may become the first

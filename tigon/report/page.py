@@ -15,6 +15,7 @@ from tigon.report.read import Column, RunFiles
 from tigon.utils.terminal import escape_controls
 
 CHARACTERS = 2000  # of a setting
+SAMPLES = 12  # steps
 SOURCE = Path(__file__).parents[1] / "train/config.py"
 
 
@@ -136,9 +137,9 @@ def differences(runs: Sequence[RunFiles]) -> Iterator[list[str]]:
             yield [name, *values]
 
 
-def select_samples(texts: dict[int, str], limit: int = 12) -> list[tuple[int, str]]:
-    """Returns the samples of at most `limit` steps, evenly spaced, as (step, text)."""
+def select_samples(texts: dict[int, str]) -> list[tuple[int, str]]:
+    """Returns the samples of at most SAMPLES steps, evenly spaced, as (step, text)."""
     steps, last = sorted(texts), len(texts) - 1
-    if last >= limit:
-        steps = [steps[round(i * last / (limit - 1))] for i in range(limit)]
+    if last >= SAMPLES:
+        steps = [steps[round(i * last / (SAMPLES - 1))] for i in range(SAMPLES)]
     return [(step, texts[step]) for step in steps]

@@ -282,7 +282,7 @@ class Service:
         return engine_request
 
 
-def make_app(service: Service, key: str | None = None, local: bool = True) -> Starlette:
+def make_app(service: Service, key: str | None, local: bool) -> Starlette:
     """Returns the application; with a `key` it needs it, and a `local` one answers only requests to
     this machine's own names."""
 

@@ -29,7 +29,7 @@ class WeightedRows(NamedTuple):
 
 
 def message_weights(
-    messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None] | None = None
+    messages: Sequence[Message], train_on: TrainOn, weights: Sequence[float | None] | None
 ) -> dict[int, float]:
     """Returns the loss weights of the learned messages by index: 1 for the turns of `train_on`,
     unless `weights` has a number for a message; messages of weight 0 are left out.

@@ -77,7 +77,7 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
     return model
 
 
-def time_steps(run: TrainingRun, steps: int = STEPS) -> StepTiming:
+def time_steps(run: TrainingRun, steps: int) -> StepTiming:
     """Runs `steps` steps, with less memory where `tigon train` would go on with less, and returns
     the mean measurements of the second half; raises StepMemoryError or torch.OutOfMemoryError."""
     device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before

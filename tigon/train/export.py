@@ -241,7 +241,7 @@ def export(
 # Adapters in PEFT's format
 
 
-def is_adapter(place: str, revision: str | None = None) -> bool:
+def is_adapter(place: str, revision: str | None) -> bool:
     """Returns whether a directory or hub repository has adapter_config.json and no config.json.
 
     Raises OSError or ValueError as `Repository` does.
@@ -340,9 +340,7 @@ def merge_adapter(model: CausalLM, adapter: str) -> None:
 
 
 @contextmanager
-def exported_directory(
-    model: str, revision: str | None = None, base: str | None = None
-) -> Iterator[str]:
+def exported_directory(model: str, revision: str | None, base: str | None) -> Iterator[str]:
     """Yields a temporary export of a run, a checkpoint or an adapter, merged with its base."""
     with tempfile.TemporaryDirectory() as parent:
         directory = str(Path(parent, "hf"))

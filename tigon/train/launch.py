@@ -38,6 +38,7 @@ from tigon.train.signals import NUMBERS, Signals, handled_signals
 from tigon.train.tasks import describe_tasks
 from tigon.train.trainer import train
 from tigon.utils.config import describe_type, field_types
+from tigon.utils.memory import count_cpus
 from tigon.utils.terminal import escaping_output, one_line
 
 LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks whose launcher repeats their errors
@@ -212,7 +213,7 @@ def run_ranks(
     `forward_interrupt` they get Ctrl-C and go on.
     """
     environment = {
-        "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)),
+        "OMP_NUM_THREADS": str(max(1, count_cpus() // count)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(shutdown_timeout),
         LAUNCHED: "1",
     }

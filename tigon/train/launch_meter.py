@@ -7,9 +7,8 @@ tells, as the first of a step does: a full queue holds launches up.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -21,11 +20,10 @@ BOUND = 0.9  # of the GPU's time, from which launches are what a pass waits for
 class LaunchMeter:
     """Measures the first passes and then says whether launches are what they wait for."""
 
-    def __init__(self, event: Callable[[], Any] | None = None) -> None:
-        """`event` makes what is recorded in the GPU's stream, by default a CUDA event."""
-        self.event = event or (lambda: torch.cuda.Event(enable_timing=True))
+    def __init__(self) -> None:
         self.seen = 0
-        self.times: list[tuple[float, Any, Any]] = []  # seconds of launching; begin and end
+        # Seconds of launching; begin and end
+        self.times: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
         self.host = self.device = 0.0  # seconds of the shortest pass, once known
 
     @contextmanager
@@ -35,7 +33,7 @@ class LaunchMeter:
         if self.seen <= WARM_UP:
             yield
             return
-        begin, end = self.event(), self.event()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         began = time.perf_counter()
         yield

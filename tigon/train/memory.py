@@ -181,7 +181,7 @@ def track_gradients(bucket: list[nn.Parameter], tracker: MemoryTracker, *, free:
 
 
 def dummy_batch(
-    rows: int, tokens: int, task: Task | type[Task] = Task, *, device: str = "meta"
+    rows: int, tokens: int, task: Task | type[Task], *, device: str = "meta"
 ) -> MicroBatch:
     """Returns a micro-batch of full rows, by default on the meta device, with a task's columns.
 

@@ -1,4 +1,4 @@
-"""How much memory a machine has, and lists of things that take a limited part of it."""
+"""How much memory and how many CPUs a process may use, and lists cut by the memory they take."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -9,12 +9,13 @@ from typing import TypeVar
 import torch
 
 CGROUP = Path("/sys/fs/cgroup")  # version 2; containers and batch systems limit it here
+MEMINFO = Path("/proc/meminfo")
 UNKNOWN = 1 << 60  # more than any machine has
 
 T = TypeVar("T")
 
 
-def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
+def total_memory(device: torch.device) -> int:
     """Returns the bytes that a GPU has, or that this process may have of the host's memory."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
@@ -22,25 +23,31 @@ def total_memory(device: torch.device, cgroup: Path = CGROUP) -> int:
         size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # not on Windows
         size = UNKNOWN
-    return min(size, _cgroup_limit(cgroup))
+    return min(size, _cgroup_limit())
 
 
-def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = CGROUP) -> int:
+def available_memory() -> int:
     """Returns the bytes of the host's memory that this process may still take."""
     free, used = UNKNOWN, 0
     with suppress(OSError, ValueError, LookupError):
-        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
     with suppress(OSError, ValueError, LookupError):
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
-    return min(free, _cgroup_limit(cgroup) - used)
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        used = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])
+    return min(free, _cgroup_limit() - used)
 
 
-def _cgroup_limit(cgroup: Path) -> int:
-    """Returns the bytes that a control group may have; UNKNOWN without a limit."""
+def count_cpus() -> int:
+    """Counts the CPUs that this process may use."""
+    count = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    return len(count(0)) if count else os.cpu_count() or 1
+
+
+def _cgroup_limit() -> int:
+    """Returns the bytes that this process's control group may have; UNKNOWN without a limit."""
     with suppress(OSError, ValueError):  # there is none, or it is the word max
-        return int((cgroup / "memory.max").read_text())
+        return int((CGROUP / "memory.max").read_text())
     return UNKNOWN
 
 

@@ -87,7 +87,7 @@ class RankError(RuntimeError):
 
 
 class WriterGroup:
-    """The ranks that write a checkpoint: a process group, or this process without one."""
+    """The ranks that share a checkpoint: a process group, or this process without one."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -123,7 +123,8 @@ class WriterGroup:
             faults = self.gather(fault)
         for rank, rank_fault in enumerate(faults):
             if rank_fault is not None:
-                raise RankError(f"rank {rank} stopped with {rank_fault}")
+                number = dist.get_process_group_ranks(self._group)[rank]  # of all ranks
+                raise RankError(f"rank {number} stopped with {rank_fault}")
 
 
 def check_shared(

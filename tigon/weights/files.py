@@ -45,7 +45,7 @@ def explain_full_disk(path: Path, needed: int | None = None) -> Iterator[None]:
 
 
 def full_disk_error(
-    path: Path, error: OSError, needed: int | None = None, remedy: str = ""
+    path: Path, error: OSError, needed: int | None, remedy: str = ""
 ) -> DiskFullError:
     """Makes the error that says how much is free for `path`, and how to help."""
     free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free

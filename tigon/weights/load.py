@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tigon.utils.json import escape
+from tigon.utils.memory import count_cpus
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.decoded import DecodedTensor
+from tigon.weights.entries import WriterGroup
 from tigon.weights.header import TensorInfo
 from tigon.weights.layout import (
     DecodedSpan,
@@ -195,21 +197,11 @@ class Replicas:
     @contextmanager
     def sync_errors(self) -> Iterator[None]:
         """Raises an error of one rank on all ranks, so that none waits for its broadcast."""
-        failure: BaseException | None = None
-        try:
-            yield
-        except BaseException as error:
-            failure = error
         groups = {(mesh, dim) for mesh, reader in self._readers.values() for dim in reader}
-        failed = failure is not None
-        for mesh, dim in sorted(groups, key=lambda group: (str(group[0].mesh.tolist()), group[1])):
-            flag = torch.tensor(float(failed), device=mesh.device_type)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-            failed = bool(flag.item())
-        if failure is not None:
-            raise failure
-        if failed:
-            raise RuntimeError("another rank could not read the checkpoint: it says why")
+        with ExitStack() as stack:  # what one group raises, the next hands on
+            for mesh, dim in sorted(groups, key=lambda g: (str(g[0].mesh.tolist()), g[1])):
+                stack.enter_context(WriterGroup(mesh.get_group(dim)).sync_errors())
+            yield
 
     def broadcast(self, memory: Mapping[str, Tensor]) -> None:
         """Fills every parameter's memory on this rank from the rank that has read it."""
@@ -323,10 +315,8 @@ def _shares(staging_bytes: int) -> tuple[int, int]:
 
 
 def _threads() -> int:
-    """The number of threads: this process's processors, shared with the ranks of its host."""
-    usable = getattr(os, "sched_getaffinity", None)
-    processors = len(usable(0)) if usable else os.cpu_count() or 1
-    return max(1, min(THREADS, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    """The number of threads: this process's CPUs, shared with the ranks of its host."""
+    return max(1, min(THREADS, count_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _read_all(spans: Sequence[ReadSpan | DecodedSpan], workers: int, staging: int) -> None:

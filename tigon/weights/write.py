@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import Tensor
 
+from tigon.utils.memory import count_cpus
 from tigon.utils.paths import fsync
 from tigon.weights.entries import (
     RowBlock,
@@ -95,7 +96,7 @@ class StagingBuffer:
 
 # Writing
 
-WORKERS = min(8, os.cpu_count() or 1)
+WORKERS = min(8, count_cpus())
 PT = MappingProxyType({"format": "pt"})
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])B", re.IGNORECASE)
 

@@ -305,12 +305,10 @@ def _missing_reason(name: str, device: int) -> str | None:
     return missing(device).get(name)
 
 
-def survey(device: torch.device, head_dim: int = 128) -> dict[str, BackendChoice]:
+def survey(device: torch.device) -> dict[str, BackendChoice]:
     """Returns what "auto" takes on this machine for training on 4,096 tokens, and for decoding."""
     gpu, index = device.type == "cuda", device.index or 0
-    r = AttentionRequest(
-        device.type, capability(index) if gpu else 0, head_dim=head_dim, longest=4096
-    )
+    r = AttentionRequest(device.type, capability(index) if gpu else 0, longest=4096)
     kinds = {
         "one sequence a row": r._replace(grad=True),
         "packed": r._replace(layout="sequences", grad=True),
@@ -370,6 +368,6 @@ class _FusedShapes(torch.autograd.Function):
         return *gradients, None if ctx.sinks is None else torch.empty_like(ctx.sinks)
 
 
-def fused_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+def fused_shapes(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
     """Allocates the output [B, T, H, D] of q [B, T, H, D], k and v [B, S, K, D], all on meta."""
     return _FusedShapes.apply(q, k, v, sinks)

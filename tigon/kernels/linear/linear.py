@@ -251,7 +251,7 @@ def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return F.linear(x, weight, bias)
 
 
-def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`F.linear` with the same bits, which saves less: an `x` that can be recomputed is not saved.
 
     Only for plain parameters that require a gradient: without one nothing is saved, and

@@ -314,7 +314,7 @@ def adapter_parameters(model: LanguageModel, name: str) -> dict[str, nn.Paramete
     return {n: p for n, p in model.named_parameters() if marks[0] in n or n.endswith(marks[1])}
 
 
-def activate_adapter(model: LanguageModel, name: str | None, *, trained: bool = False) -> None:
+def activate_adapter(model: LanguageModel, name: str | None, *, trained: bool) -> None:
     """Activates an adapter, or the base for None; only a `trained` one is not frozen."""
     set_adapter(model, name)
     ids = set() if name is None else {id(p) for p in adapter_parameters(model, name).values()}

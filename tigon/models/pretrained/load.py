@@ -274,7 +274,7 @@ def add_score_head(
 
 
 def resize_vocabulary(
-    config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int] = ()
+    config: C, checkpoint: Checkpoint, size: int, mean_rows: Collection[int]
 ) -> tuple[C, Checkpoint]:
     """Returns config and checkpoint with `size` rows of embedding and head, and of a second
     embedding of all tokens. Rows that the checkpoint lacks, and those in `mean_rows`, become the

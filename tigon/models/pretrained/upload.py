@@ -69,12 +69,7 @@ class UploadTarget:
                 self._api.create_branch(self.name, branch=str(revision), exist_ok=True)
 
     def upload(
-        self,
-        folder: Path,
-        *,
-        card: str | None = None,
-        message: str | None = None,
-        overwrite_card: bool = False,
+        self, folder: Path, *, card: str | None, message: str | None, overwrite_card: bool
     ) -> str:
         """Uploads an export in one commit; returns the URL of the repository or pull request.
 
@@ -175,7 +170,7 @@ def write_card(
     *sections: str,
     base_model: str | None = None,
     datasets: Sequence[str] = (),
-    tags: Sequence[str] = (),
+    tags: Sequence[str],
 ) -> str:
     """Returns a model card: about the model, how to load it, and more sections; it ends with a
     digest by which `is_generated_card` notices an edit."""

@@ -27,7 +27,7 @@ RUN, SUMS = "run.json", "SHA256SUMS"
 MAX_SUMS_BYTES = 16 << 20
 
 
-def list_checkpoints(directory: Path, until: int | None = None) -> dict[int, Path]:
+def list_checkpoints(directory: Path, until: int | None) -> dict[int, Path]:
     """Returns the complete checkpoints by step, in order, up to step `until`."""
     names = ((NAME.fullmatch(path.name), path) for path in directory.glob("step-*"))
     steps = {int(name[1]): path for name, path in names if name and path.is_dir()}

@@ -168,7 +168,7 @@ def policy_gradient(
     logprobs: Tensor,  # [N]
     log_ratios: Tensor,  # [N], to the sampling policy, per token or per sequence
     advantages: Tensor,  # [N]
-    clip: Clip = Clip(),
+    clip: Clip,
 ) -> tuple[Tensor, Tensor]:
     """Returns each token's loss and whether its ratio was clipped: PPO's surrogate without a critic
     (GRPO, arXiv 2402.03300), with the two bounds of DAPO, arXiv 2503.14476."""
@@ -183,7 +183,7 @@ def policy_gradient(
 
 
 def cispo(
-    logprobs: Tensor, log_ratios: Tensor, advantages: Tensor, clip: Clip = Clip()
+    logprobs: Tensor, log_ratios: Tensor, advantages: Tensor, clip: Clip
 ) -> tuple[Tensor, Tensor]:
     """Returns each token's CISPO loss [N], arXiv 2506.13585, and whether its ratio was clipped. The
     ratio, at most `epsilon_high` (not 1 + epsilon_high), weighs the gradient and is a constant."""

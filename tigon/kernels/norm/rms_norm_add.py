@@ -1,4 +1,6 @@
-"""RMSNorm of a branch, added to the residual stream in the same pass.
+"""RMSNorm of a branch, added to the residual stream in the same pass: residual + norm(x).
+
+A "fused add RMSNorm" elsewhere, norm(x + residual), is `rms_norm` with a residual here.
 
 # ... any leading dimensions, N rows of them, C model dim
 
@@ -26,7 +28,7 @@ from tigon.kernels.recompute import RecomputeFn, chain_recompute, note_recompute
 from tigon.kernels.runtime import operator, refuse_second_derivative, runs_triton
 
 
-def add_rms_norm_ref(
+def rms_norm_add_ref(
     x: Tensor,
     residual: Tensor,
     weight: Tensor,
@@ -46,7 +48,7 @@ def _outputs(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return total, torch.empty(rows, dtype=torch.float32, device=x.device)
 
 
-@operator("add_rms_norm", _outputs)
+@operator("rms_norm_add", _outputs)
 def _forward(
     x: Tensor,  # [..., C]
     residual: Tensor,  # [..., C]
@@ -61,8 +63,8 @@ def _forward(
     return total, rstd
 
 
-class _AddRMSNorm(torch.autograd.Function):
-    """`add_rms_norm` and its gradients; an x that can be recomputed is not saved."""
+class _RMSNormAdd(torch.autograd.Function):
+    """`rms_norm_add` and its gradients; an x that can be recomputed is not saved."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, *how: Any) -> Tensor:
@@ -80,7 +82,7 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("add_rms_norm")
+        refuse_second_derivative("rms_norm_add")
         weight, rstd, *saved = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, *_ = ctx.needs_input_grad
         x = saved[0] if ctx.recompute_fn is None else run_recompute(ctx.recompute_fn, saved)
@@ -91,7 +93,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return dx, dtotal if needs_residual else None, dweight, None, None, None
 
 
-def add_rms_norm(
+def rms_norm_add(
     x: Tensor,  # [..., C]
     residual: Tensor,  # [..., C]
     weight: Tensor,  # [C]
@@ -108,9 +110,9 @@ def add_rms_norm(
     check_norm(eps, offset, cast)
     served, differentiable = check_operands(x, residual, ("weight", weight, x.shape[-1:]))
     if not (runs_triton(x) and served and x.shape[-1] <= MAX_COLUMNS):
-        return add_rms_norm_ref(x, residual, weight, eps, offset=offset, cast=cast)
+        return rms_norm_add_ref(x, residual, weight, eps, offset=offset, cast=cast)
     how = eps, offset, cast == "before_weight"
     if differentiable and torch.is_grad_enabled():
-        total: Tensor = _AddRMSNorm.apply(x, residual, weight, *how)
+        total: Tensor = _RMSNormAdd.apply(x, residual, weight, *how)
         return total
     return _forward(x, residual, weight, *how)[0]

@@ -76,3 +76,15 @@ def test_model_without_experts() -> None:
         with pytest.raises(ValueError, match=message):
             model.activation_checkpointing = "experts"
         assert model.activation_checkpointing is False
+
+
+@pytest.mark.parametrize("setting", ["auto", "", None, -1, 0.5, iter([0])])
+def test_other_values(setting: Any) -> None:
+    """Of which some end the forward pass, far from here, and others recompute nothing."""
+    model = make("llama", "plain")
+    with pytest.raises(ValueError, match=r"^activation_checkpointing=.* is not True, False, N for"):
+        model.activation_checkpointing = setting
+    assert model.activation_checkpointing is False
+    for allowed in (True, 2, [0], {1}, range(2), frozenset()):
+        model.activation_checkpointing = allowed
+        assert model.activation_checkpointing == allowed

@@ -16,7 +16,7 @@ from tests.train.test_resume import KEYS
 from tigon.train import checkpoint, main, trainer
 from tigon.train.checkpoint import saver
 from tigon.train.logging import RunLog, read_metrics
-from tigon.train.signals import AGAIN, Signals
+from tigon.train.signals import AGAIN, DEFER, Signals
 
 # A run that sends itself signals where `when` is called
 RUN = """
@@ -214,6 +214,50 @@ def test_a_forked_process_has_signals_of_its_own(capfd):
         process.kill()
     assert code == -signal.SIGTERM and not stopper.received
     assert capfd.readouterr().err == ""
+
+
+def test_a_process_forked_between_two_runs_has_signals_of_its_own():
+    """One run inside another has ended, and the outer one's handlers are in place again."""
+    with Signals(silent=True):
+        with Signals(silent=True):
+            pass
+        if not (child := os.fork()):
+            os._exit(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_thread_may_enter_first():
+    """Which installs no handlers, as Python allows only the main thread to; nor do others then."""
+    entered, ended = threading.Event(), threading.Event()
+
+    def run() -> None:
+        with stopper:
+            entered.set()
+            ended.wait(60)
+
+    stopper, thread = Signals(silent=True), threading.Thread(target=run)
+    thread.start()
+    assert entered.wait(60)
+    with stopper, stopper.deferred():
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    ended.set()
+    thread.join()
+
+
+def test_an_announcer_that_waits_ends_no_run(monkeypatch):
+    """As for a terminal that takes no more text, while a profiler's signals fill the pipe."""
+    waits, goes_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(Signals, "_say", lambda *_: (waits.set(), goes_on.wait(60)))
+    with Signals() as stopper, stopper.deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert waits.wait(60)
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(stopper._fds[1], bytes([DEFER]) * 4096)
+        with stopper.deferred():
+            pass
+        goes_on.set()
+    assert stopper.received == signal.SIGTERM
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, Self, Unpack, cast
 
@@ -85,6 +85,15 @@ class LanguageModel(nn.Module):
 
     @activation_checkpointing.setter
     def activation_checkpointing(self, setting: Recompute) -> None:
+        if isinstance(setting, int):
+            known = setting >= 0
+        else:
+            known = isinstance(setting, Collection) and not isinstance(setting, str)
+        if not known and setting != "experts":
+            raise ValueError(
+                f"activation_checkpointing={setting!r} is not True, False, N for every n-th block, "
+                "a collection of blocks' indices, or 'experts'"
+            )
         experts = [module for module in self.modules() if isinstance(module, Experts)]
         if setting == "experts" and not experts:
             raise ValueError(

@@ -27,7 +27,7 @@ class Signals:
     what a signal is going to do.
     """
 
-    active: ClassVar["Signals | None"] = None  # whose handlers are installed
+    installed: ClassVar[list["Signals"]] = []  # whose handlers are in place
 
     def __init__(self, *, silent: bool = False):
         self.received = 0
@@ -36,13 +36,11 @@ class Signals:
         self._deferred = False
         self._first = 0.0
         self._depth = 0
-        self._installed = False
 
     def __enter__(self) -> Self:
         """Installs the handlers, once, if this is the main thread."""
         self._depth += 1
-        self._installed |= threading.current_thread() is threading.main_thread()
-        if self._depth > 1 or not self._installed:
+        if self._depth > 1 or threading.current_thread() is not threading.main_thread():
             return self
         read, write = os.pipe()
         os.set_blocking(write, False)
@@ -54,18 +52,19 @@ class Signals:
         self._timers: list[threading.Timer] = []
         self._thread = threading.Thread(target=self._announce, args=(read,), daemon=True)
         self._thread.start()
-        Signals.active = self
+        Signals.installed.append(self)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._depth -= 1
-        if self._depth or not self._installed:
+        if self._depth or self not in Signals.installed:
             return
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup)
+        os.set_blocking(self._fds[1], True)  # the thread has to hear of the end
         self._tell(STOP)
-        self._installed, Signals.active = False, None
+        Signals.installed.remove(self)
         self._thread.join()
         for timer in self._timers:  # who catches SystemExit, as a notebook does, goes on
             timer.cancel()
@@ -85,8 +84,9 @@ class Signals:
 
     def _tell(self, message: int) -> None:
         """Sends a byte to the announcer, which reads it in order with the signals, however late."""
-        if self._installed:
-            os.write(self._fds[1], bytes([message]))
+        if self in Signals.installed:
+            with suppress(BlockingIOError):  # the pipe is full, and a run more than what is said
+                os.write(self._fds[1], bytes([message]))
 
     def left(self, seconds: float) -> float:
         """Returns how many of the `seconds` after SIGTERM are left; inf without it, or for 0."""
@@ -143,8 +143,8 @@ class Signals:
 def reset_in_child() -> None:
     """Lets SIGTERM end a process that was just forked, as pools end their workers, and leaves the
     pipe to the parent, which would announce, and obey, the signals of its children."""
-    if Signals.active is not None:
-        Signals.active._installed, Signals.active = False, None
+    if Signals.installed:
+        Signals.installed.clear()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ctrl-C waits as it does in the parent
 

@@ -83,7 +83,8 @@ def with_kernels() -> list[tuple[list[Tensor], int]]:
     own.shard = ExpertShard(collectives.Ranks.of(dist.group.WORLD), E)
     x, chosen, weights = (t.detach() for t in parts[rank])
     found = []
-    for own.recompute_gate_up in (False, True):
+    for recompute in (False, True):
+        own.recompute_gate_up = recompute
         with torch.no_grad():
             for mine, all_of in zip(own.parameters(), whole.parameters(), strict=True):
                 mine.copy_(all_of[rank * each : (rank + 1) * each])

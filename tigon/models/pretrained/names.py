@@ -112,7 +112,8 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
             elif isinstance(module, FusedLinear) and leaf in names.packed:
                 parts = [f"{parent}.{part}.{kind}" for part in names.packed[leaf]]
                 tiles = _tile(parts, module.parts, shape[1:])
-                slices[name] = tuple(map(_ordered, tiles, module.orders))
+                pairs = zip(tiles, module.orders, strict=True)
+                slices[name] = tuple(_ordered(tile, order) for tile, order in pairs)
             elif not stacked_experts and (
                 suffix := next((end for end in names.experts if name.endswith(f".{end}")), None)
             ):

@@ -1,0 +1,135 @@
+"""Truths that results are compared with, and the wrong results that this shows; parts of a time."""
+
+import itertools
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from bench import (
+    adapters,
+    end_to_end_side,
+    gated_delta,
+    generate_cases,
+    kernels,
+    kinds_of_work,
+    measure,
+    moe,
+    timing,
+)
+from bench.attention_cases import problem
+from bench.generate_cases import OURS
+from tests.bench.small import RAGGED_ATTENTION, SMALL_KERNELS, SMALL_LLAMA, Patch
+from tigon.kernels import AttentionMask, attention_ref
+
+
+def test_what_leaves_a_device_idle(monkeypatch: Patch) -> None:
+    def event(name: str, start: float, end: float, gpu: bool = True) -> SimpleNamespace:
+        kind = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
+        span = SimpleNamespace(start=start, end=end)
+        return SimpleNamespace(name=name, time_range=span, device_type=kind)
+
+    events = [event("b", 3000, 7000), event("a", 1000, 6000), event("c", 9000, 9500)]
+    events += [event("d", 9600, 9700), event(kinds_of_work.STEP, 0, 9900)]
+    calls = ["cudaStreamSynchronize", "cudaLaunchKernel", "cudaDeviceSynchronize"]
+    events += [event(name, i, i + 1, gpu=False) for i, name in enumerate(calls)]
+    late = event("cudaStreamSynchronize", 12000, 12001, gpu=False)
+    events += [late, event(kinds_of_work.STEP, 0, 10000, gpu=False)]
+    monkeypatch.setattr(kinds_of_work, "profile_run", lambda _: events)
+    monkeypatch.setattr(kinds_of_work, "GAPS", 1)
+    found = kinds_of_work.measure_idle(timing.nothing)
+    assert found["waits"] == {"cudaStreamSynchronize": 1}
+    assert found["idle_ms"] == pytest.approx(2.1)
+    assert found["gaps"] == [{"ms": 2.0, "after": "b", "before": "c"}]
+    found |= {"name": "tigon", "host_ms": 3.0}
+    said = "tigon: host 3.00 ms, device idle 2.10 ms; waits of the host: 1 x cudaStreamS"
+    assert next(moe.idle_lines(found)).startswith(said)
+
+
+def test_truth_does_not_depend_on_the_chunk() -> None:
+    x, w, dy = torch.randn(7, 5), torch.randn(5), torch.randn(7, 5)
+    expected = {"y": x.sin() * w, "dx": dy * w * x.cos(), "dw": (dy * x.sin()).sum(0)}
+    names = {"x": x, "row": torch.arange(7)}, {"w": w}, ("y",), (dy,)
+    for step in (3, 7, 100):
+        found = measure.truth(
+            lambda x, row, w: x.sin() * w * (row[:, None] >= 0), *names, step=step
+        )
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_attention_truth_is_the_definition(softcap: float | None) -> None:
+    what, _ = problem(replace(RAGGED_ATTENTION, softcap=softcap))
+    exact = what.truth()
+    wide = [x.detach().double().requires_grad_() for x in what.leaves.values()]
+    ids = torch.tensor([[0] * 5 + [1] * 3, [2] + [3] * 7])
+    out = attention_ref(*wide, mask=AttentionMask(8, segment_ids=ids), window=3, softcap=softcap)
+    grads = torch.autograd.grad(out, wide, what.upstream[0].double())
+    for name, value in zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True):
+        torch.testing.assert_close(exact[name].double(), value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("clock")
+def test_provider_that_raises_is_recorded_and_restored() -> None:
+    made = kernels.build(SMALL_KERNELS[0], "cpu", {})
+    (dy,) = made.upstream
+
+    def broken() -> None:
+        dy.zero_()
+        raise RuntimeError("no kernel for this")
+
+    made.providers[0] = measure.Provider("Liger", lambda: broken, overwrites=(dy,))
+    del made.providers[2:]
+    fresh = dy.clone()
+    failed, eager = measure.measure("", made, measure.ONCE)["providers"]
+    assert failed == {"name": "Liger", "error": "RuntimeError: no kernel for this"}
+    assert eager["both_ms"] == [1.0, 2.0, 3.0] and torch.equal(dy, fresh)
+    names = [p.name for p in kernels.build(SMALL_KERNELS[0], "cpu", {"Liger": None}).providers]
+    assert "Liger" not in names and "QuACK" in names
+
+
+@pytest.mark.usefixtures("clock")
+def test_wrong_numbers_of_nf4_are_noticed(monkeypatch: Patch) -> None:
+    right = adapters.quantized.dequantize_nf4
+    monkeypatch.setattr(adapters.quantized, "dequantize_nf4", lambda *given: right(*given) * 1.01)
+    (row,) = adapters.dequantising((8, 64), 1e9, measure.ONCE)["providers"]
+    assert "differ from the definition" in row["error"]
+
+
+def test_each_second_belongs_to_the_innermost_phase(monkeypatch: Patch) -> None:
+    now = itertools.count(1.0)
+    monkeypatch.setattr(end_to_end_side.time, "monotonic", lambda: next(now))
+
+    class Trainer:
+        def load(self) -> str:
+            return "loaded"
+
+        def train(self) -> str:
+            return self.load()
+
+    module = ModuleType("a_library")
+    module.Trainer = Trainer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_library", module)
+    clock = end_to_end_side.Clock(0.0)
+    clock.watch("a_library:Trainer.load", end_to_end_side.MODEL)
+    clock.watch("a_library:Trainer.train", end_to_end_side.STEPS)
+    assert Trainer().train() == "loaded"  # enters at 1, loads from 2 to 3, leaves at 4
+    clock.turn()
+    assert clock.seconds == {"start": 1.0, "model": 1.0, "steps": 2.0, "other": 1.0}
+
+
+def test_wrong_token_is_noticed() -> None:
+    model = generate_cases.ours(SMALL_LLAMA, "cpu")
+    tokens = generate_cases.generating(model, OURS, torch.randint(1000, 1201, (2, 5)))(7)
+    assert generate_cases.choice_gaps(model, tokens, 7).max() < 0.1
+    tokens[1, 8] = (tokens[1, 8] + 1) % 1201
+    assert generate_cases.choice_gaps(model, tokens, 7).max() > generate_cases.DOUBT
+
+
+def test_gated_delta_is_beside_the_truth() -> None:
+    found = gated_delta.check([5, 0, 66], (1, 2), 8, torch.float32)
+    for errors in found.values():
+        assert errors.keys() == {"o", "state", *(f"d{n}" for n in gated_delta.NAMES)}
+        assert max(errors.values()) < 1e-5

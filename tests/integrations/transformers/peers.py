@@ -15,7 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from tests.models.tiny import CASES, SIZES, load_reference, reference, their_config
+from tests.models.tiny import CASES, FIRST, SIZES, WRAPPED, load_reference, reference, their_config
 from tigon.integrations.transformers import from_pretrained
 from tigon.integrations.transformers.model import TigonPreTrainedModel
 
@@ -26,6 +26,8 @@ MODELS = {
     "qwen3_moe": "normed, biases",
 }
 OWN = {"callbacks", "compute_metrics", "eval_dataset", "preprocess_logits_for_metrics"}
+FAMILIES = [(m, case) for m, case in FIRST if m not in WRAPPED]
+B, T = 2, 11
 # Rows of several lengths, each with a prompt that is not learned
 LENGTHS = (11, 7, 9, 12, 5, 8, 10, 6)
 
@@ -66,6 +68,18 @@ def score_pair(model_type: str, labels: int = 1) -> tuple[PreTrainedModel, Tigon
     directory = score_checkpoint(model_type, labels)
     load = AutoModelForSequenceClassification.from_pretrained
     return load(directory, attn_implementation="eager").eval(), from_pretrained(directory)
+
+
+def inputs(ignored: int = 3) -> dict[str, Tensor]:
+    """Random ids, and labels of which the first are ignored."""
+    ids = torch.randint(4, 200, (B, T))
+    labels = ids.clone()
+    labels[:, :ignored] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def assert_near(actual: Any, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2e-5)
 
 
 def make_rows(lengths: Sequence[int] = LENGTHS) -> list[dict[str, list[int]]]:

@@ -1,4 +1,4 @@
-"""Operators with their definitions, and what their inputs are: `test_operators.py` checks each.
+"""Operators with their definitions, and what their inputs are: `test_operators*.py` check each.
 
 # B batch, T tokens, H query heads, K kv heads, D head dim, C model dim, I inner dim, E experts,
 # N rows, V vocab
@@ -562,7 +562,7 @@ FP8 = {
     "fp8_linear": fp8_case(fp8_linear, fp8_linear_ref, factors),
     "fp8_mlp": fp8_case(whole_mlp, mlp_in_steps, mlp_factors, "down"),
 }
-SHAPES = {  # of these nothing but shapes is asked in test_operators.py
+SHAPES = {  # of these nothing but shapes is asked in test_operators_traced.py
     "fp8_linear": FP8["fp8_linear"],
     "gemv": OpCase(one_row, one_row, factors, sizes=[(1, 8, 4)]),
     "append_attention": OpCase(append, append, tokens, sizes=[(2, 1, 4, 2, 8, 9)]),

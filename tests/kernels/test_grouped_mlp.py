@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.kernels.cases import CASES, Inputs, OpCase
 from tests.kernels.definitions import grouped_mlp as exact
-from tests.kernels.test_operators import assert_exact, gradients
+from tests.kernels.operators import assert_exact, gradients
 from tests.support.saved import saved_storages
 from tigon.kernels import grouped_mlp
 from tigon.kernels.mlp import grouped_product as implementation

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.kernels.cases import CASES, teacher_and_student
 from tests.kernels.conftest import CUDA
 from tests.kernels.definitions import losses as exact
-from tests.kernels.test_operators import assert_as_good_as_eager
+from tests.kernels.operators import assert_as_good_as_eager
 from tigon.kernels import (
     cross_entropy,
     linear_cross_entropy,

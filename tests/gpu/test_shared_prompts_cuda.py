@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tigon
 from bench.train_cases import LLAMA_8B
-from tests.gpu.test_attention_cuda import need
+from tests.gpu.attention import need
 from tigon import LoraConfig
 from tigon.kernels import use
 from tigon.kernels.loss.terms import LogProbs

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tigon
-from tests.gpu.test_attention_cuda import (
+from tests.gpu.attention import (
     CU,
     LENGTHS,
     PADDING,

@@ -1,5 +1,6 @@
 """What tests of checkpoints share."""
 
+import errno
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,6 +53,10 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def put_tensors(path: Path, tensors: dict[str, torch.Tensor], offsets: Sequence[int] = ()) -> None:

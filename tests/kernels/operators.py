@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import CASES, FP8, KINDS, MORE_KINDS, Inputs, OpCase, learned
+from tests.kernels.cases import CASES, FP8, KINDS, MORE_KINDS
 from tests.kernels.conftest import CUDA
+from tests.kernels.op_case import Inputs, OpCase, learned
 
 SLOW = [pytest.param(CASES[name], id=name, marks=pytest.mark.slow) for name in MORE_KINDS]
 ALWAYS = [pytest.param(CASES[name], id=name) for name in KINDS]

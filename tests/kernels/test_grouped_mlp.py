@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.cases import CASES, Inputs, OpCase
+from tests.kernels.cases import CASES
 from tests.kernels.definitions import grouped_mlp as exact
+from tests.kernels.op_case import Inputs, OpCase
 from tests.kernels.operators import assert_exact, gradients
 from tests.support.saved import saved_storages
 from tigon.kernels import grouped_mlp

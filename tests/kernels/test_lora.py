@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.kernels.cases import PARTS
 from tests.kernels.conftest import CUDA
+from tests.kernels.expert_cases import PARTS
 from tests.kernels.test_rebuilt import kept
 from tests.support.numbers import assert_as_near, relative_error
 from tests.support.recompute import recompute_above

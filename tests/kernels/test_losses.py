@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.kernels.cases import CASES, teacher_and_student
+from tests.kernels.cases import CASES
 from tests.kernels.conftest import CUDA
 from tests.kernels.definitions import losses as exact
+from tests.kernels.loss_cases import teacher_and_student
 from tests.kernels.operators import assert_as_good_as_eager
 from tigon.kernels import (
     cross_entropy,

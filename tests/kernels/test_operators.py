@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tests.kernels.cases import CASES, FP8, OpCase, learned
+from tests.kernels.cases import CASES, FP8
+from tests.kernels.op_case import OpCase, learned
 from tests.kernels.operators import (
     assert_exact,
     gradients,

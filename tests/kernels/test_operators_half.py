@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels import definitions
-from tests.kernels.cases import CASES, GEMMA, HALF, KINDS, MORE_KINDS, Call, OpCase, learned
+from tests.kernels.cases import CASES, KINDS, MORE_KINDS
+from tests.kernels.layer_cases import GEMMA
+from tests.kernels.op_case import HALF, Call, OpCase, learned
 from tests.kernels.operators import (
     JUDGED,
     assert_as_good_as_eager,

@@ -10,21 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from tests.kernels.cases import (
-    CASES,
-    FP8,
-    KINDS,
-    MORE_KINDS,
-    SHAPES,
-    B,
-    D,
-    H,
-    Inputs,
-    K,
-    OpCase,
-    learned,
-)
+from tests.kernels.cases import CASES, FP8, KINDS, MORE_KINDS, SHAPES
 from tests.kernels.conftest import CUDA
+from tests.kernels.layer_cases import B, D, H, K
+from tests.kernels.op_case import Inputs, OpCase, learned
 from tests.kernels.operators import ALWAYS, SLOW, gradients, kinds_and_fp8, random_like, small_steps
 
 __all__ = ["small_steps"]

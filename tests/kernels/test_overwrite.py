@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.kernels.cases import LOSSES
 from tests.kernels.definitions import losses
+from tests.kernels.loss_cases import LOSSES
 from tigon.kernels import cross_entropy, gated_act, qk_norm_rope
 from tigon.kernels.loss.logits import Options
 

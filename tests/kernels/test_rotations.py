@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import CASES, angles, heads
+from tests.kernels.cases import CASES
 from tests.kernels.definitions import qk_norm_rope as exact
 from tests.kernels.definitions import rotate
+from tests.kernels.layer_cases import angles, heads
 from tigon.kernels import qk_norm_rope, rope
 
 B, T, H, K, D = 2, 3, 6, 3, 14

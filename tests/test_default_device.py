@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_flatten
 import tigon
 import tigon.kernels
 from tests.generation.common import padded
+from tests.models.dense_cases import SIZES
 from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.mxfp4_checkpoints import to_mxfp4
 from tests.models.test_adapters_peft import trained
 from tests.models.test_quantized import EVEN
-from tests.models.tiny import CASES, EVERY, FIRST, SIZES, reference, their_config
+from tests.models.tiny import CASES, EVERY, FIRST, reference, their_config
 from tests.support.contract import tiny_llama
 from tests.support.small import write_chats, write_model
 from tests.train import preferences

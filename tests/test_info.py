@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from tests.models.dense_cases import ROPES, SIZES
 from tests.models.fp8_checkpoints import DYNAMIC, STATIC, to_fp8
 from tests.models.mxfp4_checkpoints import to_mxfp4
-from tests.models.tiny import CASES, FIRST, ROPES, SIZES, reference, their_config
+from tests.models.tiny import CASES, FIRST, reference, their_config
 from tests.support.hub_server import HubServer, hub
 from tests.support.small import EXPERTS, LLAMA, write_chats, write_model
 from tigon.cli import main, summary

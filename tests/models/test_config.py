@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 import pytest
 from transformers import AutoConfig, LlamaConfig
 
-from tests.models.tiny import ROPES, SIZES, on_meta, windows
+from tests.models.dense_cases import ROPES, SIZES
+from tests.models.tiny import on_meta, windows
 from tigon.models import MODELS, Llama
 from tigon.models.config import ACTIVATIONS, ConfigError, ModelConfig
 

@@ -13,7 +13,8 @@ from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import (
     HunYuanDenseV1RotaryEmbedding,
 )
 
-from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, on_meta, windows
+from tests.models.dense_cases import FULL, LLAMA3, LONG, SLIDING
+from tests.models.tiny import on_meta, windows
 from tigon.layers import RotaryEmbedding
 from tigon.models import MODELS
 from tigon.models.config import ConfigError, ModelConfig

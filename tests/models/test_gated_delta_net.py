@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from tests.generation.common import padded
+from tests.models.dense_cases import FULL
 from tests.models.test_parity import gradients
-from tests.models.tiny import CASES, FULL, exact, load_case, reference
+from tests.models.tiny import CASES, exact, load_case, reference
 from tests.support.contract import tiny_llama
 from tests.support.numbers import assert_as_near, float64
 from tigon.layers import GatedDeltaNet, KVCache

@@ -17,18 +17,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tigon
+from tests.models.dense_cases import LLAMA3, WINDOW, YARN
 from tests.models.gguf_files import write_gguf
+from tests.models.sparse_cases import EXPERTS, SHARED
 from tests.models.test_io import same
-from tests.models.tiny import (
-    CASES,
-    EXPERTS,
-    LLAMA3,
-    SHARED,
-    WINDOW,
-    YARN,
-    load_reference,
-    reference,
-)
+from tests.models.tiny import CASES, load_reference, reference
 from tests.support.hub_server import hub
 from tests.train.ranks import Ranks
 from tigon.models import MODELS as ZOO

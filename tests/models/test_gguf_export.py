@@ -13,9 +13,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 import tigon
+from tests.models.dense_cases import WINDOW, YARN
 from tests.models.gguf_files import write_gguf
+from tests.models.sparse_cases import EXPERTS, SHARED
 from tests.models.test_gguf import IDS, MODELS, SCALE
-from tests.models.tiny import EXPERTS, SHARED, WINDOW, YARN, reference
+from tests.models.tiny import reference
 from tests.tokenizer.conftest import byte_fallback, byte_level
 from tigon.models import MODELS as ZOO
 from tigon.models.pretrained.convert import convert_pretrained

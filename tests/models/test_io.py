@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import tigon
-from tests.models.tiny import CASES, FIRST, LATENTS, SHARED, edit_config, load_reference, reference
+from tests.models.sparse_cases import LATENTS, SHARED
+from tests.models.tiny import CASES, FIRST, edit_config, load_reference, reference
 from tigon.models import MODELS, CausalLM, from_pretrained
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

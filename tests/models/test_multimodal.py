@@ -18,7 +18,8 @@ from transformers import (
 )
 
 import tigon
-from tests.models.tiny import CASES, SIZES, UNSCALED, WRAPPED
+from tests.models.dense_cases import SIZES
+from tests.models.tiny import CASES, UNSCALED, WRAPPED
 from tigon.models import MODELS
 from tigon.models.pretrained.load import as_sequence_classifier
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import CASES, FIRST, SIZES
+from tests.models.dense_cases import SIZES
+from tests.models.tiny import CASES, FIRST
 from tests.support.contract import gradients, tokens
 from tigon.layers import activation_offload
 from tigon.models import MODELS, CausalLM

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon
+from tests.models.dense_cases import FULL, LLAMA3, LONG, SLIDING, YARN
 from tests.models.test_config_families import DEFAULT, MINISTRAL_YARN
-from tests.models.tiny import FULL, LLAMA3, LONG, SLIDING, YARN, edit_config
+from tests.models.tiny import edit_config
 from tigon.models import MODELS, build
 from tigon.models.pretrained import match
 from tigon.utils.config import ConfigError

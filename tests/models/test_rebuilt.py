@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import CASES, FIRST, SIZES
+from tests.models.dense_cases import SIZES
+from tests.models.tiny import CASES, FIRST
 from tests.support.contract import gradients
 from tests.support.recompute import recompute_above
 from tests.support.saved import saved_storages

@@ -7,8 +7,8 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from tests.models.tiny import LLAMA3
-from tests.models.tiny import YARN as TINY_YARN
+from tests.models.dense_cases import LLAMA3
+from tests.models.dense_cases import YARN as TINY_YARN
 from tigon.layers import RotaryEmbedding
 from tigon.models.rope_config import read_rope
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.models.dense_cases import SIZES
 from tests.models.test_rebuilt import assert_same, interpreted, step
-from tests.models.tiny import CASES, SIZES
+from tests.models.tiny import CASES
 from tests.support.contract import gradients
 from tests.support.recompute import recompute_above
 from tests.support.saved import saved_storages

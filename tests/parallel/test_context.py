@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.tiny import CASES, FIRST, SIZES
+from tests.models.dense_cases import SIZES
+from tests.models.tiny import CASES, FIRST
 from tests.parallel.context_ranks import CALLS, compare_cases
 from tests.parallel.ranks import run_on_ranks, selected_cases
 from tests.support.contract import TINY, tiny_llama

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import tigon
-from tests.models.tiny import CASES, ROPES, reference
+from tests.models.dense_cases import ROPES
+from tests.models.tiny import CASES, reference
 from tests.serve.server import wait
 from tigon.generation.loop import HostCopies
 from tigon.generation.settings import GenerationSettings

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.tiny import CASES, FIRST, SIZES
+from tests.models.dense_cases import SIZES
+from tests.models.tiny import CASES, FIRST
 from tests.support.saved import saved_storages
 from tests.support.small import EXPERTS, LLAMA, write_model
 from tigon.data.packing import MAX_KEY_COPIES

@@ -15,7 +15,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from tests.models.tiny import CASES, FIRST, SIZES, WRAPPED, load_reference, reference, their_config
+from tests.models.dense_cases import SIZES
+from tests.models.tiny import CASES, FIRST, WRAPPED, load_reference, reference, their_config
 from tigon.integrations.transformers import from_pretrained
 from tigon.integrations.transformers.model import TigonPreTrainedModel
 

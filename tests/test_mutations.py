@@ -3,12 +3,18 @@
 import shutil
 from pathlib import Path
 
-from tests.mutations import ROOT, read
+import pytest
+
+from tests.mutations import ROOT, Mutation, read, run
+
+
+def every_mutation() -> list[Mutation]:
+    return list(read((ROOT / "tests/mutations.txt").read_text().splitlines()))
 
 
 def test_every_mistake_can_be_planted(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "tigon", tmp_path / "tigon")
-    mutations = list(read((ROOT / "tests/mutations.txt").read_text().splitlines()))
+    mutations = every_mutation()
     assert set(range(1, 34)) <= {m.number for m in mutations}
     for m in mutations:
         if m.test:
@@ -18,3 +24,11 @@ def test_every_mistake_can_be_planted(tmp_path: Path) -> None:
             path.write_text(before)
             name = m.test.partition("::")[0]
             assert (ROOT / name).is_file(), name
+
+
+@pytest.mark.slow
+def test_every_test_that_has_to_notice_is_collected() -> None:
+    """With its parameters, which change with those of the test."""
+    tests = dict.fromkeys(m.test for m in every_mutation() if m.test)
+    code, output = run(ROOT, "--collect-only", *tests)
+    assert code == 0, output

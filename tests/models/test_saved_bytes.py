@@ -76,7 +76,9 @@ GATED = "qwen3_5_text", {"full_attention_interval": 1}, 2 * C + COMMON + H * D
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "numbers"), [*((kind, *kept) for kind, kept in KEPT.items()), GATED]
+    ("model_type", "changes", "numbers"),
+    [*((kind, *kept) for kind, kept in KEPT.items()), GATED],
+    ids=[*KEPT, "gates"],
 )
 def test_bytes_of_one_more_layer(model_type: str, changes: dict[str, Any], numbers: int) -> None:
     found = held(make(model_type, 3, changes)) - held(make(model_type, 2, changes))

@@ -27,7 +27,7 @@ import torch
 
 from bench import scaling
 from bench.harness import RESULTS, Record, figure, markdown, save, write_docs
-from bench.train_cases import CASES, MODELS, RECOMPUTED_EXPERTS
+from bench.train_cases import CASES, MODELS, OURS, settings
 from bench.train_multi_side import TIGON
 from tigon.data.examples import format_count
 from tigon.models import MODELS as FAMILIES
@@ -106,8 +106,8 @@ def measured() -> list[Measured]:
         case = replace(case, settings=tuple(row["settings"]))  # those of the record
         if not rounds or any(word in row["name"] for word in LEFT_OUT):
             continue
-        again = "experts" if RECOMPUTED_EXPERTS[0] in case.settings else case.recomputed
-        layout = Layout(rows=case.rows, checkpointing=again)
+        recompute = settings(case, OURS, "adamw_bf16").activation_checkpointing
+        layout = Layout(rows=case.rows, checkpointing=recompute)
         ms, gib = (f([r[k] for r in rounds]) for f, k in ((median, "ms"), (max, "allocated_gib")))
         fitted = case.model.startswith(FITTED)
         profile = row["profile"]["tigon"] if fitted else {}

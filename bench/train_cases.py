@@ -105,11 +105,6 @@ class Case:
         return "num_experts" in MODELS[self.model][2]
 
     @property
-    def recomputed(self) -> bool:
-        """Whether Tigon recomputes each block in backward."""
-        return self.checkpointing or RECOMPUTED[0] in self.settings
-
-    @property
     def autotuned(self) -> bool:
         """Whether the peer's delta rule is FLA's, whose kernels try many configurations."""
         return self.model.startswith("Qwen3.5") and find_spec("fla") is not None
@@ -250,7 +245,7 @@ class Batch:
             given |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
             given |= {"max_length_q": longest, "max_length_k": longest}
             chats = torch.arange(len(self.lengths), dtype=torch.int32, device=self.ids.device)
-            # With the size that it has, it can be told of fake tensors
+            # Fake tensors, which have no numbers, need the size of the result
             chats = chats.repeat_interleave(bounds.diff(), output_size=self.ids.shape[1])
             given |= {"seq_idx": chats[None]}
         return given

@@ -17,7 +17,7 @@ import tigon
 from bench.harness import Record
 from bench.kernels import BF16
 from bench.timing import copy_bandwidth, took
-from bench.train_cases import MODELS, Batch, Case, shape_of
+from bench.train_cases import MODELS, OURS, Batch, Case, settings, shape_of
 from tigon.kernels import AttentionMask, attention
 from tigon.layers import LMHead, SoftmaxAttention, SparseMoE
 from tigon.layers.lora import MATRICES
@@ -40,7 +40,8 @@ def composed(case: Case, batch: Batch, tiny: bool) -> Record:
     model = getattr(tigon, name).from_config(
         shape_of(case, tiny), dtype=torch.bfloat16, device="meta"
     )
-    again = 1 if case.recomputed else 0  # forwards of the blocks that are made once more
+    recompute = settings(case, OURS, "adamw_bf16").activation_checkpointing
+    again = 1 if recompute is True else 0  # forwards of the blocks that are made once more
     device = str(batch.ids.device)
     bandwidth = copy_bandwidth(device, 2**20 if tiny else 2**32)
     products = [

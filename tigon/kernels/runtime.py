@@ -328,6 +328,12 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
 
 
+def as_strided_rows(x: Tensor) -> tuple[Tensor, int]:
+    """Returns `as_rows` and the step from row to row, as kernels take them together."""
+    rows = as_rows(x)
+    return rows, rows.stride(0)
+
+
 # Checks of values on a device, which do not wait for it unless asked to
 
 # What a device's assertion may say: torch takes a longer one for an error of its own

@@ -380,7 +380,7 @@ def estimate_step(job: Job, layout: Layout, *, sums: torch.dtype | None = None) 
     counts = shapes.counts(layout.tensor, layout.expert)
     ranks = {n: getattr(layout, n) for n in ("context", "tensor", "expert")}
     work = shapes.work(layout.rows, job.seq_len, **ranks, recomputed=layout.recomputed)
-    if layout.checkpointing == "experts":  # two thirds of one of three passes
+    if layout.checkpointing == "experts":  # gate and up: 2 of 3 products, 1 of 3 passes
         work = replace(work, grouped=work.grouped * 11 / 9)
     compute = compute_seconds(work, k)
     step = Step({kind: batches * seconds for kind, seconds in compute.items()})

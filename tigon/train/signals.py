@@ -85,7 +85,7 @@ class Signals:
     def _tell(self, message: int) -> None:
         """Sends a byte to the announcer, which reads it in order with the signals, however late."""
         if self in Signals.installed:
-            with suppress(BlockingIOError):  # the pipe is full, and a run more than what is said
+            with suppress(BlockingIOError):  # the pipe is full: the run matters more
                 os.write(self._fds[1], bytes([message]))
 
     def left(self, seconds: float) -> float:

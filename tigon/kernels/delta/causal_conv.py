@@ -13,7 +13,7 @@ from tigon.kernels.delta.causal_conv_kernels import conv_backward_kernel, conv_f
 from tigon.kernels.norm.rms_norm_kernels import sum_partials
 from tigon.kernels.runtime import (
     DTYPES,
-    as_rows,
+    as_strided_rows,
     check_devices,
     next_power_of_2,
     num_sms,
@@ -119,15 +119,9 @@ def _launch(x: Tensor, key_dim: int, threads: int, whole: bool = False) -> ConvL
     return ConvLaunch(groups, width, block, fitting, chunk, chunks, step, min(warps, 8))
 
 
-def _rows_of(x: Tensor) -> tuple[Tensor, int]:
-    """Returns [B, T, C] as rows with adjacent columns, and the step from row to row."""
-    x = as_rows(x)
-    return x, x.stride(0)
-
-
 def _parts_of(parts: list[Tensor]) -> list[tuple[Tensor, int]]:
     """Returns q, k and v as the kernels take them; y alone stands for each."""
-    rows = [_rows_of(t.flatten(2)) for t in parts]
+    rows = [as_strided_rows(t.flatten(2)) for t in parts]
     return rows if len(rows) == 3 else 3 * rows
 
 
@@ -158,7 +152,7 @@ def _run_forward(
         return outputs
     launch = _launch(x, key_dim, FORWARD_THREADS, update)
     conv_forward_kernel[(launch.groups * launch.blocks,)](
-        *(_rows_of(x), *_parts_of(outputs), weight.contiguous(), starts, state),
+        *(as_strided_rows(x), *_parts_of(outputs), weight.contiguous(), starts, state),
         *(launch.chunks, x.shape[1], launch.chunk, key_dim**-0.5 if key_heads else 1.0),
         *(*weight.shape, key_heads, launch.width, silu, update),
         *(launch.block, launch.rows, launch.step),
@@ -230,7 +224,7 @@ def _backward(
     if dweight is not None:
         partials = torch.empty(launch.blocks * C * W, dtype=torch.float32, device=x.device)
     conv_backward_kernel[(launch.groups * launch.blocks,)](
-        *(_rows_of(x), *_parts_of(ups), weight.contiguous()),
+        *(as_strided_rows(x), *_parts_of(ups), weight.contiguous()),
         *(None if t is None else t.contiguous() for t in (starts, state)),
         *(dx, dstate, partials),
         *(launch.chunks, x.shape[1], launch.chunk, key_dim**-0.5 if key_heads else 1.0),

@@ -14,7 +14,7 @@ from torch import Tensor
 from tigon.kernels.norm.rms_norm_kernels import sum_partials
 from tigon.kernels.runtime import (
     DTYPES,
-    as_rows,
+    as_strided_rows,
     check_devices,
     next_power_of_2,
     operator,
@@ -110,12 +110,6 @@ def _tiles(H: int, elements: int) -> dict[str, int]:
     return {"ROWS": max(1, elements // block), "BLOCK": block}
 
 
-def _strided_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Returns [..., H] as rows, and the step from row to row."""
-    rows = as_rows(x)
-    return rows, rows.stride(0)
-
-
 def _gates(a: Tensor, b: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Allocates g and beta."""
     return a.new_empty(a.shape, dtype=torch.float32), b.new_empty(b.shape)
@@ -129,7 +123,7 @@ def _forward(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tens
         H = a.shape[-1]
         N, tiles = a.numel() // H, _tiles(H, FORWARD)
         _forward_kernel[(triton.cdiv(N, tiles["ROWS"]),)](
-            *(_strided_rows(a), _strided_rows(b), A_log, dt_bias, *gates, N),
+            *(as_strided_rows(a), as_strided_rows(b), A_log, dt_bias, *gates, N),
             H=H, **tiles, **pdl_options(a),
         )  # fmt: skip
     return gates
@@ -156,7 +150,7 @@ def _backward(
     programs = triton.cdiv(N, tiles["ROWS"])
     partials = dg.new_empty(2, programs, H) if learns else None
     _backward_kernel[(programs,)](
-        *(dg, dbeta, _strided_rows(a), _strided_rows(b), A_log, dt_bias),
+        *(dg, dbeta, as_strided_rows(a), as_strided_rows(b), A_log, dt_bias),
         *(*gradients[:2], partials, N), H=H, **tiles,
     )  # fmt: skip
     if partials is not None:

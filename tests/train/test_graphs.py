@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
         "param_dtype": "bfloat16", "accumulate_fp32": "true", "sharding": "gradients",
     },
     "bfloat16": {"param_dtype": "bfloat16", "optimizer": "adamw_bf16"},
+    "fp8": {"param_dtype": "bfloat16", "fp8": "true"},
     "frozen embedding": {"parameter_groups": "[{match: '*embed_tokens*', freeze: true}]"},
     "frozen block and head": {
         "model": LLAMA | {"tie_word_embeddings": False}, "sharding": "gradients",

@@ -228,6 +228,10 @@ class ModelConfig:
         """Whether the layer has RoPE: here every layer has, and families have other rules."""
         return True
 
+    def attention_sizes(self, layer: int) -> tuple[int, int]:
+        """The layer's head dim and number of kv heads."""
+        return self.head_dim, self.num_key_value_heads
+
     def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
         """The layer's head dim and RoPE parameters; without RoPE {} or `NoRotary` options."""
         return self.head_dim, self.rope_parameters if self.rotates(layer) else {}
@@ -339,7 +343,7 @@ class TwoRopesConfig(WindowedConfig):
 
     def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
         """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
-        return self.head_dim, self.rope_parameters[self.layer_type(layer)]
+        return self.attention_sizes(layer)[0], self.rope_parameters[self.layer_type(layer)]
 
     def _rope_keys(self) -> dict[str, Any]:
         """The keys of `to_dict` that describe both RoPEs."""

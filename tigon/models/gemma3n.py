@@ -21,6 +21,7 @@ from tigon.layers.shared_attention import SharingAttention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError
 from tigon.models.decoder import BlockOutput, TransformerBlock
+from tigon.models.gemma import GemmaConfig
 from tigon.models.gemma3 import LocalThetaConfig
 from tigon.models.gemma4 import SharedKVConfig
 from tigon.models.per_layer_inputs import PerLayerDecoder, multiply
@@ -29,13 +30,14 @@ from tigon.weights import local_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3nConfig(SharedKVConfig, LocalThetaConfig):
+class Gemma3nConfig(GemmaConfig, SharedKVConfig, LocalThetaConfig):
     """The config of Gemma 3n's text models; intermediate_size and activation_sparsity_pattern have
     a value for each layer, or one for all."""
 
     model_type = "gemma3n_text"
     architecture = "Gemma3nForCausalLM"
     classifier_name = None
+    overflows_float16 = False
     ignored = frozenset({"rope_local_base_freq"})  # read with the RoPEs
 
     vocab_size: int = 262400
@@ -44,15 +46,8 @@ class Gemma3nConfig(SharedKVConfig, LocalThetaConfig):
     num_hidden_layers: int = 35
     num_attention_heads: int = 8
     num_key_value_heads: int = 2
-    head_dim: int = 256
-    hidden_act: str = "gelu_pytorch_tanh"
     hidden_activation: str = "gelu_pytorch_tanh"  # which counts
     max_position_embeddings: int = 32768
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = 0
-    eos_token_id: int | list[int] | None = 1
-    bos_token_id: int | None = 2
-    attention_bias: bool = False
     sliding_window: int | None = 512
     final_logit_softcapping: float | None = 30.0
     vocab_size_per_layer_input: int = 262144
@@ -214,33 +209,33 @@ class Gemma3nDecoder(PerLayerDecoder):
 
     def __init__(self, c: Gemma3nConfig, block: type[TransformerBlock], **options: Any):
         super().__init__(c, block, rounded_scales=True, **options)
-        for name in ("altup_projections", "altup_unembed_projections"):
-            layers = [Linear(self.dim, self.dim, bias=False) for _ in range(1, c.altup_num_inputs)]
-            self.add_module(name, nn.ModuleList(layers))
+
+        def projections() -> nn.ModuleList:
+            streams = range(1, c.altup_num_inputs)
+            return nn.ModuleList(Linear(self.dim, self.dim, bias=False) for _ in streams)
+
+        self.altup_projections, self.altup_unembed_projections = projections(), projections()
 
     @property
     def first_modules(self) -> list[nn.Module]:
         """Those of the base, and the projections."""
-        return [*super().first_modules, *self.get_submodule("altup_projections").children()]
+        return [*super().first_modules, *self.altup_projections]
 
     @property
     def last_modules(self) -> list[nn.Module]:
         """The projections back, and the norm."""
-        return [*self.get_submodule("altup_unembed_projections").children(), *super().last_modules]
+        return [*self.altup_unembed_projections, *super().last_modules]
 
     def begin(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
         """The streams [S, B, T, C], and each block's input."""
         x, inputs = super().begin(x, *dropout_args)
-        layers = self.get_submodule("altup_projections").children()
-        others = [_rescale(layer(x, *dropout_args), x) for layer in layers]
+        others = [_rescale(layer(x, *dropout_args), x) for layer in self.altup_projections]
         return torch.stack([x, *others]), inputs
 
     def end(self, x: Tensor, residual: Tensor | None, *dropout_args: Tensor) -> Tensor:
         """The norm of the streams' mean [B, T, C]."""
-        layers = self.get_submodule("altup_unembed_projections").children()
-        back = [
-            _rescale(layer(y, *dropout_args), x[0]) for layer, y in zip(layers, x[1:], strict=True)
-        ]
+        pairs = zip(self.altup_unembed_projections, x[1:], strict=True)
+        back = [_rescale(layer(y, *dropout_args), x[0]) for layer, y in pairs]
         return super().end(torch.stack([x[0], *back]).mean(0), residual)
 
 

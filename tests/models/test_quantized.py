@@ -20,7 +20,7 @@ from tigon import LoraConfig
 from tigon.layers import Linear
 from tigon.models.config import ConfigError
 from tigon.models.quantization_config import READ, read_quantization
-from tigon.weights import BlockScales, Mxfp4Blocks
+from tigon.weights import BlockScales
 
 # Sizes that blocks of 32 x 16 divide, as transformers asks for
 EVEN = {
@@ -174,7 +174,7 @@ def test_published_settings_are_read_and_unknown_ones_said() -> None:
     assert read_quantization({"quantization_config": STATIC}) == BlockScales(None)
     assert read_quantization({"quantization_config": FP8}) == BlockScales((128, 128))
     assert read_quantization({"text_config": {"quantization_config": FP8}}) == BlockScales()
-    assert read_quantization({"quantization_config": SETTINGS}) == Mxfp4Blocks()
+    assert read_quantization({"quantization_config": SETTINGS}) is None
     assert read_quantization({"quantization_config": None, "text_config": 3}) is None
     with pytest.warns(UserWarning, match=r"keys not understood and ignored: \['color'\]"):
         read_quantization({"quantization_config": FP8 | {"color": 3}})

@@ -34,7 +34,6 @@ from tigon.train.build import TrainingRun, build_run, read_inputs
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.distributed import World
 from tigon.train.dry_run import random_model
-from tigon.train.launch_meter import PASSES, WARM_UP
 from tigon.train.less_memory import within_memory
 from tigon.train.optim import build_ema, build_optimizer
 from tigon.train.trainer import forward_backward, update_weights
@@ -45,6 +44,7 @@ BF16 = ("param_dtype=bfloat16", "optimizer=adamw_bf16")
 LORA = ("lora.rank=16",)
 OFF, ON = ("cuda_graphs=false",), ("cuda_graphs=true",)
 ALL, NONE = ("activation_checkpointing=true",), ("activation_checkpointing=false",)
+QUIET = 6  # steps without a new graph after which steps are timed
 SPOILED = "auto, with a block that asks the GPU"  # for a number, as no graph can
 
 
@@ -162,19 +162,21 @@ def step(run: TrainingRun, number: int) -> float:
 def timed(run: TrainingRun, seconds: float) -> Record:
     """Steps for so many seconds after the first, which are told apart."""
     losses, times, tokens = list[float](), list[float](), list[int]()
-    began, warm = time.perf_counter(), 0.0
+    began, warm, known, quiet = time.perf_counter(), 0.0, 0, 0
     while True:
         start_time = time.perf_counter()
         losses.append(step(run, len(losses)))
-        now = timing.now()
-        undecided = isinstance(run.model.graphs, Graphs) and run.model.graphs.meter is not None
+        now, graphs = timing.now(), run.model.graphs
         if not warm:
-            # Another step or two decide on graphs, and capture
-            ready = not undecided and len(losses) > WARM_UP + PASSES + 2
+            count, undecided = 0, False
+            if isinstance(graphs, Graphs):  # passes of a new kind run without, and then capture
+                count = len(graphs.learned) + len(graphs.captured)
+                undecided = graphs.meter is not None
+            quiet = 0 if undecided or count != known else quiet + 1
+            known = count
             # No launches limit a step of a second
-            if len(losses) >= 2 and (ready or now - start_time > 1):
+            if len(losses) >= 2 and (quiet >= QUIET or now - start_time > 1):
                 warm = now - began
-            if warm:
                 reset_peaks()
             continue
         times.append(now - start_time)
@@ -185,7 +187,6 @@ def timed(run: TrainingRun, seconds: float) -> Record:
     found: Record = {"losses": losses[:8], "steps": len(times), "warm_up_s": warm}
     found |= {"tokens_per_second": median(rates), "step_ms": 1e3 * median(times)}
     found |= peaks()
-    graphs = run.model.graphs
     found["graphs"] = len(graphs.captured) if isinstance(graphs, Graphs) else 0
     found["rows"] = run.data.micro_batch_size
     return found

@@ -5,7 +5,7 @@ where `make quickstart` has built them, of which the last rows are held out; els
 project's documents. A seed is an order of the rows, and all kinds have the same ones. Judged is the
 mean held-out loss over the seeds: it may be above bf16's by half of what bf16's own seeds differ.
 
-    python -m bench fp8_curves                # some ten minutes
+    python -m bench fp8_curves                # some five minutes
     python -m bench fp8_curves --write-docs   # needs no GPU
 
 What a task loses: `python -m bench recipes --set fp8=true --out bench/out/recipes-fp8.json`,
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from bench.harness import Bench, Job, Record, markdown, progress, report, verdict
 from bench.train_curves import Given, given, masters, mine, mine_in_fp8, text_tokens
+from tigon.train.cuda_graphs import Graphs
 
 BF16, FP8, APART = "bf16", "fp8", "fp8 except qkv_proj"
 KINDS: dict[str, Callable[[Given], Any]] = {
@@ -59,6 +60,8 @@ def curve(kind: str, seed: int, what: Given, tiny: bool) -> Record:
     passes = -(-steps * count // len(rows))
     order = torch.cat([torch.randperm(len(rows), generator=draw) for _ in range(passes)])
     model = KINDS[kind](what).train()
+    if what.device == "cuda":  # the same bits, without waiting for launches
+        Graphs(model)
     optimizer, losses = masters(model), []
     for chosen in order[: steps * count].view(steps, count):
         ids = rows[chosen].to(what.device)

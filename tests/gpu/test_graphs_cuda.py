@@ -48,6 +48,7 @@ CASES: dict[str, dict[str, Any]] = {
     "sdpa": HALF | {"attention": "sdpa"},
     "adapter with dropout": {"dtype": "bfloat16", "lora.rank": 4, "lora.dropout": 0.1},
     "deterministic": HALF | {"deterministic": "true"},
+    "fp8": HALF | {"fp8": "true"},
     "8 bits of states": HALF | {"optimizer": "adamw_8bit", "ema_decay": 0.9},
     "muon": WIDE | {"optimizer": "muon"},
     "evaluations": HALF | {"eval_every": 2, "predictions": "true"},

@@ -6,6 +6,7 @@ tests/gpu/test_graphs_cuda.py has the graphs themselves.
 
 import copy
 import importlib
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
         "param_dtype": "bfloat16", "accumulate_fp32": "true", "sharding": "gradients",
     },
     "bfloat16": {"param_dtype": "bfloat16", "optimizer": "adamw_bf16"},
+    "fp8": {"param_dtype": "bfloat16", "fp8": "true"},
     "frozen embedding": {"parameter_groups": "[{match: '*embed_tokens*', freeze: true}]"},
     "frozen block and head": {
         "model": LLAMA | {"tie_word_embeddings": False}, "sharding": "gradients",
@@ -139,6 +141,22 @@ def test_kinds_beyond_the_most_run_without(workspace, world, played, monkeypatch
     assert found == expected
     assert len(made.learned) == 1 and 0 < made.passes < 6 * STEPS
     assert len(said) == 1 and "graphs for 1 kinds of micro-batches" in said[0]
+
+
+def test_no_pass_is_alive_as_the_next_begins(workspace, world, monkeypatch):
+    """On a GPU a capture fails while nodes of a pass without graphs are alive."""
+    run = prepare(load(None, workspace.settings("alive", steps=2)), world)
+    loss_of, passes = run.task.loss, []
+
+    def loss(*given):
+        assert all(earlier() is None for earlier in passes)
+        result = loss_of(*given)
+        passes.append(weakref.ref(result.loss))
+        return result
+
+    monkeypatch.setattr(run.task, "loss", loss)
+    assert train(run) == 0
+    assert len(passes) == 8
 
 
 @pytest.fixture

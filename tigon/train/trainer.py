@@ -167,8 +167,9 @@ def forward_backward(run: TrainingRun, data_step: int) -> tuple[dict[str, float]
             total = world.all_reduce_sum(loss.to(torch.double, copy=True))
             norm = run.in_backward.backward(result.loss, world.same_loss(total))
         callbacks.on_pass(result.output, inputs.request, i, inputs.micro_batch)
-        # Detached, as a CUDA graph capture must not see nodes of an eager pass
         results.append(replace(result, loss=loss, output=None))
+        # The next pass may be captured, which fails while nodes of an eager one are alive
+        del result
     if norm is None:
         if model.tensor_parallel is not None:
             model.tensor_parallel.sum_gradients(model)

@@ -76,13 +76,9 @@ def causal_conv_qkv_ref(
     y = causal_conv_ref(x, weight, activation="silu", starts=starts, state=state)
     size = key_heads * key_dim
     q, k, v = y.split((size, size, y.shape[-1] - 2 * size), -1)
-    q, k = (_unit(u.unflatten(-1, (key_heads, key_dim)).float()) for u in (q, k))
+    q, k = (u.unflatten(-1, (key_heads, key_dim)).float() for u in (q, k))
+    q, k = (u * torch.rsqrt(u.square().sum(-1, keepdim=True) + L2_EPS) for u in (q, k))
     return (q * key_dim**-0.5).to(x.dtype), k.to(x.dtype), v
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Divides the last dimension by its length."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
 class ConvLaunch(NamedTuple):

@@ -147,6 +147,7 @@ class Gemma3nBlock(TransformerBlock):
 
     attention_class = SharingAttention
     norm_cast = "after_weight"
+    qk_norm = True
     NORMS = (
         *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"),
         *("post_feedforward_layernorm", "post_per_layer_input_norm"),
@@ -168,8 +169,7 @@ class Gemma3nBlock(TransformerBlock):
     def make_mixer(self, c: Gemma3nConfig, layer: int) -> Attention:
         """Makes attention with scale 1, which may read another layer's keys and values."""
         source = "projection" if c.kv_source(layer) is None else "layer"
-        options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "scale": 1.0}
-        return self.make_attention(c, layer, values_from=source, **options)
+        return self.make_attention(c, layer, values_from=source, scale=1.0)
 
     def make_mlp(self, c: Any, layer: int) -> GatedMLP:
         """Makes a gated MLP of the layer's size, with a share of its units only if it is sparse."""

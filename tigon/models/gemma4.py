@@ -204,6 +204,7 @@ class Gemma4Block(SandwichBlock):
     layer_scalar: Tensor  # [1]
     attention_class = SharingAttention
     norm_cast = "after_weight"
+    qk_norm = True
 
     def __init__(self, c: Any, layer: int):
         super().__init__(c, layer)
@@ -241,8 +242,7 @@ class Gemma4Block(SandwichBlock):
         if window is not None and c.use_bidirectional_attention == "all":
             # The config gives the width of both sides, and transformers sees one token more of each
             window = window // 2 + 2
-        options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "scale": 1.0}
-        return self.make_attention(c, layer, window=window, values_from=values, **options)
+        return self.make_attention(c, layer, window=window, values_from=values, scale=1.0)
 
     def make_mlp(self, c: Any, layer: int) -> GatedMLP:
         """Makes a gated MLP, twice as wide with `use_double_wide_mlp` in layers that share KV."""

@@ -120,10 +120,12 @@ class Lfm2Config(ShortConvConfig):
 class Lfm2Block(PreNormBlock):
     """A `PreNormBlock` with a short convolution, or attention with QK-norm per head."""
 
+    qk_norm = True
+
     def make_mixer(self, c: ShortConvConfig, layer: int) -> nn.Module:
         """Makes attention with QK-norm, or a short convolution, which is called "conv"."""
         if c.attends(layer):
-            return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
+            return self.make_attention(c, layer)
         self.mixer_name = CONV
         return ShortConv(c.hidden_size, c.conv_L_cache, bias=c.conv_bias)
 

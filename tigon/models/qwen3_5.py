@@ -62,11 +62,12 @@ class GatedDeltaBlock(PreNormBlock):
 
     norm_offset = 1.0
     norm_cast: ClassVar[Cast] = "after_weight"
+    qk_norm = True
     interleaved_heads = False  # whether checkpoints have the rows of each key head together
 
     def make_mixer(self, c: GatedDeltaConfig, layer: int) -> nn.Module:
         if c.attends(layer):
-            return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps, gate="q_proj")
+            return self.make_attention(c, layer, gate="q_proj")
         self.mixer_name = "linear_attn"
         heads = c.linear_num_key_heads, c.linear_num_value_heads
         dims = c.linear_key_head_dim, c.linear_value_head_dim

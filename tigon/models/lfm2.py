@@ -11,7 +11,7 @@ from torch import nn
 
 from tigon.layers import GatedMLP, ShortConv
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import ModelConfig, check_layer_kinds
+from tigon.models.config import ModelConfig
 from tigon.models.decoder import PreNormBlock
 from tigon.models.pretrained.names import QKV, CheckpointNames
 from tigon.models.rope_config import FULL
@@ -27,6 +27,7 @@ class ShortConvConfig(ModelConfig):
     `ModelConfig` with the kinds of layers, and the convolution's size and biases."""
 
     classifier_name = None
+    layer_kinds = CONV, FULL
     default_theta = 1e6
     keys: ClassVar[Mapping[str, str]] = KEYS
     ignored = frozenset(KEYS)
@@ -58,10 +59,6 @@ class ShortConvConfig(ModelConfig):
         del out["hidden_act"], out["rms_norm_eps"]
         stored = {key: getattr(self, name) for key, name in self.keys.items() if key in out}
         return out | {"norm_eps": self.rms_norm_eps} | stored
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_kinds("layer_types", self.layer_types, self.num_hidden_layers, CONV, FULL)
 
     def attends(self, layer: int) -> bool:
         """Whether the layer has attention: by layer_types, or else all have."""

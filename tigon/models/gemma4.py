@@ -20,7 +20,7 @@ from tigon.models.causal_lm import CausalLM
 from tigon.models.config import FULL, SLIDING, ConfigError, TwoRopesConfig
 from tigon.models.decoder import BlockOutput, SandwichBlock, TransformerBlock, layer_window
 from tigon.models.gemma import GemmaConfig
-from tigon.models.moe import ExpertsConfig
+from tigon.models.moe import ExpertsConfig, sparse_moe
 from tigon.models.per_layer_inputs import PerLayerDecoder
 from tigon.models.pretrained.names import CheckpointNames
 from tigon.utils.config import check_range, check_type
@@ -213,14 +213,9 @@ class Gemma4Block(SandwichBlock):
         self.register_buffer("layer_scalar", torch.empty(1))
         self.moe: SparseMoE | None = None
         if experts := getattr(c, "experts", 0):
-            sizes = c.hidden_size, c.moe_intermediate_size, experts, c.top_k_experts
-            self.moe = SparseMoE(
-                *sizes,
-                c.mlp_activation,
-                normalize=True,
-                router=ScaledRouter(c.hidden_size, experts, c.top_k_experts, c.rms_norm_eps),
-                norm=self.make_norm(c),
-            )
+            router = ScaledRouter(c.hidden_size, experts, c.top_k_experts, c.rms_norm_eps)
+            norm = self.make_norm(c)
+            self.moe = sparse_moe(c, c.moe_intermediate_size, router=router, norm=norm)
             self.post_feedforward_layernorm_1 = self.make_norm(c)
             self.post_feedforward_layernorm_2 = self.make_norm(c)
         if dim := getattr(c, "hidden_size_per_layer_input", 0):

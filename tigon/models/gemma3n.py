@@ -148,10 +148,6 @@ class Gemma3nBlock(TransformerBlock):
     attention_class = SharingAttention
     norm_cast = "after_weight"
     qk_norm = True
-    NORMS = (
-        *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"),
-        *("post_feedforward_layernorm", "post_per_layer_input_norm"),
-    )
 
     def __init__(self, c: Gemma3nConfig, layer: int):
         super().__init__()
@@ -160,8 +156,11 @@ class Gemma3nBlock(TransformerBlock):
         self.scales_active = c.altup_correct_scale
         self.add_mixer(c, layer)
         self.mlp = self.make_mlp(c, layer)
-        for name in self.NORMS:
-            self.add_module(name, self.make_norm(c))
+        self.input_layernorm = self.make_norm(c)
+        self.post_attention_layernorm = self.make_norm(c)
+        self.pre_feedforward_layernorm = self.make_norm(c)
+        self.post_feedforward_layernorm = self.make_norm(c)
+        self.post_per_layer_input_norm = self.make_norm(c)
         self.altup, self.laurel = AltUp(c, self.make_norm(c)), Laurel(c, self.make_norm(c))
         self.per_layer_input_gate = Linear(c.hidden_size, dim, bias=False)
         self.per_layer_projection = Linear(dim, c.hidden_size, bias=False)
@@ -182,24 +181,22 @@ class Gemma3nBlock(TransformerBlock):
     ) -> BlockOutput:
         """Returns the streams [S, B, T, C], to which nothing is to be added; None; and its keys and
         values, if later blocks read them."""
-        pre_mixer, post_mixer, pre_mlp, post_mlp, post_input = (
-            getattr(self, name) for name in self.NORMS
-        )
         predicted = self.altup.predict(x, *ctx.dropout_args)
         active = predicted[self.altup.active]
-        normed = pre_mixer(active)
+        normed = self.input_layernorm(active)
         y, kv = self.mixer(normed, rotation, state, ctx)
-        stream = active + post_mixer(y) + self.laurel(normed, *ctx.dropout_args)
-        stream = stream / math.sqrt(2)
-        y, routing = self.mlp_forward(pre_mlp(stream), ctx)
-        streams = self.altup.correct(predicted, stream + post_mlp(y), *ctx.dropout_args)
+        stream = active + self.post_attention_layernorm(y)
+        stream = (stream + self.laurel(normed, *ctx.dropout_args)) / math.sqrt(2)
+        y, routing = self.mlp_forward(self.pre_feedforward_layernorm(stream), ctx)
+        activated = stream + self.post_feedforward_layernorm(y)
+        streams = self.altup.correct(predicted, activated, *ctx.dropout_args)
         first = streams[self.altup.active]
         if self.scales_active:
             first = first * self.altup.correct_output_scale
         assert ctx.layer_input is not None
         gate = act_fn(self.per_layer_input_gate(first, *ctx.dropout_args), self.act)
         y = self.per_layer_projection(gate * ctx.layer_input, *ctx.dropout_args)
-        streams = torch.cat((streams[:1], streams[1:] + post_input(y)))
+        streams = torch.cat((streams[:1], streams[1:] + self.post_per_layer_input_norm(y)))
         return (streams, None, routing, kv) if self.kv_is_read else (streams, None, routing)
 
 

@@ -42,29 +42,27 @@ class RecurrentState(LayerState):
 
     def read(self, lengths: Tensor | int) -> tuple[Tensor, ...]:
         """Returns the tensors [R, ...] of rows of `lengths` [R] tokens, zeros of empty ones."""
-        if self.history is None:
-            return tuple(x[:, 0] for x in self.tensors)
         index = self._index(lengths)
-        empty = torch.as_tensor(lengths, device=self.tensors[0].device) == 0
         found = [x[index] for x in self.tensors]
+        if self.history is None:  # views, which steps change in place
+            return tuple(found)
+        empty = torch.as_tensor(lengths, device=self.tensors[0].device) == 0
         return tuple(x.masked_fill(empty.view(-1, *[1] * (x.dim() - 1)), 0) for x in found)
 
     def write(self, lengths: Tensor | int, *values: Tensor) -> None:
         """Stores tensors [R, ...] of rows of `lengths` tokens, in place."""
-        if self.history is None:
-            for x, value in zip(self.tensors, values, strict=True):
-                x[:, 0].copy_(value)
-        else:
-            index = self._index(lengths)
-            for x, value in zip(self.tensors, values, strict=True):
-                x[index] = value
+        index = self._index(lengths)
+        for x, value in zip(self.tensors, values, strict=True):
+            x[index] = value
 
     def replace(self, *values: Tensor) -> None:
         """Puts other tensors [R, ...] in place of what is kept."""
         self.tensors = tuple(x[:, None] for x in values)
 
-    def _index(self, lengths: Tensor | int) -> tuple[Tensor, Tensor]:
-        """Returns rows and slots [R] of rows of `lengths` tokens."""
+    def _index(self, lengths: Tensor | int) -> tuple[slice, int] | tuple[Tensor, Tensor]:
+        """Returns rows and slots [R] of rows of `lengths` tokens; all and 0 without a history."""
+        if self.history is None:
+            return slice(None), 0
         count, slots = self.tensors[0].shape[:2]
         rows = torch.arange(count, device=self.tensors[0].device)
         return rows, (torch.as_tensor(lengths, device=rows.device) % slots).expand(count)

@@ -28,8 +28,8 @@ def attend(cache: StaticCache, mask: AttentionMask, *parts: Any) -> list[Tensor]
     states = cache.open(None, parts[0][0], mask)
     ctx = BlockInputs(torch.zeros(1, mask.tokens).long(), mask, append=cache.append)
     outs = [
-        state.attend(*part, ctx, window=shape[2])
-        for state, part, shape in zip(states, parts, SHAPES, strict=False)
+        state.read(q, state.store(k, v, ctx, shape[2]), ctx, shape[2])
+        for state, (q, k, v), shape in zip(states, parts, SHAPES, strict=False)
     ]
     cache.end(mask)
     return outs

@@ -6,7 +6,6 @@ from typing import Any
 
 from bench import harness
 from bench.harness import Record, figure, heading, judge, markdown, verdict
-from bench.kernels_report import STYLE
 from bench.train_cases import CASES, GRAPHS, IN_BACKWARD, PADDED, PEER, RECOMPUTED, Case, options_of
 from bench.train_limit import ADAMW, PASSES, PRODUCTS
 from tigon.data.examples import format_count
@@ -319,8 +318,7 @@ def blocks(record: Record) -> dict[str, str]:
 def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
     """Two bars per case: tokens per second and peak memory, over the other side's; a case whose
     peer lacked something has none."""
-    import matplotlib  # an extra
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an extra
 
     shown = [case for case in record["cases"] if speed_ratio(case) and not lacks(case)]
     bars: list[tuple[str, str, Callable[[Record], float | None], Callable[[Case], Any]]] = [
@@ -355,5 +353,4 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
     )
     axes.legend(fontsize=7, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
-    with matplotlib.rc_context(STYLE):
-        whole.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    harness.save_picture(whole, path)

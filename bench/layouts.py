@@ -77,6 +77,7 @@ def settings(root: Path, side: Side, tiny: bool) -> list[str]:
         "lr": 1e-5,
         "beta2": 0.999,
         "max_grad_norm": 0,
+        "activation_checkpointing": "false",
         "fp8": str(side.fp8).lower(),
         "device": "cpu" if tiny else "cuda",
     }

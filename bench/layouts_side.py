@@ -24,11 +24,10 @@ from bench.harness import Record, installed
 from bench.train_cases import Options, adamw, draw, is_drawn, peer_model
 from tigon.kernels.attention import backends
 from tigon.train import load, start
-from tigon.train.build import build_run, read_inputs
+from tigon.train.build import read_inputs
 from tigon.train.config import Config
 from tigon.train.distributed import World, local
-from tigon.train.dry_run import random_model
-from tigon.train.optim import build_ema, build_optimizer
+from tigon.train.dry_run import random_run
 from tigon.train.trainer import forward_backward, update_weights
 from tigon.weights import local_rows
 
@@ -59,12 +58,8 @@ def fill(model: Any) -> None:
 
 def tigon(config: Config, world: World, count: int) -> Record:
     """The trainer's steps: forward, backward, the norm of all gradients, update."""
-    inputs = read_inputs(config, world)
-    config = inputs.config
-    model = random_model(config, world)
-    fill(model)
-    optimizer, ema = build_optimizer(model, config), build_ema(model, config)
-    run = build_run(inputs, world, model, optimizer, ema)
+    run = random_run(read_inputs(config, world), world)
+    fill(run.model)
     done, losses = iter(range(run.steps)), []
 
     def step() -> None:

@@ -15,10 +15,7 @@ PICTURE, DOCUMENT = "docs/train_step.svg", "docs/performance.md"
 # logits in bf16, whose rounding is of either sign. The norm of all gradients, of bf16 as well, is
 # no mean.
 LOSS_WITHIN, NORM_WITHIN = 2e-3, 2e-2
-FP8_WITHIN = (
-    5e-2,
-    1e-2,
-)  # of the norm, and of each loss: a product's factors have 3 bits of mantissa
+FP8_WITHIN = 5e-2, 1e-2  # of the norm, and of each loss: a factor's mantissa has 3 bits
 LEFT_MIB = 256.0  # at most that before a model is built: tables of libraries, and no other model
 MEMORY = {  # parts of a peak, in GiB: by what allocation is read when
     "weights": "weights",

@@ -6,7 +6,7 @@ as it comes; the peer has the faster of two attentions there, and is not compile
 bench/train_step.py. In longer steps the peer has flash-attn-4 where it is installed, else SDPA. A
 model is built once for all its points; a time is the median of some steps, and the longest step is
 made once. What does not fit is recorded as such. The prediction is that of `tigon plan`, made when
-a record is shown. Figures of several GPUs are those of bench/train_multi.py and bench/parallel.py.
+a record is shown. Figures of several GPUs are those of bench/parallel.py.
 
     python -m bench cost_curves                  # all
     python -m bench cost_curves --write-docs     # of docs/performance.md; needs no GPU
@@ -23,10 +23,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import harness, plan
+from bench import harness, parallel, plan
 from bench.compare_side import laps
 from bench.harness import Bench, Job, Record, figure, markdown, progress, report
-from bench.kernels_report import STYLE
 from bench.timing import peaks, reset_peaks
 from bench.train_cases import GRAPHS, OURS, PEER, Batch, Case, options_of, ours, peer
 from bench.train_side import FIRST, Training, free
@@ -213,25 +212,24 @@ def table(record: Record) -> str:
     return markdown(head, rows)
 
 
-# By what bench/plan.py calls a way to divide Llama-3.1-8B 1 x 8192: the record with the peer's
+# By what bench/plan.py calls a way to divide Llama-3.1-8B 1 x 8192: the peer's side
 SEVERAL = {
-    "the trainer": ("train_multi", ""),
-    "FSDP2 on 2 GPUs": ("train_multi", f"{PEER}, FSDP2"),
-    "sharding=gradients on 2 GPUs": ("train_multi", f"{PEER}, FSDP2 without resharding"),
-    "context=2 on 2 GPUs, H200": ("parallel", f"{PEER}, context_parallel"),
+    "the trainer": "",
+    "FSDP2 on 2 GPUs": parallel.RESHARD,
+    "sharding=gradients on 2 GPUs": parallel.KEEP,
+    "context=2 on 2 GPUs, H200": parallel.CONTEXT_TORCH,
 }
 
 
 def several() -> str:
     """A row for each way to divide the step of a model over GPUs."""
-    rows, constants = [], Constants.read()
+    rows, constants, peers = [], Constants.read(), plan.results("parallel")["sides"]
     for measured in plan.measured():
         how = measured.name.removeprefix("Llama-3.1-8B 1 x 8192, ")
         if how not in SEVERAL:
             continue
-        kind, peer_side = SEVERAL[how]
         cells, tokens = [], 1e3 * measured.tokens * measured.layout.data
-        others = plan.results(kind)["sides"].get(peer_side, [])
+        others = peers.get(SEVERAL[how], [])
         for side in (others, [{"ms": measured.ms, "allocated_gib": measured.gib}]):
             ms = median(row["ms"] for row in side) if side else None
             gib = max((row["allocated_gib"] for row in side), default=None)
@@ -273,8 +271,7 @@ def draw(record: Record, root: Path = harness.ROOT) -> None:
 
 def plot(record: Record, kind: str, title: str, path: Path) -> None:
     """A panel for each curve; a cross where memory does not suffice."""
-    import matplotlib  # an extra
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an extra
 
     whole = Figure(figsize=(10, 3.2), layout="constrained")
     for axes, (label, curve) in zip(whole.subplots(1, len(CURVES)), CURVES.items(), strict=True):
@@ -300,8 +297,7 @@ def plot(record: Record, kind: str, title: str, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     whole.axes[0].legend(fontsize=6)
     whole.suptitle(f"{title} of a training step; {record['machine']}, bf16", fontsize=8)
-    with matplotlib.rc_context(STYLE):
-        whole.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    harness.save_picture(whole, path)
 
 
 def format_place(at: float) -> str:

@@ -6,7 +6,7 @@ as it comes; the peer has the faster of two attentions there, and is not compile
 bench/train_step.py. In longer steps the peer has flash-attn-4 where it is installed, else SDPA. A
 model is built once for all its points; a time is the median of some steps, and the longest step is
 made once. What does not fit is recorded as such. The prediction is that of `tigon plan`, made when
-a record is shown. Figures of several GPUs are those of bench/parallel.py.
+a record is shown. Several GPUs are those of bench/parallel.py and bench/plan.py.
 
     python -m bench cost_curves                  # all
     python -m bench cost_curves --write-docs     # of docs/performance.md; needs no GPU
@@ -20,10 +20,9 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-from bench import harness, parallel, plan
+from bench import harness, plan
 from bench.compare_side import laps
 from bench.harness import Bench, Job, Record, figure, markdown, progress, report
 from bench.timing import peaks, reset_peaks
@@ -212,36 +211,6 @@ def table(record: Record) -> str:
     return markdown(head, rows)
 
 
-# By what bench/plan.py calls a way to divide Llama-3.1-8B 1 x 8192: the peer's side
-SEVERAL = {
-    "the trainer": "",
-    "FSDP2 on 2 GPUs": parallel.RESHARD,
-    "sharding=gradients on 2 GPUs": parallel.KEEP,
-    "context=2 on 2 GPUs, H200": parallel.CONTEXT_TORCH,
-}
-
-
-def several() -> str:
-    """A row for each way to divide the step of a model over GPUs."""
-    rows, constants, peers = [], Constants.read(), plan.results("parallel")["sides"]
-    for measured in plan.measured():
-        how = measured.name.removeprefix("Llama-3.1-8B 1 x 8192, ")
-        if how not in SEVERAL:
-            continue
-        cells, tokens = [], 1e3 * measured.tokens * measured.layout.data
-        others = peers.get(SEVERAL[how], [])
-        for side in (others, [{"ms": measured.ms, "allocated_gib": measured.gib}]):
-            ms = median(row["ms"] for row in side) if side else None
-            gib = max((row["allocated_gib"] for row in side), default=None)
-            cells.append(f"{tokens / ms:,.0f}, {figure(gib)}" if ms else "")
-        found = plan.compare(measured, constants)
-        predicted = f"{tokens / found.seconds / 1e3:,.0f}, {figure(found.gib)}"
-        off = f"{found.time_error:+.1%}, {found.memory_error:+.1%}{', fitted' * measured.fitted}"
-        rows.append([how.replace("the trainer", "1 GPU"), *cells, predicted, off])
-    head = ["Llama-3.1-8B, 8,192 tokens of a row", f"{PEER}: tok/s, GiB of a GPU", "Tigon"]
-    return markdown([*head, f"`{PREDICTED}`", "error of time, of memory"], rows)
-
-
 def misses(record: Record) -> str:
     """A sentence that names predictions beyond WITHIN."""
     found = [p.name for p, off in errors(record) if any(abs(error) > WITHIN for error in off)]
@@ -250,7 +219,7 @@ def misses(record: Record) -> str:
 
 
 def show(record: Record) -> str:
-    return report(record, table(record), misses(record), several())
+    return report(record, table(record), misses(record))
 
 
 def blocks(record: Record) -> dict[str, str]:

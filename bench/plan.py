@@ -88,11 +88,7 @@ class Measured:
         shapes = Shapes(read.from_dict(values), torch.bfloat16)
         config = load(None, [*SETTINGS, "max_grad_norm=0", *self.settings])
         rows = self.rows * self.layout.data
-        return Job(shapes, config, self.gpus, gpu, constants, self.tokens, rows)
-
-    @property
-    def gpus(self) -> int:
-        return self.layout.ranks
+        return Job(shapes, config, self.layout.ranks, gpu, constants, self.tokens, rows)
 
 
 def results(name: str, gpu: str = GPU) -> Record:
@@ -239,7 +235,7 @@ def fit() -> Constants:
         shared_experts=0.0,
         **ASSUMED,
     )
-    alone = [c for c in cases if c.fitted and c.gpus == 1]
+    alone = [c for c in cases if c.fitted and c.layout.ranks == 1]
     rest = median(c.ms / 1e3 / c.step(constants).seconds - 1 for c in alone)
     constants = replace(constants, rest=max(0.0, rest))
     several = {c.layout.sharding: c for c in cases if c.fitted and c.layout.fsdp > c.layout.expert}

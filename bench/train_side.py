@@ -4,7 +4,7 @@ In every round each side's model is built, trained for some steps and freed, so 
 alive at a time and the sides take turns on the same GPU. `left_mib`, what is still allocated before
 a model is built, is near zero.
 
-python -m bench train_side '{"case": "Llama-3.2-1B 2 x 8192", "rounds": 3, ...}'   # see Request
+python -m bench.train_side '{"case": "Llama-3.2-1B 2 x 8192", "rounds": 3, ...}'   # see Request
 """
 
 import gc

@@ -247,6 +247,22 @@ def test_what_searches_ask_of_a_cache() -> None:
         assert ours(ids[:, :2], cache=cache).cache.get_seq_length() == 2
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", *HYBRIDS])
+def test_reset(family: str) -> None:
+    """Also of a layer that could not drop its last tokens, and of rows of different lengths."""
+    _, ours = pair(family, FAMILIES[family])
+    ids = padded((6,), 200)[0].repeat(2, 1)
+    for native in (KVCache(), ours.native.static_cache(2, 16)):
+        cache = TigonCache(native)
+        expected = ours(ids, cache=cache).logits
+        if not isinstance(native, KVCache):
+            ours(ids[:1, :3], cache=TigonCache(native.rows(0, 1)))
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert torch.equal(ours(ids, cache=cache).logits, expected)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_prefixes_keep_their_gradients() -> None:
     """As PEFT's prefix tuning gives them."""

@@ -107,18 +107,17 @@ class TigonCache(DynamicCache):
         length = tokens_to_remove
         if tokens_to_remove <= 0:
             length = max(self.get_seq_length() + tokens_to_remove, 0)
-        self._crop(length)
-
-    def reset(self) -> None:
-        """Drops all tokens."""
-        self._crop(0)
-
-    def _crop(self, length: int) -> None:
-        """Keeps the first `length` tokens of each row."""
         if isinstance(self.native, KVCache):
             self.native.crop(length)
         elif self.native.length != length:
             self.native.crop(torch.full_like(self.native.lengths, length, device="cpu"))
+
+    def reset(self) -> None:
+        """Drops all tokens."""
+        if isinstance(self.native, StaticCache):
+            self.native.reset(0, len(self.native.lengths))
+        else:
+            self.native.crop(0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows of the index, in its order."""

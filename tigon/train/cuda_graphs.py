@@ -27,6 +27,7 @@ from tigon.models.decoder import Decoder, Recompute
 from tigon.train.graph_checks import GraphKey, PassInputs, ReplayGuard, check_model, graph_key
 from tigon.train.launch_meter import LaunchMeter
 from tigon.utils.graph_capture import capture_graph, on_capture_stream
+from tigon.utils.memory import is_out_of_memory
 
 Replay = Callable[[], None]
 
@@ -237,7 +238,7 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
         first: BaseException = error
         while first.__context__ is not None:  # the end of a capture that failed fails too
             first = first.__context__
-        if isinstance(first, torch.OutOfMemoryError):
+        if is_out_of_memory(first):
             raise first from None
         why = str(first).split("\n")[0]  # of CUDA's errors more lines follow
         reason = f"the step cannot be captured ({type(first).__name__}: {why})"
@@ -332,8 +333,8 @@ class Graphs:
             if not self.auto:
                 raise
             self.turn_off(error.reason)
-        except torch.OutOfMemoryError:
-            if not self.auto:
+        except RuntimeError as error:
+            if not (self.auto and is_out_of_memory(error)):
                 raise
             self.turn_off("its graph has no room in memory")
 

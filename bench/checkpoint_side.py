@@ -4,7 +4,7 @@ It loads once, says how long that took and what memory it took at the most, and 
 all weights, which must be the same on every side and brings in pages that are still in the file.
 `exports` instead loads on both sides, saves each once beside MODEL, and writes as many raw bytes.
 
-python -m bench checkpoint_side tigon|tigon-mmap|transformers|tigon-ranks|exports MODEL DTYPE DEVICE
+python -m bench.checkpoint_side tigon|tigon-mmap|transformers|tigon-ranks|exports MODEL DTYPE DEVICE
 """
 
 import gc

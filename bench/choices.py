@@ -30,12 +30,11 @@ from bench.train_cases import LLAMA_8B
 from bench.trainer import write_chats
 from tests.support.small import LLAMA, write_tokenizer
 from tigon.train import load, start
-from tigon.train.build import TrainingRun, build_run, read_inputs
+from tigon.train.build import TrainingRun, read_inputs
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.distributed import World
-from tigon.train.dry_run import random_model
+from tigon.train.dry_run import random_run
 from tigon.train.less_memory import within_memory
-from tigon.train.optim import build_ema, build_optimizer
 from tigon.train.trainer import forward_backward, update_weights
 
 LEAST = 0.98  # of the tokens per second of the best way
@@ -127,16 +126,11 @@ def settings(root: Path, case: Case, way: str, tiny: bool) -> list[str]:
 
 def built(arguments: list[str], world: World) -> TrainingRun:
     """The run with random weights, as `tigon train` builds it."""
-    config = load(None, arguments)
-    inputs = read_inputs(config, world)
+    inputs = read_inputs(load(None, arguments), world)
     torch.manual_seed(0)
-    model = random_model(inputs.config, world)
     if inputs.choice is not None:
-        inputs.choice.apply(model)
         print(inputs.choice, flush=True)
-    optimizer = build_optimizer(model, inputs.config)
-    ema = build_ema(model, inputs.config)
-    return build_run(inputs, world, model, optimizer, ema)
+    return random_run(inputs, world)
 
 
 def spoil(run: TrainingRun) -> None:

@@ -6,7 +6,7 @@ as it comes; the peer has the faster of two attentions there, and is not compile
 bench/train_step.py. In longer steps the peer has flash-attn-4 where it is installed, else SDPA. A
 model is built once for all its points; a time is the median of some steps, and the longest step is
 made once. What does not fit is recorded as such. The prediction is that of `tigon plan`, made when
-a record is shown. Figures of several GPUs are those of bench/train_multi.py and bench/parallel.py.
+a record is shown. Several GPUs are those of bench/parallel.py and bench/plan.py.
 
     python -m bench cost_curves                  # all
     python -m bench cost_curves --write-docs     # of docs/performance.md; needs no GPU
@@ -20,13 +20,11 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from bench import harness, plan
 from bench.compare_side import laps
 from bench.harness import Bench, Job, Record, figure, markdown, progress, report
-from bench.kernels_report import STYLE
 from bench.timing import peaks, reset_peaks
 from bench.train_cases import GRAPHS, OURS, PEER, Batch, Case, options_of, ours, peer
 from bench.train_side import FIRST, Training, free
@@ -213,37 +211,6 @@ def table(record: Record) -> str:
     return markdown(head, rows)
 
 
-# By what bench/plan.py calls a way to divide Llama-3.1-8B 1 x 8192: the record with the peer's
-SEVERAL = {
-    "the trainer": ("train_multi", ""),
-    "FSDP2 on 2 GPUs": ("train_multi", f"{PEER}, FSDP2"),
-    "sharding=gradients on 2 GPUs": ("train_multi", f"{PEER}, FSDP2 without resharding"),
-    "context=2 on 2 GPUs, H200": ("parallel", f"{PEER}, context_parallel"),
-}
-
-
-def several() -> str:
-    """A row for each way to divide the step of a model over GPUs."""
-    rows, constants = [], Constants.read()
-    for measured in plan.measured():
-        how = measured.name.removeprefix("Llama-3.1-8B 1 x 8192, ")
-        if how not in SEVERAL:
-            continue
-        kind, peer_side = SEVERAL[how]
-        cells, tokens = [], 1e3 * measured.tokens * measured.layout.data
-        others = plan.results(kind)["sides"].get(peer_side, [])
-        for side in (others, [{"ms": measured.ms, "allocated_gib": measured.gib}]):
-            ms = median(row["ms"] for row in side) if side else None
-            gib = max((row["allocated_gib"] for row in side), default=None)
-            cells.append(f"{tokens / ms:,.0f}, {figure(gib)}" if ms else "")
-        found = plan.compare(measured, constants)
-        predicted = f"{tokens / found.seconds / 1e3:,.0f}, {figure(found.gib)}"
-        off = f"{found.time_error:+.1%}, {found.memory_error:+.1%}{', fitted' * measured.fitted}"
-        rows.append([how.replace("the trainer", "1 GPU"), *cells, predicted, off])
-    head = ["Llama-3.1-8B, 8,192 tokens of a row", f"{PEER}: tok/s, GiB of a GPU", "Tigon"]
-    return markdown([*head, f"`{PREDICTED}`", "error of time, of memory"], rows)
-
-
 def misses(record: Record) -> str:
     """A sentence that names predictions beyond WITHIN."""
     found = [p.name for p, off in errors(record) if any(abs(error) > WITHIN for error in off)]
@@ -252,7 +219,7 @@ def misses(record: Record) -> str:
 
 
 def show(record: Record) -> str:
-    return report(record, table(record), misses(record), several())
+    return report(record, table(record), misses(record))
 
 
 def blocks(record: Record) -> dict[str, str]:
@@ -273,8 +240,7 @@ def draw(record: Record, root: Path = harness.ROOT) -> None:
 
 def plot(record: Record, kind: str, title: str, path: Path) -> None:
     """A panel for each curve; a cross where memory does not suffice."""
-    import matplotlib  # an extra
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an extra
 
     whole = Figure(figsize=(10, 3.2), layout="constrained")
     for axes, (label, curve) in zip(whole.subplots(1, len(CURVES)), CURVES.items(), strict=True):
@@ -300,8 +266,7 @@ def plot(record: Record, kind: str, title: str, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     whole.axes[0].legend(fontsize=6)
     whole.suptitle(f"{title} of a training step; {record['machine']}, bf16", fontsize=8)
-    with matplotlib.rc_context(STYLE):
-        whole.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    harness.save_picture(whole, path)
 
 
 def format_place(at: float) -> str:

@@ -1,7 +1,7 @@
 """One side of bench/data.py, in a process of its own: prints its figures as JSON.
 
-python -m bench data_side tigon|datasets CORPUS TOKENIZER WORKERS
-python -m bench data_side rank CORPUS TOKENIZER WORKERS RANK STEPS
+python -m bench.data_side tigon|datasets CORPUS TOKENIZER WORKERS
+python -m bench.data_side rank CORPUS TOKENIZER WORKERS RANK STEPS
 """
 
 import json

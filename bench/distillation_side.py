@@ -1,6 +1,6 @@
 """One side of bench/distillation.py in a process of its own: prints its figures as JSON lines.
 
-python -m bench distillation_side '{"side": "tigon"}'   # see Request
+python -m bench.distillation_side '{"side": "tigon"}'   # see Request
 
 # T tokens, C and D model dims of student and teacher, V vocab
 """
@@ -25,7 +25,7 @@ from bench.harness import Record, progress
 from bench.peers import imported, wide
 from bench.preference_side import WORDS, write_tokenizer
 from bench.processes import say
-from bench.timing import GIB, allocated, peaks, reset_peaks
+from bench.timing import GIB, MIB, peak_mib, peaks, reset_peaks
 from bench.train_cases import ADAM, LLAMA_8B, Options, fill, fill_ours, peer_model
 from bench.train_side import free, guarded
 from tigon.kernels import linear_kl
@@ -78,20 +78,6 @@ class Request:
         """The row: words, and eos."""
         words = min(WORDS, self.shapes()[0]["vocab_size"])
         return [*random.Random(0).choices(range(2, words), k=self.tokens - 1), 1]
-
-
-class Peak:
-    """Bytes allocated at most since it began, above those at the beginning."""
-
-    def __init__(self) -> None:
-        self.before = allocated()
-        reset_peaks()
-
-    @property
-    def gib(self) -> float | None:
-        if not torch.cuda.is_available():
-            return None
-        return (torch.cuda.max_memory_allocated() - self.before) / GIB
 
 
 Head = Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -159,13 +145,12 @@ def head_alone(head: Head, beta: float, request: Request) -> Record:
     assert x.grad is not None and w.grad is not None
     row = {"loss": loss, "gradient_norm": float(x.grad.float().norm())}
     laps(run, 2)
+    times = laps(run, 2 if request.tiny else 10)
+    kept = x.grad.nbytes + w.grad.nbytes
     x.grad = w.grad = None
     free()
-    peak = Peak()
-    times = laps(run, 2 if request.tiny else 10)
-    kept = (x.grad.nbytes + w.grad.nbytes) / GIB
-    more = None if peak.gib is None else peak.gib - kept
-    return row | {"ms": median(times), "gib": more}
+    more = peak_mib(run) * MIB - kept
+    return row | {"ms": median(times), "gib": more / GIB if x.is_cuda else None}
 
 
 def steps(step: Callable[[], tuple[float, float]], request: Request) -> Record:

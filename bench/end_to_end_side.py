@@ -3,7 +3,7 @@
 The library runs as its documentation has it. Only clocks are added, around functions by name: each
 second of the process belongs to the innermost phase that it is in, so that phases add up to all.
 
-python -m bench end_to_end_side '{"library": "tigon", "model": "/tmp/model", ...}'   # see Request
+python -m bench.end_to_end_side '{"library": "tigon", "model": "/tmp/model", ...}'   # see Request
 """
 
 import json

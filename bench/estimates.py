@@ -13,34 +13,21 @@ from typing import Any
 import torch
 
 from bench import harness
+from bench.compare_side import GEMMA3_1B, LLAMA_1B
 from bench.compare_side import config as sizes
 from bench.harness import ROOT, Bench, Job, Record, figure, markdown, progress, report
 from bench.processes import run_ranks
+from bench.train_cases import QWEN3_4B
+from bench.train_curves import SMOLLM2
 from tests.support.small import EXPERTS, LLAMA, WORDS, write_tokenizer
 
 WITHIN = 0.10  # of what training takes
 STEPS = 4
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-
-TIED = {"tie_word_embeddings": True}
 MODELS = {
-    "SmolLM2-135M": sizes("llama", 49152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5, **TIED),
-    "Llama-3.2-1B": sizes(
-        "llama", 128256, 2048, 8192, 16, 32, 8, 64,
-        rope_theta=5e5, rope_scaling=LLAMA3_ROPE, **TIED,
-    ),
-    "Gemma-3-1B": sizes(
-        "gemma3_text", 262144, 1152, 6912, 26, 4, 1, 256,
-        sliding_window=512, sliding_window_pattern=6, query_pre_attn_scalar=256, **TIED,
-    ),
-    "Qwen3-4B": sizes("qwen3", 151936, 2560, 9728, 36, 32, 8, 128, rope_theta=1e6, **TIED),
+    "SmolLM2-135M": SMOLLM2,
+    "Llama-3.2-1B": LLAMA_1B,
+    "Gemma-3-1B": GEMMA3_1B,
+    "Qwen3-4B": QWEN3_4B,
     "Mistral 3.8B": sizes(
         "mistral", 131072, 3072, 9216, 26, 32, 8, 128,
         rope_theta=1e6, sliding_window=None, tie_word_embeddings=False,

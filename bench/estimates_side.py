@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from tigon.train import load, start
-from tigon.train.build import build_run, read_inputs
-from tigon.train.dry_run import random_model, time_steps
+from tigon.train.build import read_inputs
+from tigon.train.dry_run import random_run, time_steps
 from tigon.train.memory import estimate
 from tigon.train.model import meta_model
-from tigon.train.optim import build_ema, build_optimizer
 
 
 def main(out: str, *arguments: str) -> None:
@@ -20,9 +19,7 @@ def main(out: str, *arguments: str) -> None:
     with start(config.device) as world:
         inputs = read_inputs(config, world)
         config = inputs.config
-        model = random_model(config, world)
-        optimizer = build_optimizer(model, config)
-        run = build_run(inputs, world, model, optimizer, build_ema(model, config))
+        run = random_run(inputs, world)
         found = time_steps(run, run.steps)
         if world.main:
             began = time.perf_counter()

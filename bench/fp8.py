@@ -5,8 +5,7 @@ the time of a copy that moves as many bytes. Products: dX and dW with the tensor
 accumulation and without, back to back in turns, with errors beside fp32, and the factor by which
 the fast sums are smaller.
 
-    python -m bench fp8                # half a minute
-    python -m bench fp8 --write-docs   # needs no GPU
+    python -m bench fp8   # half a minute
 """
 
 import math

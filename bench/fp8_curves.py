@@ -5,8 +5,7 @@ where `make quickstart` has built them, of which the last rows are held out; els
 project's documents. A seed is an order of the rows, and all kinds have the same ones. Judged is the
 mean held-out loss over the seeds: it may be above bf16's by half of what bf16's own seeds differ.
 
-    python -m bench fp8_curves                # some five minutes
-    python -m bench fp8_curves --write-docs   # needs no GPU
+    python -m bench fp8_curves   # some five minutes
 
 What a task loses: `python -m bench recipes --set fp8=true --out bench/out/recipes-fp8.json`,
 beside the record without it.

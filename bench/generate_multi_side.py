@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tigon
 from bench.generate_cases import LLAMA_8B
 from bench.harness import Record
-from bench.train_multi_side import fill
+from bench.layouts_side import fill
 from tests.support.small import LLAMA
 from tigon.models import CausalLM, materialize
 from tigon.parallel import shard_model

@@ -195,6 +195,14 @@ def write_docs(blocks: Mapping[str, str], kind: str) -> None:
         path.write_text(text, encoding="utf-8")
 
 
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib: text that can be searched, and the same file for the same."""
+    import matplotlib  # an extra
+
+    with matplotlib.rc_context({"svg.hashsalt": "tigon", "svg.fonttype": "none"}):
+        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+
+
 class Job:
     """A run of a benchmark: what was asked for, and the record, saved whenever it grows."""
 

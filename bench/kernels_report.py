@@ -2,7 +2,6 @@
 
 from pathlib import Path
 from textwrap import fill
-from typing import Any
 
 from bench import harness
 from bench.harness import Record, failure, figure, host_table, markdown, row_of, verdict
@@ -10,8 +9,6 @@ from bench.harness import Record, failure, figure, host_table, markdown, row_of,
 PICTURE = "docs/kernels.svg"
 COLUMNS = ("tigon", "eager", "torch.compile", "Liger", "QuACK", "CCE")
 MODES = {"forward": "forward", "both": "forward + backward"}
-# the same figures give the same file, with text that can be searched
-STYLE: dict[Any, Any] = {"svg.hashsalt": "tigon", "svg.fonttype": "none"}
 TOP = 3.0  # where bars end
 SHADES = ("#c1272d", "#9a9a9a", "#e3a857", "#4f7cac", "#6a9a5b", "#8d6a9f")
 NOT_TARGET = "dweight, no target"  # gradient error where CCE's filter bites
@@ -191,8 +188,7 @@ def tick(case: Record) -> str:
 
 def plot(record: Record, path: Path = harness.ROOT / PICTURE) -> None:
     """A group of bars per operator: how many times the bound each library takes."""
-    import matplotlib  # an extra
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an extra
 
     alike = ("30 % valid", "peaked")  # of what is drawn already
     cases = [case for case in first_shapes(record) if case["variant"] not in alike]
@@ -225,5 +221,4 @@ def plot(record: Record, path: Path = harness.ROOT / PICTURE) -> None:
     )
     axes.legend(fontsize=7, ncols=len(COLUMNS), loc="upper center", bbox_to_anchor=(0.5, -0.2))
     axes.spines[["top", "right"]].set_visible(False)
-    with matplotlib.rc_context(STYLE):
-        whole.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    harness.save_picture(whole, path)

@@ -4,11 +4,11 @@ The rates of GEMMs, attention, memory-bound kernels and optimizer are fitted to 
 the profiled steps of bench/results/train_step-nvidia-h200.json, but that of head dim 512 to its
 kernels alone; that of the gated delta rule is of its kernels in gated_delta-nvidia-h200.json;
 latency and rate of NVLink are fitted to collectives-nvidia-h200.json; the share of FSDP's
-collectives that a step waits for to the two ways of sharing in train_multi-nvidia-h200.json.
+collectives that a step waits for to the two ways of sharing in parallel-nvidia-h200.json.
 tigon/plan/constants.json has them all and is written here alone, with --fit. To parallel-
-nvidia-h100-80gb-hbm3.json only the time of shared experts is fitted; its other sides tell how well
-the rates carry over to other layouts and to another GPU, and bench/scaling.py to four. --write-docs
-puts the tables into docs/scale.md. No GPU is needed.
+nvidia-h100-80gb-hbm3.json only the time of shared experts is fitted; other sides of both tell how
+well the rates carry over to other layouts and to another GPU, and bench/scaling.py to four.
+--write-docs puts the tables into docs/scale.md. No GPU is needed.
 
     python -m bench plan [--fit] [--write-docs]
 """
@@ -27,8 +27,9 @@ import torch
 
 from bench import scaling
 from bench.harness import RESULTS, Record, figure, markdown, save, write_docs
+from bench.layouts import EXPERTS, LLAMA_8B
+from bench.layouts_side import TIGON
 from bench.train_cases import CASES, MODELS, OURS, settings
-from bench.train_multi_side import TIGON
 from tigon.data.examples import format_count
 from tigon.models import MODELS as FAMILIES
 from tigon.plan import (
@@ -87,11 +88,7 @@ class Measured:
         shapes = Shapes(read.from_dict(values), torch.bfloat16)
         config = load(None, [*SETTINGS, "max_grad_norm=0", *self.settings])
         rows = self.rows * self.layout.data
-        return Job(shapes, config, self.gpus, gpu, constants, self.tokens, rows)
-
-    @property
-    def gpus(self) -> int:
-        return self.layout.ranks
+        return Job(shapes, config, self.layout.ranks, gpu, constants, self.tokens, rows)
 
 
 def results(name: str, gpu: str = GPU) -> Record:
@@ -113,24 +110,24 @@ def measured() -> list[Measured]:
         profile = row["profile"]["tigon"] if fitted else {}
         given = case.model, case.rows, case.tokens, layout, ms, gib, profile
         found.append(Measured(row["name"], *given, case.settings, fitted=fitted))
-    record = results("train_multi")
+    sides = results("parallel")["sides"]
+    (run,) = {row["run"] for row in sides["tigon, FSDP2"]}
     for name, ways in {
         "tigon, one GPU": Layout(1, 1, 1, 1),
         "tigon, FSDP2": Layout(1, 2, 1, 1),
         "tigon, sharding=gradients": Layout(1, 2, 1, 1, sharding="gradients"),
     }.items():
-        ms = median(row["ms"] for row in record["sides"][name])
-        gib = max(row["allocated_gib"] for row in record["sides"][name])
+        rows = [row for row in sides[name] if row["run"] == run]
+        ms, gib = (f(r[k] for r in rows) for f, k in ((median, "ms"), (max, "allocated_gib")))
         what = name.removeprefix("tigon, ").removeprefix("one GPU")
-        label = f"Llama-3.1-8B 1 x {record['tokens']}, {what or 'the trainer'}"
+        label = f"Llama-3.1-8B 1 x 8192, {what or 'the trainer'}"
         gpus = f" on {ways.data} GPUs" if ways.data > 1 else ""
-        given = "Llama-3.1-8B", 1, record["tokens"], ways, ms, gib, {}
+        given = "Llama-3.1-8B", 1, 8192, ways, ms, gib, {}
         # FSDP2 then summed two ranks' gradients in float32, too
         found.append(Measured(label + gpus, *given, sums=torch.float32))
     return [*found, *divided(), *scaled()]
 
 
-LLAMA_8B, EXPERTS = "Llama-3.1-8B", "Qwen3-30B-A3B"
 LAYERS = f"{MODELS[EXPERTS][2]['num_hidden_layers']} layers"  # of all that the latter has
 # Of bench/parallel.py: GPU, model, layout, tokens of a row. Left out are sides whose communication
 # is another one today
@@ -238,7 +235,7 @@ def fit() -> Constants:
         shared_experts=0.0,
         **ASSUMED,
     )
-    alone = [c for c in cases if c.fitted and c.gpus == 1]
+    alone = [c for c in cases if c.fitted and c.layout.ranks == 1]
     rest = median(c.ms / 1e3 / c.step(constants).seconds - 1 for c in alone)
     constants = replace(constants, rest=max(0.0, rest))
     several = {c.layout.sharding: c for c in cases if c.fitted and c.layout.fsdp > c.layout.expert}

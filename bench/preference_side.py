@@ -1,6 +1,6 @@
 """One side of bench/preference.py in a process of its own: prints its figures as JSON lines.
 
-python -m bench preference_side '{"side": "tigon"}'   # see Request
+python -m bench.preference_side '{"side": "tigon"}'   # see Request
 
 # P pairs of a step
 """

@@ -1,8 +1,8 @@
 """Training steps on one, two and four GPUs in each layout, beside transformers + Liger.
 
-The trainer's own steps, as in bench/train_multi.py: Llama-3.1-8B's shape with a row of 8,192 tokens
-on each rank, or longer rows that ranks share, in bf16 and in fp8; and Qwen3-30B-A3B's with 8
-layers, whose experts are shared, too. Speeds are tokens per second and GPU. bench/plan.py puts what
+The trainer's own steps, as in bench/parallel.py: Llama-3.1-8B's shape with a row of 8,192 tokens on
+each rank, or longer rows that ranks share, in bf16 and in fp8; and Qwen3-30B-A3B's with 8 layers,
+whose experts are shared, too. Speeds are tokens per second and GPU. bench/plan.py puts what
 `tigon plan` predicts beside them.
 
     python -m bench scaling                      # about 500 s on four GPUs
@@ -15,60 +15,32 @@ be of one run.
 """
 
 import json
-import tempfile
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-from bench import harness
-from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
-from bench.kernels_report import STYLE
-from bench.train_cases import MODELS, PEER
-from bench.train_multi import Side as Ranks
-from bench.train_multi import run_first, settings, write_inputs
-from bench.train_multi_side import EXPERT_PEER, FIRST, TIGON
+from bench import harness, layouts
+from bench.harness import Bench, Job, Record, figure, markdown, report, verdict
+from bench.layouts import (
+    CASES,
+    EXPERTS,
+    LIMIT,
+    LLAMA_8B,
+    TOKENS,
+    Side,
+    commits,
+    differences,
+    measure,
+    measured,
+    peak,
+)
+from bench.layouts_side import EXPERT_PEER, TIGON
+from bench.train_cases import PEER
 from bench.train_step import LIBRARIES
-from tests.support.small import EXPERTS as SMALL_EXPERTS
-from tests.support.small import LLAMA
 from tigon.plan import Layout
 
-LLAMA_8B, EXPERTS = "Llama-3.1-8B", "Qwen3-30B-A3B"
-GPUS, TOKENS = 4, 8192
+GPUS = 4
 OVER_PEER, OVER_ONE, OVER_EXPERT_PEER = 1.10, 0.96, 2.0
 DOCUMENT, PICTURE = "docs/scale.md", "docs/scaling.svg"
-
-
-@dataclass(frozen=True)
-class Side:
-    """A layout of a library's training step."""
-
-    layout: Layout
-    kind: str = TIGON  # as bench/train_multi_side.py calls it
-    model: str = LLAMA_8B
-    tokens: int = TOKENS  # of a row
-    fp8: bool = False
-
-    @property
-    def gpus(self) -> int:
-        return self.layout.ranks
-
-    @property
-    def rate(self) -> float:
-        """Tokens of a step on each GPU."""
-        return self.layout.rows * self.layout.data * self.tokens / self.gpus
-
-    def arguments(self, root: Path, tiny: bool) -> list[str]:
-        """Returns settings of `tigon train`; the peers read their rows, and the mesh, from them."""
-        tokens = 32 * self.tokens // TOKENS if tiny else self.tokens
-        more = [f"seq_len={tokens}", f"batch_size={self.layout.rows * self.layout.data}"]
-        more += ["fp8=true"] if self.fp8 else []
-        more += [f"steps={FIRST + 2}"] if self.tokens > 4 * TOKENS else []
-        ranks = Ranks(self.kind, self.gpus, (*more, *self.layout.settings.split()))
-        return settings(root, ranks, tiny)
-
 
 FOUR, ONE_FP8 = Layout(fsdp=GPUS), "one GPU, fp8"
 EXPERT = "experts, expert 4"
@@ -101,47 +73,18 @@ SIDES = {
 }
 
 
-def write_shape(root: Path, model: str, tiny: bool) -> None:
-    small = SMALL_EXPERTS | {"num_experts": 4, "tie_word_embeddings": False}
-    shape = {LLAMA_8B: LLAMA, EXPERTS: small}[model] if tiny else MODELS[model][2]
-    (root / "config.json").write_text(json.dumps(shape))
-
-
-def run_side(root: Path, name: str, job: Job) -> Record:
-    """Returns a side's figures; a peer takes SDPA where flash-attn-4 does not work."""
-    side, tiny = SIDES[name], job.options.tiny
-    write_shape(root, side.model, tiny)
-    ways = ["sdpa"] if tiny or side.kind == TIGON else ["flash_attention_4", "sdpa"]
-    return run_first(root, name, side, side.arguments(root, tiny), ways, job.options.limit)
-
-
 def run(job: Job) -> None:
-    options = job.options
     known = json.loads(job.out.read_text(encoding="utf-8")) if job.out.exists() else {}
     had = known.get("libraries", {"": ""}).items()
-    same = had <= job.record["libraries"].items() and not options.again
+    same = had <= job.record["libraries"].items() and not job.options.again
     job.record["sides"] = known["sides"] if same else {}
-    run = {key: job.record[key] for key in ("commit", "date")}
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        write_inputs(root, options.tiny)
-        for number in range(options.rounds):
-            for name in job.only:
-                rows = job.record["sides"].setdefault(name, [])
-                if len(rows) > number:
-                    continue
-                progress(f"round {number + 1} of {options.rounds}: {name}")
-                began = time.monotonic()
-                found = run_side(root, name, job) | {"seconds": time.monotonic() - began}
-                rows.append(found | run)
-                job.add()
-    job.whole = not options.tiny and all(job.record["sides"].get(name) for name in SIDES)
+    measure(job, SIDES)
+    job.whole = not job.tiny and all(job.record["sides"].get(name) for name in SIDES)
 
 
 def speed(record: Record, name: str) -> float | None:
     """Returns tokens per second and GPU, the median of the rounds."""
-    times = [row["ms"] for row in record["sides"].get(name, ()) if "ms" in row]
-    return 1e3 * SIDES[name].rate / median(times) if times else None
+    return layouts.speed(measured(record, name), SIDES[name])
 
 
 def fastest(record: Record, names: Iterable[str]) -> str | None:
@@ -170,18 +113,18 @@ def targets(record: Record) -> list[tuple[str | None, str | None, float]]:
 
 
 def show(record: Record) -> str:
-    peer, rows = fastest(record, PEERS), []
+    best, rows = fastest(record, PEERS), []
     for name, side in SIDES.items():
-        each = record["sides"].get(name, [])
+        each, gpus = measured(record, name), str(side.layout.ranks)
         if (rate := speed(record, name)) is None:
-            rows += [[name, str(side.gpus), harness.failure(each[0])]] if each else []
+            failed = record["sides"].get(name, ())[:1]
+            rows += [[name, gpus, harness.failure(row)] for row in failed]
             continue
-        size = max((row.get("allocated_gib", 0.0) for row in each if "ms" in row), default=0.0)
-        beside = [ratio(record, name, other) for other in (peer, "one GPU")]
+        beside = [ratio(record, name, other) for other in (best, "one GPU")]
         shown = map(figure, beside) if side.model == LLAMA_8B else ["", ""]
-        used = ", ".join(next(row["attention"] for row in each if "ms" in row))
-        runs = ", ".join(dict.fromkeys(row["commit"] for row in each))
-        rows.append([name, str(side.gpus), f"{rate:,.0f}", figure(size), *shown, used, runs])
+        used = ", ".join(each[0]["attention"])
+        cells = [f"{rate:,.0f}", figure(peak(each)), *shown, used, commits(each)]
+        rows.append([name, gpus, *cells])
     head = ("side", "GPUs", "tok/s and GPU", "peak GiB", "over the peer", "over one GPU")
     table = markdown((*head, "attention", "commit"), rows)
     said = [
@@ -189,32 +132,12 @@ def show(record: Record) -> str:
         for name, other, aim in targets(record)
         for value in [ratio(record, name, other)]
     ]
-    said += [f"WRONG: first losses differ: {losses}" for losses in differences(record)]
-    return "\n\n".join([heading(record, record["libraries"]) + ".", table, "\n".join(said)])
-
-
-def differences(record: Record) -> list[dict[str, float]]:
-    """Returns first losses of sides with the same weights and rows that rounding does not explain.
-
-    Ranks that share rows read fewer of them, and fp8 rounds more.
-    """
-    groups: dict[Any, dict[str, float]] = {}
-    for name, side in SIDES.items():
-        for row in record["sides"].get(name, ()):
-            if "losses" in row:
-                key = side.model, side.tokens, side.layout.data, side.fp8
-                groups.setdefault(key, {})[name] = row["losses"][0]
-    return [
-        losses
-        for losses in groups.values()
-        if max(losses.values()) - min(losses.values()) > 2e-3 * max(losses.values())
-    ]
+    return report(record, table, [*said, *differences(record, SIDES)])
 
 
 def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
     """Draws tokens per second over the number of GPUs, beside as many times one GPU's."""
-    import matplotlib  # an extra
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an extra
 
     whole = Figure(figsize=(6, 3))
     axes = whole.subplots()
@@ -224,16 +147,15 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
         PEER: (fastest(record, PEERS) or PEERS[0],),
     }
     for label, names in lines.items():
-        found = [(SIDES[n].gpus, rate) for n in names if (rate := speed(record, n)) is not None]
-        axes.plot([n for n, _ in found], [n * rate for n, rate in found], "o-", label=label)
+        rates = {SIDES[n].layout.ranks: rate for n in names if (rate := speed(record, n))}
+        axes.plot([*rates], [n * rate for n, rate in rates.items()], "o-", label=label)
     if (one := speed(record, "one GPU")) is not None:
         axes.plot([1, GPUS], [one, GPUS * one], ":", color="gray", label="times one GPU")
     axes.set_xticks([1, 2, GPUS])
     axes.set_xlabel("GPUs")
     axes.set_title(f"Tokens per second, {LLAMA_8B}\n{record['machine']}, bf16", fontsize=8)
     axes.legend(fontsize=7)
-    with matplotlib.rc_context(STYLE):
-        whole.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    harness.save_picture(whole, path)
 
 
 def blocks(record: Record) -> dict[str, str]:
@@ -242,9 +164,8 @@ def blocks(record: Record) -> dict[str, str]:
 
 
 OPTIONS = (
-    ("cases", {"nargs": "*", "help": "as --only"}),
+    *(CASES, LIMIT),
     ("--rounds", {"type": int, "default": 1}),
-    ("--limit", {"type": float, "default": 120.0, "help": "seconds that a side may take"}),
     ("--again", {"action": "store_true", "help": "measure what the record has"}),
 )
 BENCH = Bench(

@@ -9,7 +9,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -165,16 +165,6 @@ CASES = {
         *("Llama-3.1-8B", 2, 4096, 1.35, 1.0), settings=(f"{FP8}=true",), own=True, rank=16
     ),
 }
-
-
-def offered() -> dict[str, Case]:
-    """Those whose settings this Tigon has."""
-    known = {field.name for field in fields(Config)}
-    return {
-        name: case
-        for name, case in CASES.items()
-        if all(setting.partition("=")[0] in known for setting in case.settings)
-    }
 
 
 def shape_of(case: Case, tiny: bool) -> Record:

@@ -6,7 +6,6 @@ from typing import Any
 
 from bench import harness
 from bench.harness import Record, figure, heading, judge, markdown, verdict
-from bench.kernels_report import STYLE
 from bench.train_cases import CASES, GRAPHS, IN_BACKWARD, PADDED, PEER, RECOMPUTED, Case, options_of
 from bench.train_limit import ADAMW, PASSES, PRODUCTS
 from tigon.data.examples import format_count
@@ -16,10 +15,7 @@ PICTURE, DOCUMENT = "docs/train_step.svg", "docs/performance.md"
 # logits in bf16, whose rounding is of either sign. The norm of all gradients, of bf16 as well, is
 # no mean.
 LOSS_WITHIN, NORM_WITHIN = 2e-3, 2e-2
-FP8_WITHIN = (
-    5e-2,
-    1e-2,
-)  # of the norm, and of each loss: a product's factors have 3 bits of mantissa
+FP8_WITHIN = 5e-2, 1e-2  # of the norm, and of each loss: a factor's mantissa has 3 bits
 LEFT_MIB = 256.0  # at most that before a model is built: tables of libraries, and no other model
 MEMORY = {  # parts of a peak, in GiB: by what allocation is read when
     "weights": "weights",
@@ -319,8 +315,7 @@ def blocks(record: Record) -> dict[str, str]:
 def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
     """Two bars per case: tokens per second and peak memory, over the other side's; a case whose
     peer lacked something has none."""
-    import matplotlib  # an extra
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # an extra
 
     shown = [case for case in record["cases"] if speed_ratio(case) and not lacks(case)]
     bars: list[tuple[str, str, Callable[[Record], float | None], Callable[[Case], Any]]] = [
@@ -355,5 +350,4 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
     )
     axes.legend(fontsize=7, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
-    with matplotlib.rc_context(STYLE):
-        whole.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    harness.save_picture(whole, path)

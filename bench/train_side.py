@@ -4,7 +4,7 @@ In every round each side's model is built, trained for some steps and freed, so 
 alive at a time and the sides take turns on the same GPU. `left_mib`, what is still allocated before
 a model is built, is near zero.
 
-python -m bench train_side '{"case": "Llama-3.2-1B 2 x 8192", "rounds": 3, ...}'   # see Request
+python -m bench.train_side '{"case": "Llama-3.2-1B 2 x 8192", "rounds": 3, ...}'   # see Request
 """
 
 import gc
@@ -28,12 +28,12 @@ from bench.peers import imported
 from bench.processes import say
 from bench.timing import GIB, allocated, deadline, peaks, reset_peaks
 from bench.train_cases import (
+    CASES,
     GRAPHS,
     PEER,
     Batch,
     Case,
     Options,
-    offered,
     options_of,
     ours,
     peer,
@@ -285,7 +285,7 @@ def main(text: str) -> None:
     if not request.tiny:
         logging: Any = imported("transformers:logging")
         logging.set_verbosity_error()
-    measured(Sides(request, offered()[request.case], device))
+    measured(Sides(request, CASES[request.case], device))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ import time
 from bench import train_report
 from bench.harness import ROOT, Bench, Job, Record, progress
 from bench.processes import spawn
-from bench.train_cases import CASES, GRAPHS, TINY_TOKENS, Case, offered, options_of
+from bench.train_cases import CASES, GRAPHS, TINY_TOKENS, Case, options_of
 from bench.train_side import Request
 
 SIDE = ROOT / "bench/train_side.py"
@@ -161,7 +161,7 @@ def run(job: Job) -> None:
     seconds = time.monotonic() - began
     job.record["device_seconds"] = known.get("device_seconds", 0.0) + seconds
     there = {case["name"] for case in job.record["cases"] if "ended" not in case}
-    job.whole = not job.tiny and set(offered()) <= there
+    job.whole = not job.tiny and set(CASES) <= there
 
 
 OPTIONS = (
@@ -177,7 +177,7 @@ OPTIONS = (
     ),
 )
 BENCH = Bench(
-    *(run, train_report.show, tuple(offered())),
+    *(run, train_report.show, tuple(CASES)),
     blocks=train_report.blocks,
     draw=train_report.plot,
     options=OPTIONS,

@@ -46,7 +46,6 @@ from bench import (
     serve,
     several_gpus,
     train_curves,
-    train_multi,
     train_step,
     trainer,
 )
@@ -55,7 +54,7 @@ from bench.generate_cases import OURS, THEIRS
 from bench.harness import RESULTS, ROOT, Record
 from tests.bench.small import Patch
 
-BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step, train_multi)
+BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step)
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, scaling)
 BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices, epilogues)

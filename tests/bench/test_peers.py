@@ -14,9 +14,9 @@ from bench import (
     generate,
     generate_cases,
     generate_families,
+    layouts_side,
     neighbours,
     train_cases,
-    train_multi_side,
     train_side,
     train_step,
 )
@@ -135,7 +135,7 @@ def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
 
 def test_ranks_have_the_weights_of_one_gpu() -> None:
     models = [tigon.Qwen3Moe.from_config(EXPERTS, dtype=torch.bfloat16) for _ in range(2)]
-    train_multi_side.fill(models[0])
+    layouts_side.fill(models[0])
     train_cases.fill_ours(models[1])
     for (name, found), expected in zip(
         models[0].named_parameters(), models[1].parameters(), strict=True

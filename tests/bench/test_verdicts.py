@@ -5,6 +5,7 @@ from bench import (
     end_to_end_side,
     harness,
     killed_run,
+    layouts,
     scaling,
     train_cases,
     train_report,
@@ -82,8 +83,10 @@ def test_scaling_judges_sides_of_one_record() -> None:
     assert f"met: tok/s and GPU of {scaling.EXPERT} over {scaling.PEER_EXPERTS[1]}: 2.500" in shown
     assert "not measured: tok/s and GPU of tigon over one GPU, fp8" in shown
     assert scaling.speed(record, "context 4, a row of 32,768") == 8192 / 0.8
-    (wrong,) = scaling.differences(record)
-    assert wrong.keys() == {"fsdp 4", "sharding=gradients", *scaling.PEERS}
+    (wrong,) = layouts.differences(record, scaling.SIDES)
+    assert wrong in shown
+    for name in ("fsdp 4", "sharding=gradients", *scaling.PEERS):
+        assert f"'{name}': 12." in wrong
 
 
 def test_a_killed_run_is_judged_by_steps_made_again() -> None:

@@ -45,6 +45,42 @@ def test_flash_attn_4_is_left_to_other_processes(monkeypatch: pytest.MonkeyPatch
     assert not Interface.told
 
 
+def test_flash_attn_4_compiles_a_backward_pass_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side, each kernel once; that of another version as a whole."""
+    compiled: list[str] = []
+
+    def make(name: str, *called: str) -> Any:
+        def function(*_: Any, **__: Any) -> None:
+            for other in called[:1]:
+                getattr(interface, other)()
+            if "key" not in function.compile_cache:  # type: ignore[attr-defined]
+                compiled.append(name)
+            for other in called[1:]:
+                getattr(interface, other)()
+
+        function.compile_cache = {}  # type: ignore[attr-defined]
+        return function
+
+    parts = "_bwd_preprocess", "_bwd_postprocess_convert"
+    interface = SimpleNamespace(
+        **{name: make(name) for name in parts}, _flash_attn_bwd=make("_flash_attn_bwd", *parts)
+    )
+    monkeypatch.setattr(backends, "flash_attn_4", lambda: SimpleNamespace(interface=interface))
+    forward, backward = fa4.LAUNCHERS
+    arguments = [*torch.empty(6, 1, 2, 1, 8), *[None] * 10]
+    jobs = fa4.compile_jobs(backward, arguments)
+    done = []
+    for job in jobs:
+        compiled.clear()
+        job()
+        done.append([*compiled])
+    assert done == [["_flash_attn_bwd"], [*parts]]
+    assert all(function.compile_cache == {} for function in vars(interface).values())
+    assert len(fa4.compile_jobs(forward, arguments)) == 1
+    del interface._bwd_preprocess.compile_cache
+    assert len(fa4.compile_jobs(backward, arguments)) == 1
+
+
 def test_nothing_that_torch_compiles_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementation, "_compiled_flex", None)
     assert attend("flex", monkeypatch) == []

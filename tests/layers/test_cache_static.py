@@ -28,8 +28,8 @@ def attend(cache: StaticCache, mask: AttentionMask, *parts: Any) -> list[Tensor]
     states = cache.open(None, parts[0][0], mask)
     ctx = BlockInputs(torch.zeros(1, mask.tokens).long(), mask, append=cache.append)
     outs = [
-        state.attend(*part, ctx, window=shape[2])
-        for state, part, shape in zip(states, parts, SHAPES, strict=False)
+        state.read(q, state.store(k, v, ctx, shape[2]), ctx, shape[2])
+        for state, (q, k, v), shape in zip(states, parts, SHAPES, strict=False)
     ]
     cache.end(mask)
     return outs
@@ -184,6 +184,25 @@ def test_crop_goes_back_as_far_as_rings_hold() -> None:
     assert full.lengths.tolist() == [2, 0, 30]
     with pytest.raises(ValueError, match=r"crop to lengths \[1, -1, 30\]: they are negative"):
         full.crop(torch.tensor([1, -1, 30]))
+
+
+def test_crops_add_up() -> None:
+    """A ring has lost what is before all of the tokens that were dropped, one by one or at once."""
+    cache, text = filled((12, 12, 12))
+    for lengths in ([10, 12, 0], [8, 12, 0]):
+        cache.crop(torch.tensor(lengths))
+    for held in (cache, cache.rows(0, 1)):
+        with pytest.raises(ValueError, match=r"crop to lengths \[7.*more than the 4 tokens back"):
+            held.crop(torch.tensor([7, 12, 0][: len(held.lengths)]))
+    text.feed(cache, [8, 12, 0], 2)
+    cache.select(torch.tensor([2, 1, 0]))
+    with pytest.raises(ValueError, match=r"crop to lengths \[0, 12, 7\]"):
+        cache.crop(torch.tensor([0, 12, 7]))
+    cache.crop(torch.tensor([1, 10, 8]))  # of the row that was emptied, one of two
+    text.feed(cache, [1, 10, 8], 4, [2, 1, 0])
+    cache.reset(2, 3)
+    text.feed(cache, [5, 14, 0], 3, [2, 1, 0])
+    cache.crop(torch.tensor([8, 17, 1]))
 
 
 def test_int8_is_as_exact_as_its_scales() -> None:

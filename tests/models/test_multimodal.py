@@ -21,7 +21,7 @@ import tigon
 from tests.models.dense_cases import SIZES
 from tests.models.tiny import CASES, UNSCALED, WRAPPED
 from tigon.models import MODELS
-from tigon.models.pretrained.load import as_sequence_classifier
+from tigon.models.pretrained.load import as_sequence_classifier, parse_any_config
 
 SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -135,6 +135,18 @@ def test_a_config_that_leaves_out_what_it_can(tmp_path: Path) -> None:
     model = tigon.Gemma3.from_pretrained(tmp_path)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.dtype == torch.float32
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize("kind", ["gemma4", "llama4", "qwen3_5"])
+def test_a_text_config_with_the_type_of_the_whole(kind: str, same: bool) -> None:
+    """Or with none: transformers reads the text's class from the multimodal config alone."""
+    text = SIZES | next(iter(CASES[f"{kind}_text"].values()))
+    whole = {"model_type": kind, "text_config": text | {"model_type": kind if same else None}}
+    theirs = AutoConfig.for_model(**copy.deepcopy(whole)).text_config
+    ours = parse_any_config(whole, MODELS)
+    assert (ours.model_type, type(theirs).model_type) == (f"{kind}_text", f"{kind}_text")
+    assert ours.hidden_size == theirs.hidden_size == SIZES["hidden_size"]
 
 
 @pytest.mark.parametrize(("kind", "text_type"), PAIRS)

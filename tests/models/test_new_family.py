@@ -17,6 +17,7 @@ from tests.generation.common import padded
 from tests.support.contract import TINY, assert_same_gradients, gradients, tiny, tiny_llama
 from tigon.eval import log_likelihoods
 from tigon.layers import BlockInputs, KVCache, LayerState, Linear, StateSpec
+from tigon.layers.recurrent_state import last_inputs, token_bounds
 from tigon.models import MODELS, CausalLM, from_pretrained
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import PreNormBlock
@@ -75,7 +76,8 @@ class GatedRecurrence(nn.Module):
             hidden.append(h)
         y = torch.stack(hidden, 1)
         if state is not None:
-            state.update(ctx.last(y, state.h))
+            last = last_inputs(y.flatten(0, 1), state.h[:, None], *token_bounds(y, ctx), 1)
+            state.update(last[:, 0])
         return self.out_proj(y * F.silu(gate))
 
 

@@ -53,6 +53,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "granite": [
         ({"attention_multiplier": "1"}, "attention_multiplier='1' is not a number"),
+        ({"attention_multiplier": -1.0}, "attention_multiplier=-1.0 must be at least"),
         ({"num_local_experts": 8}, "num_local_experts=8 changes"),
     ],
     "llama": [
@@ -144,7 +145,10 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
     "mistral4": [
         ({"rope_parameters": MISTRAL4_YARN | {"partial_rotary_factor": 0.25}}, "is not qk_rope")
     ],
-    "muse_glimmer_text": [({"post_norm_eps": -1.0}, "post_norm_eps=-1.0 must be at least 0")],
+    "muse_glimmer_text": [
+        ({"post_norm_eps": -1.0}, "post_norm_eps=-1.0 must be at least 0"),
+        ({"qk_scale_factor": -3.9}, "qk_scale_factor=-3.9 must be at least"),
+    ],
     "ministral3": [
         ({"layer_types": [FULL] * 34}, "layer_types=.* changes"),
         (
@@ -166,6 +170,7 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 changes"),
     ],
     "olmo2": [({"sliding_window": 8}, "sliding_window=8 changes")],
+    "olmoe": [({"num_experts": 0}, "num_experts=0, but OlmoeForCausalLM has layers of experts")],
     "olmo3": [
         ({"layer_types": ["chunked_attention"] * 32}, "layer_types="),
         ({"layer_types": [FULL]}, "layer_types=.* is not .* each of 32"),

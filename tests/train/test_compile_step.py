@@ -210,7 +210,7 @@ def test_it_is_done_once(workspace, tmp_path, monkeypatch):
     with start("cpu") as world:
         task = find_task("sft")(load(None, workspace.settings("once")), world)
         assert count() == 0
-        monkeypatch.setattr(module, "_has_kernels", lambda _: True)
+        monkeypatch.setattr(module, "has_kernels", lambda _: True)
         with pytest.raises(ValueError, match="wrong"):
             count(ValueError("wrong"))
         complete = False

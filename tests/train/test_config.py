@@ -6,11 +6,12 @@ import yaml
 
 from tigon.data.formats import REQUIRED_KEYS
 from tigon.train.config import Config, Lora, Parallel
-from tigon.train.config_file import dump, load, load_aliases
+from tigon.train.config_file import ALIASES, dump, load, load_aliases
 from tigon.train.config_rules import CONFLICTS, REQUIRES
 from tigon.train.launch import help_text
 from tigon.train.tasks import TASKS
 from tigon.utils.config import field_types
+from tigon.utils.yaml import parse_yaml
 
 OTHERS, VALUES = load_aliases()
 NEEDED = ["run_dir=runs/a", "model=m", "data=a.jsonl"]
@@ -206,7 +207,8 @@ def test_command_line_group_replaces_file_word(tmp_path):
 
 
 def test_aliases_name_settings_that_exist():
-    """No name is both; and an answer of one word is a setting."""
+    """No name is both, or stands twice; and an answer of one word is a setting."""
+    assert parse_yaml(ALIASES.read_bytes(), ALIASES)  # which raises for a key given twice
     assert not set(OTHERS) & set(Config.__dataclass_fields__)
     for name in Parallel.__dataclass_fields__:
         assert getattr(load(None, [*NEEDED, f"parallel.{name}=2"]).parallel, name) == 2

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,23 @@ def test_a_token_of_the_data(workspace, side_by_side, tmp_path):
     settings = workspace.settings("token", model=model, data=data, steps=1, export="true")
     assert not side_by_side(settings, on=True)
     assert len(weights(workspace.root / "token/hf")["model.embed_tokens.weight"]) == size + 1
+
+
+def test_first_kernel_is_launched_side_by_side(monkeypatch):
+    """Its end is waited for; what is wrong is said by the run's own launches."""
+    begun, end, done = threading.Event(), threading.Event(), list[torch.device]()
+
+    def launch(device: torch.device) -> None:
+        begun.set()
+        assert end.wait(30)
+        done.append(device)
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(overlap, "has_kernels", launch)
+    with overlap.launch_first_kernel(torch.device("cuda", 1)):
+        assert begun.wait(30) and not done
+        end.set()
+    assert done == [torch.device("cuda", 1)]
 
 
 def test_processes_end_with_the_run(workspace, monkeypatch):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.models.mxfp4_checkpoints import draw, meant
-from tigon.weights import Checkpoint, DecodedTensor, Mxfp4Blocks, Repository
+from tigon.weights import Checkpoint, DecodedTensor, Repository
 from tigon.weights import mxfp4 as implementation
 from tigon.weights.layout import DecodedSpan
 from tigon.weights.read import Reader
@@ -19,7 +19,7 @@ X = "x.gate_up_proj"
 
 def checkpoint(directory: Path, tensors: dict[str, Tensor]) -> Checkpoint:
     save_file(tensors, directory / "model.safetensors")
-    return Checkpoint.open(Repository(directory), Mxfp4Blocks())
+    return Checkpoint.open(Repository(directory))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -14,7 +14,7 @@ from tigon.kernels.attention.sigmoid_gate import sigmoid_gate
 from tigon.kernels.norm.rms_norm import Cast
 from tigon.kernels.rope.qk_norm_rope import qk_norm_rope
 from tigon.kernels.rope.rope import rope
-from tigon.layers.context import BlockInputs
+from tigon.layers.context import BlockInputs, SharedKV
 from tigon.layers.kv_state import GrowingKV, KVState, StateSpec, StaticKV
 from tigon.layers.linear import FusedLinear, Linear, RowOrder, is_unpatched
 from tigon.layers.norm import RMSNorm, UnitRMSNorm, can_fuse_norm
@@ -128,6 +128,12 @@ class Attention(SoftmaxAttention):
         With a `state`, stores keys and values there and attends to earlier ones too; with
         `ctx.shard`, attends to the tokens of all ranks.
         """
+        return self._attend(x, rotation, state, ctx)[0]
+
+    def _attend(
+        self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: BlockInputs
+    ) -> tuple[Tensor, SharedKV]:
+        """Returns what `forward` does, and the keys and values [B, S, K, D] that q has seen."""
         # Asked before the call, since a hook may keep what it sees and take itself away
         unobserved = self._is_unobserved()
         qkv, gates = self.qkv_proj(x, *ctx.dropout_args), None
@@ -149,21 +155,28 @@ class Attention(SoftmaxAttention):
             q, k, v = self._rotate(qkv, rotation, overwrite=unobserved)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)  # not wider under autocast
+        kv = self._keys_and_values(k, v, state, ctx)
         if state is not None:
-            out = state.attend(q, k, v, ctx, **kwargs, **{"chunked": True} if self.chunked else {})
+            out = state.read(q, kv, ctx, **kwargs, **{"chunked": True} if self.chunked else {})
         else:
             mask = ctx.mask
             if self.chunked and self.window is not None:
                 mask = mask.chunks(self.window, len(k), k.device)
                 kwargs["window"] = None
             if ctx.shard is not None:
-                out = ctx.shard.attend(q, k, v, mask, **kwargs)
+                out = ctx.shard.attend(q, *kv, mask, **kwargs)
             else:
-                out = attention(q, k, v, mask=mask, **kwargs)
+                out = attention(q, *kv, mask=mask, **kwargs)
         out = out.flatten(2)
         if gates is not None:
             out = sigmoid_gate(out, gates)
-        return self.o_proj(out, *ctx.dropout_args)
+        return self.o_proj(out, *ctx.dropout_args), kv
+
+    def _keys_and_values(
+        self, k: Tensor, v: Tensor, state: KVState | None, ctx: BlockInputs
+    ) -> SharedKV:
+        """Returns the keys and values that q sees; stores k and v if there is a state."""
+        return (k, v) if state is None else state.store(k, v, ctx, self.window)
 
     def _rotate(
         self, qkv: Tensor, rotation: Rotation, *, overwrite: bool = False

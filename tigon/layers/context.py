@@ -78,15 +78,3 @@ class BlockInputs:
         first = torch.ones_like(segments[:, :1], dtype=torch.bool)
         starts = torch.cat((first, segments[:, 1:] != segments[:, :-1]), 1)
         return starts if self.shard is None else self.shard.part(starts)
-
-    def last(self, x: Tensor, before: Tensor) -> Tensor:
-        """Returns x [B, T, ...] at the last new token of each row of the cache [R, ...], which a
-        family's own recurrence keeps.
-
-        A row without new tokens takes `before` [R, ...].
-        """
-        if self.append is None or self.append.slots is None:
-            return x[:, -1]
-        bounds = self.append.slots.bounds
-        missing = (bounds.diff() == 0).view(-1, *[1] * (before.dim() - 1))
-        return torch.where(missing, before, x.flatten(0, 1)[(bounds[1:] - 1).clamp(min=0)])

@@ -16,28 +16,12 @@ from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.delta.causal_conv import causal_conv_qkv
 from tigon.kernels.delta.delta_gates import delta_gates
 from tigon.kernels.delta.gated_delta import MAX_STEP_TOKENS, gated_delta_rule, gated_delta_step
-from tigon.kernels.norm.rms_norm import rms_norm
-from tigon.layers.context import BlockInputs, CacheAppend, TokenSlots
+from tigon.layers.context import BlockInputs, CacheAppend
 from tigon.layers.float32 import Float32Module
 from tigon.layers.kv_state import StateSpec
 from tigon.layers.linear import FusedLinear, Linear, RowOrder
-from tigon.layers.recurrent_state import DeltaState, last_inputs, real_ends
-
-
-class GatedRMSNorm(nn.Module):
-    """RMSNorm over the last dimension, times silu of a gate."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
-
-    def init_weights(self) -> None:
-        """Sets the weight to 1."""
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, gate=gate)
+from tigon.layers.norm import RMSNorm
+from tigon.layers.recurrent_state import RecurrentState, last_inputs, token_bounds
 
 
 class Decay(Float32Module):
@@ -118,16 +102,16 @@ class GatedDeltaNet(nn.Module):
             self.in_proj = FusedLinear(dim, (channels, values, value_heads, value_heads))
         self.conv1d = nn.Conv1d(channels, channels, kernel_size, groups=channels, bias=False)
         self.decay = Decay(value_heads)
-        self.norm = GatedRMSNorm(value_dim, eps)
+        self.norm = RMSNorm(value_dim, eps)
         self.out_proj = Linear(values, dim, bias=False)
 
-    def make_state(self, spec: StateSpec) -> DeltaState:
+    def make_state(self, spec: StateSpec) -> RecurrentState:
         """Returns an empty state, which has the same size for any `capacity`, and is not quantized:
         it would be rounded again with every token."""
         window = spec.rows, 1, self.conv1d.kernel_size[0] - 1, self.channels
         inputs = torch.zeros(window, dtype=spec.dtype, device=spec.device)
         shape = spec.rows, 1, self.value_heads, self.key_dim, self.value_dim
-        return DeltaState(inputs, torch.zeros(shape, dtype=torch.float32, device=spec.device))
+        return RecurrentState(inputs, torch.zeros(shape, dtype=torch.float32, device=spec.device))
 
     @property
     def channels(self) -> int:
@@ -135,7 +119,7 @@ class GatedDeltaNet(nn.Module):
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
     def forward(
-        self, x: Tensor, rotation: Any, state: DeltaState | None, ctx: BlockInputs
+        self, x: Tensor, rotation: Any, state: RecurrentState | None, ctx: BlockInputs
     ) -> Tensor:
         """Returns [B, T, C] for x [B, T, C]; tokens see those before them in their sequence.
 
@@ -152,10 +136,8 @@ class GatedDeltaNet(nn.Module):
             self._check_gradients(tokens, ctx.append)
             if ctx.append.lengths is not None:
                 o = self._step(tokens, state, ctx.append.lengths)
-            elif ctx.append.slots is not None:
-                o = self._prefill(tokens, state, ctx, ctx.append.cached_tokens, ctx.append.slots)
             else:
-                o = self._grow(tokens, state, ctx, ctx.append.cached_tokens)
+                o = self._append(tokens, state, ctx, ctx.append)
         y = self.norm(o, z.unflatten(-1, (-1, self.value_dim)))
         return self.out_proj(y.flatten(2), *ctx.dropout_args)
 
@@ -192,41 +174,30 @@ class GatedDeltaNet(nn.Module):
         o, final = gated_delta_rule(q, k, v, g, beta, cu_seqlens=cu, state=recurrent_state)
         return o.view(*tokens.g.shape, self.value_dim), final
 
-    def _grow(
-        self, tokens: DeltaTokens, state: DeltaState, ctx: BlockInputs, cached: int
+    def _append(
+        self, tokens: DeltaTokens, state: RecurrentState, ctx: BlockInputs, append: CacheAppend
     ) -> Tensor:
-        """Returns [B, T, H, Dv] for T more tokens of every row of a cache without a capacity."""
+        """Returns [B, T, H, Dv] for prompts, or for what follows equally many tokens in all rows;
+        their last tokens, as many as can be taken back, are steps."""
+        cached, slots = append.cached_tokens, append.slots
         before = state.read(cached) if cached else (None, None)
-        o, final = self._scan(tokens, ctx, *before)
-        if ctx.starts is None:  # packed sequences have no single end to go on from
-            b, t = tokens.g.shape[:2]
-            first = torch.arange(b, device=final.device) * t
-            ends = first + (t if ctx.real is None else real_ends(ctx.real))
-            inputs = last_inputs(tokens.mixed.flatten(0, 1), before[0], first, ends, state.window)
-            state.replace(inputs.detach(), final.detach())
-        return o
-
-    def _prefill(
-        self,
-        tokens: DeltaTokens,
-        state: DeltaState,
-        ctx: BlockInputs,
-        cached: int,
-        slots: TokenSlots,
-    ) -> Tensor:
-        """Returns [B, T, H, Dv] for prompts or parts of them, whose last tokens, as many as can be
-        taken back, are steps."""
-        before = state.read(cached) if cached else (None, None)
-        starts, ends, flat = slots.bounds[:-1], slots.bounds[1:], tokens.flatten()
-        steps = min(state.history or 0, len(flat.g))
+        starts, ends = token_bounds(tokens.mixed, ctx)
+        flat = tokens.flatten()
+        if slots is None or not state.history:
+            o, final = self._scan(tokens, ctx, *before)
+            inputs = last_inputs(flat.mixed, before[0], starts, ends, state.window)
+            if slots is not None:
+                state.write(cached + ends - starts, inputs, final)
+            elif ctx.starts is None:  # packed sequences have no single end to go on from
+                state.replace(inputs.detach(), final.detach())
+            return o
+        steps = min(state.history, len(flat.g))
         at = torch.maximum(starts, ends - steps)  # the first token that can be taken back
         token = torch.arange(len(flat.g), device=at.device)
         recent = (token >= at[slots.rows]).view(*tokens.g.shape[:2], 1)
-        o, final = self._scan(tokens.masked(recent) if steps else tokens, ctx, *before)
+        o, final = self._scan(tokens.masked(recent), ctx, *before)
         lengths = cached + at - starts
         state.write(lengths, last_inputs(flat.mixed, before[0], starts, at, state.window), final)
-        if not steps:
-            return o
         # A row of fewer tokens than steps takes more behind its end, which change nothing
         index = at[:, None] + torch.arange(steps, device=at.device)
         late = DeltaTokens(*(y[index.clamp(max=len(y) - 1)] for y in flat))
@@ -234,7 +205,7 @@ class GatedDeltaNet(nn.Module):
         of_late = of_late[slots.rows, (token - at[slots.rows]).clamp(0, steps - 1)]
         return torch.where(recent[..., None], of_late.view(o.shape), o)
 
-    def _step(self, tokens: DeltaTokens, state: DeltaState, lengths: Tensor) -> Tensor:
+    def _step(self, tokens: DeltaTokens, state: RecurrentState, lengths: Tensor) -> Tensor:
         """Returns [R, T, H, Dv] for T new tokens of every row, which hold `lengths` [R]."""
         inputs, recurrent_state = state.read(lengths)
         mixed, g, beta = tokens

@@ -176,6 +176,8 @@ class StaticCache(Cache):
             super().__init__(make_states(spec))
             self.lengths = torch.zeros(spec.rows, dtype=torch.int32, device=spec.device)
             self._host_lengths = torch.zeros(spec.rows, dtype=torch.int64, device="cpu")
+            # Most tokens that each row held before the last crops: states are those of its end
+            self._reached = torch.zeros_like(self.lengths)
         self.active: Tensor | None = None  # rows that a step continues; None: all
         # Of `lengths` and of `_host_lengths` in this pass
         self._growth: tuple[Tensor | int, Tensor | int | None] = 0, 0
@@ -200,6 +202,7 @@ class StaticCache(Cache):
         view = copy.copy(self)
         view.states = [state.map(lambda x: x[start:stop]) for state in self.states]
         view.lengths, view._host_lengths = self.lengths[start:stop], self._host_lengths[start:stop]
+        view._reached = self._reached[start:stop]
         view.active = None if self.active is None else self.active[start:stop]
         return view
 
@@ -208,6 +211,7 @@ class StaticCache(Cache):
         view = self.rows(start, stop)
         view.lengths.zero_()
         view._host_lengths.zero_()
+        view._reached.zero_()
         for state in view.states:
             if state.history is None:  # no length tells what of it counts
                 for x in state._tensors():
@@ -238,6 +242,7 @@ class StaticCache(Cache):
         with torch.inference_mode(False):
             super().select(index)
             self.lengths = self.lengths.index_select(0, index)
+            self._reached = self._reached.index_select(0, index)
             if self.active is not None:
                 self.active = self.active.index_select(0, index)
             self._host_lengths = self.lengths.to("cpu", torch.int64)
@@ -263,6 +268,7 @@ class StaticCache(Cache):
 
         With windows, only the last `chunk` tokens of a row can be dropped, or all: tokens that were
         in view before them are gone. With one state for all tokens of a row, `rollback` of them.
+        Those that an earlier call has dropped count until the row is as long again.
         """
         if lengths.shape != self.lengths.shape:
             raise ValueError(
@@ -271,13 +277,16 @@ class StaticCache(Cache):
         values = f" {lengths.tolist()}" if on_host(lengths) else ""
         new, least = lengths.to(self.lengths.device, non_blocking=True), self.check_crop()
         back = min([self.chunk, *(s.rollback for s in self.states if s.rollback is not None)])
-        near = (new >= self.lengths - back) | (self.lengths <= least) | (new == 0)
+        torch.maximum(self._reached, self.lengths, out=self._reached)
+        empty = new == 0
+        near = (new >= self._reached - back) | (self._reached <= least) | empty
         check_values(
             ((new >= 0) & near).all(),
             f"crop to lengths{values}: they are negative, or more than the {back} tokens back that "
             f"layers with a window (chunk={self.chunk}) or a state (rollback) still know",
         )
         self.lengths.clamp_(max=new)
+        self._reached.masked_fill_(empty, 0)
         if on_host(lengths):
             self._host_lengths.clamp_(max=lengths)
         else:

@@ -105,24 +105,12 @@ class KVState(LayerState):
         return f"{self.kv_heads} kv heads with head dim {self.head_dim}"
 
     def rotates(self, x: Tensor, ctx: BlockInputs) -> bool:
-        """Whether `attend` rotates: pass it heads without rotation, and `angles`.
+        """Whether `read` rotates: pass heads without rotation, and it `angles`.
 
         `angles` are cos and sin [B or 1, T, R/2]. x [B, T, C] is the input of the projection.
         Returns False unless a subclass overrides it.
         """
         return False
-
-    def attend(
-        self,
-        q: Tensor,  # [B, T, H, D], or [1, N, H, D] of packed prompts
-        k: Tensor,  # [B, T, K, D]
-        v: Tensor,  # [B, T, K, D]
-        ctx: BlockInputs,
-        window: int | None = None,
-        **kwargs: Any,  # of `attention`
-    ) -> Tensor:
-        """Stores k and v, and returns attention of q to them and to earlier ones: [B, T, H, D]."""
-        return self.read(q, self.store(k, v, ctx, window), ctx, window, **kwargs)
 
     def store(self, k: Tensor, v: Tensor, ctx: BlockInputs, window: int | None) -> SharedKV:
         """Stores k and v [B, T, K, D]; returns the keys and values that `read` takes.
@@ -134,8 +122,9 @@ class KVState(LayerState):
     def read(
         self, q: Tensor, kv: SharedKV, ctx: BlockInputs, window: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """Returns attention [B, T, H, D] of q to the keys and values that `store` returned; layers
-        that share them all call it."""
+        """Returns attention [B, T, H, D] of q [B, T, H, D], or [1, N, H, D] of packed prompts, to
+        the keys and values that `store` returned; layers that share them all call it. The keywords
+        are those of `attention`."""
         raise NotImplementedError
 
 

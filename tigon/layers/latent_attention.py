@@ -79,7 +79,7 @@ class LatentAttention(SoftmaxAttention):
         """Returns an empty cache of latents, static with a `capacity` of slots."""
         width = self.sizes.kv_lora_rank + self.sizes.qk_rope_head_dim
         if spec.capacity is None:
-            return GrowingLatents(width)
+            return GrowingLatents(1, width)
         return StaticLatents(spec.capacity, width, spec)
 
     def forward(self, x: Tensor, rotation: Rotation, state: Any, ctx: BlockInputs) -> Tensor:
@@ -100,7 +100,7 @@ class LatentAttention(SoftmaxAttention):
             q = q * query_scale.to(q.dtype)  # not wider under autocast
         if state is not None:
             latents = torch.cat((latent.unsqueeze(2), turned), -1)  # [B, T, 1, L + R]
-            if state.takes_latents(ctx):
+            if _is_step(ctx):
                 return self.o_proj(self._attend_to_latents(q, latents, state, ctx), *dropout_args)
             latents, _ = state.store(latents, latents, ctx, None)
             latent, turned = latents.split((sizes.kv_lora_rank, sizes.qk_rope_head_dim), -1)
@@ -148,27 +148,33 @@ class LatentAttention(SoftmaxAttention):
         )
         plain, rotated = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), -1)
         q = torch.cat((torch.einsum("bthn,hnl->bthl", plain, keys), rotated), -1)
-        out = state.attend(q, latents, latents, ctx, scale=self.scale)[..., : sizes.kv_lora_rank]
+        seen = state.store(latents, latents, ctx, None)
+        out = state.read(q, seen, ctx, scale=self.scale)[..., : sizes.kv_lora_rank]
         return torch.einsum("bthl,hvl->bthv", out, values).flatten(2)
+
+
+def _is_step(ctx: BlockInputs) -> bool:
+    """Whether to attend to latents in a pass: with a static cache in a step of all rows, with one
+    that grows for one token per row, and never in a prompt."""
+    append = ctx.append
+    steps = append is not None and append.lengths is not None
+    return steps or (ctx.mask.tokens == 1 and (append is None or append.slots is None))
 
 
 # States. Latents are keys and values of one head at once: the first L dims of a key are its value
 
 
-class GrowingLatents(GrowingKV):
-    """Latents in memory that doubles when it is full."""
-
-    def __init__(self, width: int):
-        super().__init__(1, width)
+class _Latents(KVState):
+    """The base of both states."""
 
     @property
     def layout(self) -> str:
         """Names the numbers per token."""
         return f"latents of {self.head_dim} numbers"
 
-    def takes_latents(self, ctx: BlockInputs) -> bool:
-        """Whether to attend to latents in this pass: one of one token per row."""
-        return ctx.mask.tokens == 1
+
+class GrowingLatents(_Latents, GrowingKV):
+    """Latents in memory that doubles when it is full."""
 
     def update(self, k: Tensor, v: Tensor, past: int) -> tuple[Tensor, Tensor]:
         """Stores k, which are also the values, after `past` tokens; returns all of them twice."""
@@ -177,7 +183,7 @@ class GrowingLatents(GrowingKV):
         return keys, keys
 
 
-class StaticLatents(StaticKV):
+class StaticLatents(_Latents, StaticKV):
     """Latents in preallocated memory; slots without a token may hold anything."""
 
     def __init__(self, slots: int, width: int, spec: StateSpec):
@@ -193,12 +199,3 @@ class StaticLatents(StaticKV):
     def buffers(self) -> KVBuffers:  # type: ignore[override]
         """The latents as keys and values in the same memory."""
         return KVBuffers(self.latents, self.latents, self.scales, self.scales)
-
-    @property
-    def layout(self) -> str:
-        """Names the numbers per token."""
-        return f"latents of {self.head_dim} numbers"
-
-    def takes_latents(self, ctx: BlockInputs) -> bool:
-        """Whether to attend to latents in this pass: a step of all rows, and no prompt."""
-        return ctx.append is not None and ctx.append.slots is None

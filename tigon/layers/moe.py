@@ -132,10 +132,10 @@ class SparseMoE(nn.Module):
     The weights are probabilities over all experts, made to sum to 1 with `normalize`, and rounded
     to the model's dtype unless `exact_weights`. With `shared`, its size, one more expert takes
     every token, weighted by a gate; `shared_experts` is the size of those that take every token
-    without one. A `router` replaces the choice of experts and their weights; a `norm` is that of
-    the experts' input alone. With `scales_input`, the weights are sigmoids of the best logits, and
-    multiply what experts read. `bias` is that of the router and of all experts, whose matrices may
-    be `transposed`. `dropout_args`: keys [B, T] of an adapter's dropout, if any.
+    without one. A `router` replaces that choice of experts and weights, and its options; a `norm`
+    is that of the experts' input alone. With `scales_input`, the weights are sigmoids of the best
+    logits, and multiply what experts read. `bias` is that of the router and of all experts, whose
+    matrices may be `transposed`. `dropout_args`: keys [B, T] of an adapter's dropout, if any.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class SparseMoE(nn.Module):
         per_token: int,
         act: ExpertActivation,
         *,
-        normalize: bool,
+        normalize: bool = True,
         exact_weights: bool = False,
         shared: int = 0,
         shared_experts: int = 0,

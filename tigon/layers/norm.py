@@ -22,8 +22,9 @@ class RMSNorm(nn.Module):
         """Sets the weight so that `offset` + weight is 1."""
         nn.init.constant_(self.weight, 1.0 - self.offset)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, offset=self.offset, cast=self.cast)
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Returns the normed x [..., dim], times silu of a gate [..., dim] if there is one."""
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, cast=self.cast, gate=gate)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -7,7 +7,6 @@ from typing import Any, Literal, cast
 
 from torch import Tensor
 
-from tigon.kernels.attention.api import attention
 from tigon.kernels.norm.rms_norm import rms_norm
 from tigon.kernels.recompute import forget_recompute
 from tigon.kernels.rope.rope import rope
@@ -57,28 +56,18 @@ class SharingAttention(Attention):
         self, x: Tensor, rotation: Rotation, state: KVState | None, ctx: BlockInputs
     ) -> tuple[Tensor, SharedKV]:
         """As in the base; also returns the keys and values [B, S, K, D] that q has seen."""
-        unobserved = self._is_unobserved()
-        qkv = self.qkv_proj(x, *ctx.dropout_args)
-        q, k, v = self._rotate(qkv, rotation, overwrite=unobserved)
-        kv = k, v
-        if self.values_from == "layer":
-            assert ctx.shared_kv is not None
-            kv = ctx.shared_kv
-        elif state is not None:
-            kv = state.store(k, v, ctx, self.window)
-        kwargs: dict[str, Any] = {
-            "window": self.window,
-            "scale": self.scale,
-            "softcap": self.softcap,
-        }
-        if ctx.shard is not None:
-            out = ctx.shard.attend(q, *kv, ctx.mask, **kwargs)
-        elif state is None:
-            out = attention(q, *kv, mask=ctx.mask, **kwargs)
-        else:
-            out = state.read(q, kv, ctx, **kwargs)
-        forget_recompute(k, v)  # later layers that read them keep one memory
-        return self.o_proj(out.flatten(2), *ctx.dropout_args), kv
+        out, kv = self._attend(x, rotation, state, ctx)
+        forget_recompute(*kv)  # later layers that read them keep one memory
+        return out, kv
+
+    def _keys_and_values(
+        self, k: Tensor, v: Tensor, state: KVState | None, ctx: BlockInputs
+    ) -> SharedKV:
+        """As in the base, or returns those of another layer."""
+        if self.values_from != "layer":
+            return super()._keys_and_values(k, v, state, ctx)
+        assert ctx.shared_kv is not None
+        return ctx.shared_kv
 
     def _rotate(
         self, qkv: Tensor, rotation: Rotation, *, overwrite: bool = False

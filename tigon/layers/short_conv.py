@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.delta.causal_conv import causal_conv
-from tigon.layers.context import BlockInputs
+from tigon.layers.context import BlockInputs, CacheAppend
 from tigon.layers.kv_state import StateSpec
 from tigon.layers.linear import FusedLinear, Linear
-from tigon.layers.recurrent_state import ConvState, last_inputs, real_ends
+from tigon.layers.recurrent_state import RecurrentState, last_inputs, token_bounds
 
 
 class ShortConv(nn.Module):
@@ -28,14 +28,14 @@ class ShortConv(nn.Module):
         self.conv = nn.Conv1d(dim, dim, kernel_size, groups=dim, bias=bias)
         self.out_proj = Linear(dim, dim, bias=bias)
 
-    def make_state(self, spec: StateSpec) -> ConvState:
+    def make_state(self, spec: StateSpec) -> RecurrentState:
         """Returns an empty state, of the same size for any `capacity`, not quantized."""
         channels, _, size = self.conv.weight.shape
         shape = spec.rows, 1, size - 1, channels
-        return ConvState(torch.zeros(shape, dtype=spec.dtype, device=spec.device))
+        return RecurrentState(torch.zeros(shape, dtype=spec.dtype, device=spec.device))
 
     def forward(
-        self, x: Tensor, rotation: Any, state: ConvState | None, ctx: BlockInputs
+        self, x: Tensor, rotation: Any, state: RecurrentState | None, ctx: BlockInputs
     ) -> Tensor:
         """Returns [B, T, C] for x [B, T, C]; tokens see the W - 1 before them in their sequence.
 
@@ -55,7 +55,7 @@ class ShortConv(nn.Module):
         elif ctx.append.lengths is not None:
             y = self._step(x, state, ctx.append.lengths)
         else:
-            y = self._append(x, state, ctx)
+            y = self._append(x, state, ctx, ctx.append)
         return self.out_proj(gate_out * y, *ctx.dropout_args)
 
     def _convolve(self, x: Tensor, **options: Any) -> Tensor:
@@ -63,7 +63,7 @@ class ShortConv(nn.Module):
         y = causal_conv(x, self.conv.weight[:, 0], **options)
         return y if self.conv.bias is None else y + self.conv.bias.to(y.dtype)
 
-    def _step(self, x: Tensor, state: ConvState, lengths: Tensor) -> Tensor:
+    def _step(self, x: Tensor, state: RecurrentState, lengths: Tensor) -> Tensor:
         """Returns [B, T, C] for T new tokens of every row, which hold `lengths` [R]."""
         (before,) = state.read(lengths)
         if state.history is None:
@@ -73,23 +73,19 @@ class ShortConv(nn.Module):
             state.write(lengths + t, inputs[:, t : t + state.window])
         return self._convolve(x, state=before)
 
-    def _append(self, x: Tensor, state: ConvState, ctx: BlockInputs) -> Tensor:
+    def _append(
+        self, x: Tensor, state: RecurrentState, ctx: BlockInputs, append: CacheAppend
+    ) -> Tensor:
         """Returns [B, T, C] for prompts, or for what follows equally many tokens in all rows."""
-        append, (b, t) = ctx.append, x.shape[:2]
-        assert append is not None
         cached = append.cached_tokens
         before = state.read(cached)[0] if cached else None
         y = self._convolve(x, starts=ctx.starts, state=before)
-        flat = x.flatten(0, 1)
-        if append.slots is not None:
-            starts, ends = append.slots.bounds[:-1], append.slots.bounds[1:]
-            kept = state.history or 0
-            for back in range(kept, -1, -1):  # rows of fewer tokens are at their start
-                at = torch.maximum(starts, ends - back)
-                inputs = last_inputs(flat, before, starts, at, state.window)
+        starts, ends = token_bounds(x, ctx)
+        for back in range(state.history or 0, -1, -1):  # rows of fewer tokens are at their start
+            at = torch.maximum(starts, ends - back)
+            inputs = last_inputs(x.flatten(0, 1), before, starts, at, state.window)
+            if append.slots is not None:
                 state.write(cached + at - starts, inputs)
-        elif ctx.starts is None:  # packed sequences have no single end to go on from
-            starts = torch.arange(b, device=x.device) * t
-            ends = starts + (t if ctx.real is None else real_ends(ctx.real))
-            state.replace(last_inputs(flat, before, starts, ends, state.window))
+            elif ctx.starts is None:  # packed sequences have no single end to go on from
+                state.replace(inputs)
         return y

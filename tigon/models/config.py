@@ -79,6 +79,7 @@ class ModelConfig:
     classifier_name: ClassVar[str | None] = ""
     # model_type of the multimodal config that exports have, where transformers has no text class
     wrapper_type: ClassVar[str] = ""
+    layer_kinds: ClassVar[tuple[str, ...]] = ()  # what `layer_types` may say of a layer
     default_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False  # whether partial_rotary_factor is supported
     rotary_share: ClassVar[float | None] = None  # partial_rotary_factor of a source without one
@@ -193,6 +194,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._check_ranges()
+        kinds = getattr(self, "layer_types", None)
+        check_layer_kinds("layer_types", kinds, self.num_hidden_layers, *self.layer_kinds)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if not kv_heads:
             object.__setattr__(self, "num_key_value_heads", heads)
@@ -227,6 +230,10 @@ class ModelConfig:
     def rotates(self, layer: int) -> bool:
         """Whether the layer has RoPE: here every layer has, and families have other rules."""
         return True
+
+    def attention_sizes(self, layer: int) -> tuple[int, int]:
+        """The layer's head dim and number of kv heads."""
+        return self.head_dim, self.num_key_value_heads
 
     def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
         """The layer's head dim and RoPE parameters; without RoPE {} or `NoRotary` options."""
@@ -302,12 +309,10 @@ def check_layer_kinds(name: str, kinds: list[str] | None, layers: int, *known: s
 class WindowedConfig(ModelConfig):
     """The config of a family with sliding-window layers, by `layer_types` or else `slides`."""
 
+    layer_kinds = SLIDING, FULL
+
     sliding_window: int | None = 4096
     layer_types: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_kinds("layer_types", self.layer_types, self.num_hidden_layers, SLIDING, FULL)
 
     def slides(self, layer: int) -> bool:
         """Whether the layer slides if `layer_types` is None: here all do, unless a family says."""
@@ -339,7 +344,7 @@ class TwoRopesConfig(WindowedConfig):
 
     def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
         """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
-        return self.head_dim, self.rope_parameters[self.layer_type(layer)]
+        return self.attention_sizes(layer)[0], self.rope_parameters[self.layer_type(layer)]
 
     def _rope_keys(self) -> dict[str, Any]:
         """The keys of `to_dict` that describe both RoPEs."""

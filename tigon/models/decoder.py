@@ -64,6 +64,7 @@ class TransformerBlock(nn.Module):
 
     norm_offset: ClassVar[float] = 0.0  # norms multiply by offset + weight
     norm_cast: ClassVar[Cast] = "before_weight"  # where norms round to the model's dtype
+    qk_norm: ClassVar[bool] = False  # attention norms queries and keys, with rms_norm_eps
     rounded_angles: ClassVar[bool] = True  # cos and sin are in the model's dtype, else in fp32
     attention_class: ClassVar[type[Attention]] = Attention
     mlp: nn.Module
@@ -92,11 +93,13 @@ class TransformerBlock(nn.Module):
     def make_attention(self, c: ModelConfig, layer: int, **options: Any) -> Attention:
         """Makes attention with the config's sizes and the family's norms, and by default with the
         layer's window and the config's `attention_bias`, if any, also as the output's bias."""
-        sizes = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        head_dim, kv_heads = c.attention_sizes(layer)
         options.setdefault("window", layer_window(c, layer))
         options.setdefault("bias", getattr(c, "attention_bias", False))
         options.setdefault("out_bias", options["bias"])
+        options.setdefault("qk_norm_eps", c.rms_norm_eps if self.qk_norm else None)
         options |= {"offset": self.norm_offset, "cast": self.norm_cast}
+        sizes = c.hidden_size, c.num_attention_heads, kv_heads, head_dim
         return self.attention_class(*sizes, **options)
 
     def make_norm(self, c: ModelConfig) -> RMSNorm:

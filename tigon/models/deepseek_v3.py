@@ -127,7 +127,7 @@ def group_experts_or_mlp(c: GroupMoEConfig, layer: int) -> GatedMLP | SparseMoE:
     )
     size = c.moe_intermediate_size
     shared = size * c.n_shared_experts
-    return sparse_moe(c, size, normalize=True, shared_experts=shared, router=router)
+    return sparse_moe(c, size, shared_experts=shared, router=router)
 
 
 class LatentBlock(PreNormBlock):

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import SLIDING, ConfigError, WindowedConfig
 from tigon.models.decoder import PostNormBlock
@@ -63,8 +62,7 @@ class Exaone4Config(WindowedConfig):
 class Exaone4Block(PostNormBlock):
     """A `PostNormBlock` with QK-norm per head and the layer's sliding window."""
 
-    def make_mixer(self, c: Exaone4Config, layer: int) -> Attention:
-        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
+    qk_norm = True
 
 
 class Exaone4(CausalLM):

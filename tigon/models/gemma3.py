@@ -67,14 +67,15 @@ class Gemma3Config(GemmaConfig, LocalThetaConfig):
 class Gemma3Block(Gemma2Block):
     """Gemma 2's block with QK-norm, no softcap, and another RoPE in sliding layers."""
 
+    qk_norm = True
+
     def make_mixer(self, c: Any, layer: int) -> Attention:
         """Make attention with QK-norm, the config's biases and scale, and the layer's sliding
         window, of which a bidirectional model has half on each side."""
         window = layer_window(c, layer)
         if window is not None and c.use_bidirectional_attention:
             window = window // 2 + 1  # the config gives the width of both sides
-        scale, eps = c.query_pre_attn_scalar**-0.5, c.rms_norm_eps
-        return self.make_attention(c, layer, qk_norm_eps=eps, scale=scale, window=window)
+        return self.make_attention(c, layer, scale=c.query_pre_attn_scalar**-0.5, window=window)
 
 
 class Gemma3(Gemma2):

@@ -21,6 +21,7 @@ from tigon.layers.shared_attention import SharingAttention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError
 from tigon.models.decoder import BlockOutput, TransformerBlock
+from tigon.models.gemma import GemmaConfig
 from tigon.models.gemma3 import LocalThetaConfig
 from tigon.models.gemma4 import SharedKVConfig
 from tigon.models.per_layer_inputs import PerLayerDecoder, multiply
@@ -29,13 +30,14 @@ from tigon.weights import local_rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3nConfig(SharedKVConfig, LocalThetaConfig):
+class Gemma3nConfig(GemmaConfig, SharedKVConfig, LocalThetaConfig):
     """The config of Gemma 3n's text models; intermediate_size and activation_sparsity_pattern have
     a value for each layer, or one for all."""
 
     model_type = "gemma3n_text"
     architecture = "Gemma3nForCausalLM"
     classifier_name = None
+    overflows_float16 = False
     ignored = frozenset({"rope_local_base_freq"})  # read with the RoPEs
 
     vocab_size: int = 262400
@@ -44,15 +46,8 @@ class Gemma3nConfig(SharedKVConfig, LocalThetaConfig):
     num_hidden_layers: int = 35
     num_attention_heads: int = 8
     num_key_value_heads: int = 2
-    head_dim: int = 256
-    hidden_act: str = "gelu_pytorch_tanh"
     hidden_activation: str = "gelu_pytorch_tanh"  # which counts
     max_position_embeddings: int = 32768
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = 0
-    eos_token_id: int | list[int] | None = 1
-    bos_token_id: int | None = 2
-    attention_bias: bool = False
     sliding_window: int | None = 512
     final_logit_softcapping: float | None = 30.0
     vocab_size_per_layer_input: int = 262144
@@ -152,10 +147,7 @@ class Gemma3nBlock(TransformerBlock):
 
     attention_class = SharingAttention
     norm_cast = "after_weight"
-    NORMS = (
-        *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm"),
-        *("post_feedforward_layernorm", "post_per_layer_input_norm"),
-    )
+    qk_norm = True
 
     def __init__(self, c: Gemma3nConfig, layer: int):
         super().__init__()
@@ -164,8 +156,11 @@ class Gemma3nBlock(TransformerBlock):
         self.scales_active = c.altup_correct_scale
         self.add_mixer(c, layer)
         self.mlp = self.make_mlp(c, layer)
-        for name in self.NORMS:
-            self.add_module(name, self.make_norm(c))
+        self.input_layernorm = self.make_norm(c)
+        self.post_attention_layernorm = self.make_norm(c)
+        self.pre_feedforward_layernorm = self.make_norm(c)
+        self.post_feedforward_layernorm = self.make_norm(c)
+        self.post_per_layer_input_norm = self.make_norm(c)
         self.altup, self.laurel = AltUp(c, self.make_norm(c)), Laurel(c, self.make_norm(c))
         self.per_layer_input_gate = Linear(c.hidden_size, dim, bias=False)
         self.per_layer_projection = Linear(dim, c.hidden_size, bias=False)
@@ -173,8 +168,7 @@ class Gemma3nBlock(TransformerBlock):
     def make_mixer(self, c: Gemma3nConfig, layer: int) -> Attention:
         """Makes attention with scale 1, which may read another layer's keys and values."""
         source = "projection" if c.kv_source(layer) is None else "layer"
-        options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "scale": 1.0}
-        return self.make_attention(c, layer, values_from=source, **options)
+        return self.make_attention(c, layer, values_from=source, scale=1.0)
 
     def make_mlp(self, c: Any, layer: int) -> GatedMLP:
         """Makes a gated MLP of the layer's size, with a share of its units only if it is sparse."""
@@ -187,24 +181,22 @@ class Gemma3nBlock(TransformerBlock):
     ) -> BlockOutput:
         """Returns the streams [S, B, T, C], to which nothing is to be added; None; and its keys and
         values, if later blocks read them."""
-        pre_mixer, post_mixer, pre_mlp, post_mlp, post_input = (
-            getattr(self, name) for name in self.NORMS
-        )
         predicted = self.altup.predict(x, *ctx.dropout_args)
         active = predicted[self.altup.active]
-        normed = pre_mixer(active)
+        normed = self.input_layernorm(active)
         y, kv = self.mixer(normed, rotation, state, ctx)
-        stream = active + post_mixer(y) + self.laurel(normed, *ctx.dropout_args)
-        stream = stream / math.sqrt(2)
-        y, routing = self.mlp_forward(pre_mlp(stream), ctx)
-        streams = self.altup.correct(predicted, stream + post_mlp(y), *ctx.dropout_args)
+        stream = active + self.post_attention_layernorm(y)
+        stream = (stream + self.laurel(normed, *ctx.dropout_args)) / math.sqrt(2)
+        y, routing = self.mlp_forward(self.pre_feedforward_layernorm(stream), ctx)
+        activated = stream + self.post_feedforward_layernorm(y)
+        streams = self.altup.correct(predicted, activated, *ctx.dropout_args)
         first = streams[self.altup.active]
         if self.scales_active:
             first = first * self.altup.correct_output_scale
         assert ctx.layer_input is not None
         gate = act_fn(self.per_layer_input_gate(first, *ctx.dropout_args), self.act)
         y = self.per_layer_projection(gate * ctx.layer_input, *ctx.dropout_args)
-        streams = torch.cat((streams[:1], streams[1:] + post_input(y)))
+        streams = torch.cat((streams[:1], streams[1:] + self.post_per_layer_input_norm(y)))
         return (streams, None, routing, kv) if self.kv_is_read else (streams, None, routing)
 
 
@@ -214,33 +206,33 @@ class Gemma3nDecoder(PerLayerDecoder):
 
     def __init__(self, c: Gemma3nConfig, block: type[TransformerBlock], **options: Any):
         super().__init__(c, block, rounded_scales=True, **options)
-        for name in ("altup_projections", "altup_unembed_projections"):
-            layers = [Linear(self.dim, self.dim, bias=False) for _ in range(1, c.altup_num_inputs)]
-            self.add_module(name, nn.ModuleList(layers))
+
+        def projections() -> nn.ModuleList:
+            streams = range(1, c.altup_num_inputs)
+            return nn.ModuleList(Linear(self.dim, self.dim, bias=False) for _ in streams)
+
+        self.altup_projections, self.altup_unembed_projections = projections(), projections()
 
     @property
     def first_modules(self) -> list[nn.Module]:
         """Those of the base, and the projections."""
-        return [*super().first_modules, *self.get_submodule("altup_projections").children()]
+        return [*super().first_modules, *self.altup_projections]
 
     @property
     def last_modules(self) -> list[nn.Module]:
         """The projections back, and the norm."""
-        return [*self.get_submodule("altup_unembed_projections").children(), *super().last_modules]
+        return [*self.altup_unembed_projections, *super().last_modules]
 
     def begin(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
         """The streams [S, B, T, C], and each block's input."""
         x, inputs = super().begin(x, *dropout_args)
-        layers = self.get_submodule("altup_projections").children()
-        others = [_rescale(layer(x, *dropout_args), x) for layer in layers]
+        others = [_rescale(layer(x, *dropout_args), x) for layer in self.altup_projections]
         return torch.stack([x, *others]), inputs
 
     def end(self, x: Tensor, residual: Tensor | None, *dropout_args: Tensor) -> Tensor:
         """The norm of the streams' mean [B, T, C]."""
-        layers = self.get_submodule("altup_unembed_projections").children()
-        back = [
-            _rescale(layer(y, *dropout_args), x[0]) for layer, y in zip(layers, x[1:], strict=True)
-        ]
+        pairs = zip(self.altup_unembed_projections, x[1:], strict=True)
+        back = [_rescale(layer(y, *dropout_args), x[0]) for layer, y in pairs]
         return super().end(torch.stack([x[0], *back]).mean(0), residual)
 
 

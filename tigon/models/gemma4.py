@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from tigon.kernels.mlp.gated_act import act_fn
-from tigon.layers import BlockInputs, GatedMLP, Linear, Rotation, ScaledRouter, SparseMoE
+from tigon.layers import Attention, BlockInputs, GatedMLP, Linear, Rotation, ScaledRouter, SparseMoE
 from tigon.layers.norm import add_normed
 from tigon.layers.shared_attention import SharingAttention, ValueSource
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import FULL, SLIDING, ConfigError, TwoRopesConfig
 from tigon.models.decoder import BlockOutput, SandwichBlock, TransformerBlock, layer_window
-from tigon.models.moe import ExpertsConfig
+from tigon.models.gemma import GemmaConfig
+from tigon.models.moe import ExpertsConfig, sparse_moe
 from tigon.models.per_layer_inputs import PerLayerDecoder
 from tigon.models.pretrained.names import CheckpointNames
 from tigon.utils.config import check_range, check_type
@@ -50,24 +51,24 @@ class SharedKVConfig(TwoRopesConfig):
 
     def kv_source(self, layer: int) -> int | None:
         """The layer whose KV this one reads, the last of its type that has KV; None: its own."""
-        first = self.num_hidden_layers - self.num_kv_shared_layers
-        return None if layer < first else self._last_layers[self.layer_type(layer)]
+        source = self._kv_sources[layer]
+        return None if source == layer else source
 
     def kv_is_read(self, layer: int) -> bool:
         """Whether a later layer reads the keys and values of this one."""
-        first = self.num_hidden_layers - self.num_kv_shared_layers
-        readers = {self.layer_type(i) for i in range(first, self.num_hidden_layers)}
-        return any(self._last_layers[kind] == layer for kind in readers)
+        return layer in self._kv_sources[layer + 1 :]
 
     @cached_property
-    def _last_layers(self) -> dict[str, int]:
-        """For each kind of layer the last one with its own keys and values."""
+    def _kv_sources(self) -> list[int]:
+        """For each layer the one whose keys and values it reads, its own included."""
         first = self.num_hidden_layers - self.num_kv_shared_layers
-        return {self.layer_type(layer): layer for layer in range(first)}
+        last = {self.layer_type(layer): layer for layer in range(first)}
+        readers = range(first, self.num_hidden_layers)
+        return [*range(first), *(last[self.layer_type(layer)] for layer in readers)]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4UnifiedConfig(SharedKVConfig):
+class Gemma4UnifiedConfig(GemmaConfig, SharedKVConfig):
     """The config of Gemma 4 12B's text model; `per_layer_config`, if given, has the sizes of
     attention in single layers, and else full layers have global_head_dim and, where keys are
     values too, num_global_key_value_heads."""
@@ -75,6 +76,7 @@ class Gemma4UnifiedConfig(SharedKVConfig):
     model_type = "gemma4_unified_text"
     architecture = "Gemma4UnifiedForCausalLM"
     classifier_name = None
+    overflows_float16 = False
     ignored = frozenset({"is_causal"})  # follows from use_bidirectional_attention
 
     vocab_size: int = 262144
@@ -83,18 +85,11 @@ class Gemma4UnifiedConfig(SharedKVConfig):
     num_hidden_layers: int = 30
     num_attention_heads: int = 8
     num_key_value_heads: int = 4
-    head_dim: int = 256
     global_head_dim: int = 512
     num_global_key_value_heads: int | None = None
     per_layer_config: dict[str, Any] | None = None
-    hidden_act: str = "gelu_pytorch_tanh"
     hidden_activation: str = "gelu_pytorch_tanh"  # which counts
     max_position_embeddings: int = 262144
-    tie_word_embeddings: bool = True
-    pad_token_id: int | None = 0
-    eos_token_id: int | list[int] | None = 1
-    bos_token_id: int | None = 2
-    attention_bias: bool = False
     sliding_window: int | None = 1024
     final_logit_softcapping: float | None = None
     use_bidirectional_attention: str | None = "vision"  # which changes nothing for text
@@ -145,13 +140,9 @@ class Gemma4UnifiedConfig(SharedKVConfig):
         return (self.per_layer_config or {}).get(str(layer)) or {}
 
     def attention_sizes(self, layer: int) -> tuple[int, int]:
-        """The layer's head dim and number of kv heads."""
         own = {"head_dim": self.head_dim, "num_key_value_heads": self.num_key_value_heads}
         own |= self._layer_config(layer)
         return own["head_dim"], own["num_key_value_heads"]
-
-    def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
-        return self.attention_sizes(layer)[0], super().layer_rope(layer)[1]
 
     def slides(self, layer: int) -> bool:
         """Whether the layer slides if `layer_types` is None: all do but each sixth and the last."""
@@ -211,7 +202,9 @@ class Gemma4Block(SandwichBlock):
     experts beside the MLP, and attention that reads the keys and values of an earlier layer."""
 
     layer_scalar: Tensor  # [1]
+    attention_class = SharingAttention
     norm_cast = "after_weight"
+    qk_norm = True
 
     def __init__(self, c: Any, layer: int):
         super().__init__(c, layer)
@@ -220,14 +213,9 @@ class Gemma4Block(SandwichBlock):
         self.register_buffer("layer_scalar", torch.empty(1))
         self.moe: SparseMoE | None = None
         if experts := getattr(c, "experts", 0):
-            sizes = c.hidden_size, c.moe_intermediate_size, experts, c.top_k_experts
-            self.moe = SparseMoE(
-                *sizes,
-                c.mlp_activation,
-                normalize=True,
-                router=ScaledRouter(c.hidden_size, experts, c.top_k_experts, c.rms_norm_eps),
-                norm=self.make_norm(c),
-            )
+            router = ScaledRouter(c.hidden_size, experts, c.top_k_experts, c.rms_norm_eps)
+            norm = self.make_norm(c)
+            self.moe = sparse_moe(c, c.moe_intermediate_size, router=router, norm=norm)
             self.post_feedforward_layernorm_1 = self.make_norm(c)
             self.post_feedforward_layernorm_2 = self.make_norm(c)
         if dim := getattr(c, "hidden_size_per_layer_input", 0):
@@ -240,25 +228,16 @@ class Gemma4Block(SandwichBlock):
         """Sets the factor of the output to 1."""
         nn.init.ones_(self.layer_scalar)
 
-    def make_mixer(self, c: Any, layer: int) -> SharingAttention:
+    def make_mixer(self, c: Any, layer: int) -> Attention:
         """Makes attention with the layer's sizes, window and source of values, and scale 1."""
-        (head_dim, kv_heads), window = c.attention_sizes(layer), layer_window(c, layer)
+        window = layer_window(c, layer)
         values: ValueSource = "keys" if c.attention_k_eq_v and window is None else "projection"
         if c.kv_source(layer) is not None:
             values = "layer"
         if window is not None and c.use_bidirectional_attention == "all":
             # The config gives the width of both sides, and transformers sees one token more of each
             window = window // 2 + 2
-        return SharingAttention(
-            *(c.hidden_size, c.num_attention_heads, kv_heads, head_dim),
-            qk_norm_eps=c.rms_norm_eps,
-            cast=self.norm_cast,
-            bias=c.attention_bias,
-            out_bias=c.attention_bias,
-            values_from=values,
-            window=window,
-            scale=1.0,
-        )
+        return self.make_attention(c, layer, window=window, values_from=values, scale=1.0)
 
     def make_mlp(self, c: Any, layer: int) -> GatedMLP:
         """Makes a gated MLP, twice as wide with `use_double_wide_mlp` in layers that share KV."""

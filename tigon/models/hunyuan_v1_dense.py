@@ -37,8 +37,10 @@ class HunYuanV1DenseConfig(ModelConfig):
 class HunYuanV1DenseBlock(PreNormBlock):
     """A `PreNormBlock` whose attention norms heads after it has rotated them."""
 
+    qk_norm = True
+
     def make_mixer(self, c: HunYuanV1DenseConfig, layer: int) -> Attention:
-        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps, rotates_first=True)
+        return self.make_attention(c, layer, rotates_first=True)
 
 
 class HunYuanV1Dense(CausalLM):

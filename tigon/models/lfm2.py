@@ -11,7 +11,7 @@ from torch import nn
 
 from tigon.layers import GatedMLP, ShortConv
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import ModelConfig, check_layer_kinds
+from tigon.models.config import ModelConfig
 from tigon.models.decoder import PreNormBlock
 from tigon.models.pretrained.names import QKV, CheckpointNames
 from tigon.models.rope_config import FULL
@@ -27,6 +27,7 @@ class ShortConvConfig(ModelConfig):
     `ModelConfig` with the kinds of layers, and the convolution's size and biases."""
 
     classifier_name = None
+    layer_kinds = CONV, FULL
     default_theta = 1e6
     keys: ClassVar[Mapping[str, str]] = KEYS
     ignored = frozenset(KEYS)
@@ -58,10 +59,6 @@ class ShortConvConfig(ModelConfig):
         del out["hidden_act"], out["rms_norm_eps"]
         stored = {key: getattr(self, name) for key, name in self.keys.items() if key in out}
         return out | {"norm_eps": self.rms_norm_eps} | stored
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_layer_kinds("layer_types", self.layer_types, self.num_hidden_layers, CONV, FULL)
 
     def attends(self, layer: int) -> bool:
         """Whether the layer has attention: by layer_types, or else all have."""
@@ -120,10 +117,12 @@ class Lfm2Config(ShortConvConfig):
 class Lfm2Block(PreNormBlock):
     """A `PreNormBlock` with a short convolution, or attention with QK-norm per head."""
 
+    qk_norm = True
+
     def make_mixer(self, c: ShortConvConfig, layer: int) -> nn.Module:
         """Makes attention with QK-norm, or a short convolution, which is called "conv"."""
         if c.attends(layer):
-            return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
+            return self.make_attention(c, layer)
         self.mixer_name = CONV
         return ShortConv(c.hidden_size, c.conv_L_cache, bias=c.conv_bias)
 

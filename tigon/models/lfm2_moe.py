@@ -48,7 +48,7 @@ class Lfm2MoeBlock(Lfm2Block):
             normalize=c.norm_topk_prob,
             scale=c.routed_scaling_factor,
         )
-        return sparse_moe(c, c.moe_intermediate_size, "silu", normalize=True, router=router)
+        return sparse_moe(c, c.moe_intermediate_size, "silu", router=router)
 
 
 class Lfm2Moe(CausalLM):

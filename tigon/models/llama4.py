@@ -11,7 +11,7 @@ from typing import Any
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.layers.rope import SCALED
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import FULL, ConfigError, check_layer_kinds
+from tigon.models.config import FULL, ConfigError
 from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import ExpertsConfig, sparse_moe
 from tigon.models.pretrained.names import CheckpointNames
@@ -29,6 +29,7 @@ class Llama4Config(ExpertsConfig):
     architecture = "Llama4ForCausalLM"
     classifier_name = None
     experts_keys = ("num_local_experts",)
+    layer_kinds = CHUNKED, FULL
     default_theta = 5e5
     ignored = frozenset({"output_router_logits", "router_aux_loss_coef"})  # the loss has no balance
 
@@ -63,7 +64,6 @@ class Llama4Config(ExpertsConfig):
         layers, flags = self.num_hidden_layers, self.no_rope_layers
         if flags and len(flags) < layers:
             raise ConfigError(f"no_rope_layers={quote(flags)} is not 0 or 1 for {layers} layers")
-        check_layer_kinds("layer_types", self.layer_types, layers, CHUNKED, FULL)
 
     def sparse(self, layer: int) -> bool:
         """Whether the layer has experts: by moe_layers, or else by the interval."""

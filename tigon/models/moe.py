@@ -65,7 +65,10 @@ class MoEConfig(ExpertsConfig):
 def sparse_moe(
     c: ExpertsConfig, intermediate: int, act: ExpertActivation | None = None, **options: Any
 ) -> SparseMoE:
-    """Makes a SparseMoE with the config's sizes and activation, experts of size `intermediate`."""
+    """Makes a SparseMoE with the config's sizes and activation, experts of size `intermediate`;
+    raises ConfigError if there are none."""
+    if not c.experts:
+        raise ConfigError(f"{c.experts_keys[0]}=0, but {c.architecture} has layers of experts")
     sizes = c.hidden_size, intermediate, c.experts, c.num_experts_per_tok
     return SparseMoE(*sizes, act or c.mlp_activation, **options)
 

@@ -61,11 +61,11 @@ class MuseGlimmerBlock(SandwichBlock):
 
     norm_offset = 1.0
     norm_cast = "after_weight"
+    qk_norm = True
 
     def make_mixer(self, c: MuseGlimmerConfig, layer: int) -> Attention:
-        options: dict[str, Any] = {"qk_norm_eps": c.rms_norm_eps, "qk_norm_weight": False}
-        options |= {"scale": c.qk_scale_factor * c.head_dim**-0.5, "gate": "gate_proj"}
-        return self.make_attention(c, layer, **options)
+        scale = c.qk_scale_factor * c.head_dim**-0.5
+        return self.make_attention(c, layer, scale=scale, qk_norm_weight=False, gate="gate_proj")
 
     def make_norm(self, c: Any) -> RMSNorm:
         return RMSNorm(c.hidden_size, c.post_norm_eps, offset=self.norm_offset, cast=self.norm_cast)

@@ -34,10 +34,11 @@ class Olmo2Block(PostNormBlock):
     """A `PostNormBlock` with norms of the whole queries and keys, across heads."""
 
     norm_cast = "after_weight"
+    qk_norm = True
     rounded_angles = False
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps, flat_qk_norm=True)
+        return self.make_attention(c, layer, flat_qk_norm=True)
 
 
 class Olmo2(CausalLM):

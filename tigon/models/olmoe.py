@@ -4,7 +4,6 @@ Paper: arXiv 2409.02060; checked against transformers' modeling_olmoe.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from tigon.layers import Attention, SparseMoE
 from tigon.models.causal_lm import CausalLM
@@ -41,9 +40,10 @@ class OlmoeConfig(MoEConfig):
 class OlmoeBlock(PreNormBlock):
     """A `PreNormBlock` with norms of whole queries and keys, across heads, and with experts."""
 
+    qk_norm = True
+
     def make_mixer(self, c: OlmoeConfig, layer: int) -> Attention:
-        options: dict[str, Any] = {"flat_qk_norm": True, "clip": c.clip_qkv}
-        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps, **options)
+        return self.make_attention(c, layer, flat_qk_norm=True, clip=c.clip_qkv)
 
     def make_mlp(self, c: OlmoeConfig, layer: int) -> SparseMoE:
         return sparse_moe(c, c.intermediate_size, normalize=c.norm_topk_prob)

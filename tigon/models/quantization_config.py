@@ -6,7 +6,7 @@ from typing import Any
 
 from tigon.utils.config import ConfigError, check_type
 from tigon.utils.json import quote
-from tigon.weights import BlockScales, Mxfp4Blocks
+from tigon.weights import BlockScales
 
 KEY = "quantization_config"
 ORIGINAL = "use the model's unquantized repository (bf16)"
@@ -24,8 +24,8 @@ NEUTRAL_KEYS = {
 }
 
 
-def read_quantization(config: Mapping[str, Any]) -> BlockScales | Mxfp4Blocks | None:
-    """The blocks of an fp8 or MXFP4 checkpoint; None if the checkpoint is not quantized.
+def read_quantization(config: Mapping[str, Any]) -> BlockScales | None:
+    """The blocks of an fp8 checkpoint; None for MXFP4, which has but one form, and for none.
 
     A multimodal config has the key at its top or in text_config. Raises ConfigError, which names
     the format and an alternative, for other quantized checkpoints.
@@ -42,7 +42,7 @@ def read_quantization(config: Mapping[str, Any]) -> BlockScales | Mxfp4Blocks | 
     if method == "fp8":
         return _read_fp8(settings)
     _warn_of_unknown(settings, set())
-    return Mxfp4Blocks()
+    return None
 
 
 def quantization_method(settings: Any) -> Any:

@@ -5,7 +5,6 @@ Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.models.qwen2 import Qwen2Config
@@ -25,8 +24,7 @@ class Qwen3Config(Qwen2Config):
 class Qwen3Block(PreNormBlock):
     """A `PreNormBlock` with QK-norm per head, `attention_bias` and the layer's sliding window."""
 
-    def make_mixer(self, c: Qwen3Config, layer: int) -> Attention:
-        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
+    qk_norm = True
 
 
 class Qwen3(CausalLM):

@@ -12,7 +12,7 @@ from torch import nn
 from tigon.kernels.norm.rms_norm import Cast
 from tigon.layers import GatedDeltaNet
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import ConfigError, ModelConfig, check_layer_kinds
+from tigon.models.config import ConfigError, ModelConfig
 from tigon.models.decoder import PreNormBlock
 from tigon.models.pretrained.names import PACKED, CheckpointNames
 from tigon.models.rope_config import FULL
@@ -26,6 +26,7 @@ class GatedDeltaConfig(ModelConfig):
     """The config of families with Gated DeltaNet: in every layer but each
     full_attention_interval-th, unless `layer_types` lists the kind of each layer."""
 
+    layer_kinds = LINEAR, FULL
     partial_rotary = True
     rotary_share = 0.25
     ignored = frozenset({"mamba_ssm_dtype"})  # always float32 here
@@ -47,7 +48,6 @@ class GatedDeltaConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer_kinds("layer_types", self.layer_types, self.num_hidden_layers, LINEAR, FULL)
         if self.hidden_act != "silu":
             raise ConfigError(f"hidden_act={quote(self.hidden_act)}: Gated DeltaNet has silu alone")
 
@@ -62,11 +62,12 @@ class GatedDeltaBlock(PreNormBlock):
 
     norm_offset = 1.0
     norm_cast: ClassVar[Cast] = "after_weight"
+    qk_norm = True
     interleaved_heads = False  # whether checkpoints have the rows of each key head together
 
     def make_mixer(self, c: GatedDeltaConfig, layer: int) -> nn.Module:
         if c.attends(layer):
-            return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps, gate="q_proj")
+            return self.make_attention(c, layer, gate="q_proj")
         self.mixer_name = "linear_attn"
         heads = c.linear_num_key_heads, c.linear_num_value_heads
         dims = c.linear_key_head_dim, c.linear_value_head_dim

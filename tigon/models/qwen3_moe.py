@@ -5,7 +5,7 @@ Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3_moe.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention, GatedMLP, SparseMoE
+from tigon.layers import GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.models.qwen2_moe import QwenMoEConfig, experts_or_mlp
@@ -43,8 +43,7 @@ class Qwen3MoeConfig(QwenMoEConfig):
 class Qwen3MoeBlock(PreNormBlock):
     """A `PreNormBlock` with QK-norm per head, and with experts, none of them shared, or an MLP."""
 
-    def make_mixer(self, c: Qwen3MoeConfig, layer: int) -> Attention:
-        return self.make_attention(c, layer, qk_norm_eps=c.rms_norm_eps)
+    qk_norm = True
 
     def make_mlp(self, c: Qwen3MoeConfig, layer: int) -> GatedMLP | SparseMoE:
         return experts_or_mlp(c, layer)

@@ -28,7 +28,9 @@ def _range_of_names(*groups: tuple[Range, str]) -> dict[str, Range]:
 
 
 RANGES = _range_of_names(
-    (FACTOR, "attention_multiplier embedding_multiplier residual_multiplier swiglu_alpha"),
+    (FACTOR, "embedding_multiplier residual_multiplier swiglu_alpha"),
+    # Of scores: times a negative one, torch's masked scores become nan
+    (POSITIVE, "attention_multiplier qk_scale_factor"),
     (POSITIVE, "attn_logit_softcapping final_logit_softcapping logits_scaling"),
     (POSITIVE, "query_pre_attn_scalar swiglu_limit"),
     (

@@ -283,7 +283,7 @@ class FlatParallelNorm(RMSNorm):
     ranks: Ranks
     elements: int
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """`rms_norm_ref` with the mean of squares over the ranks."""
         h = x.float()
         squares = all_reduce(h.square().sum(-1, keepdim=True), self.ranks)

@@ -52,7 +52,7 @@ from tigon.train.optim import (
     check_ranks,
 )
 from tigon.train.optim.groups import num_steps
-from tigon.train.overlap import EarlyModel, tokenizer_process
+from tigon.train.overlap import EarlyModel, launch_first_kernel, tokenizer_process
 from tigon.train.prefetch import Prefetcher
 from tigon.train.resume import claim
 from tigon.train.samples import SamplePrompt, read_prompts
@@ -170,9 +170,11 @@ def read_inputs(
         if config.eval_data:  # before data is tokenized
             find_entry_sources(config, as_entries(config, config.eval_data))
         tokenizing = tokenizer_process(task, tokenizer) if early is not None else nullcontext()
+    kernel = launch_first_kernel(world.device) if early is not None else nullcontext()
     auto = open_settings(config)
     with tokenizing as process:
-        config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
+        with kernel:
+            config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
         task.config = config
         if process is not None and early is not None:
             early.build(process, task, source, choice)

@@ -47,7 +47,7 @@ def compile_step(task: Task, source: Path | None, choice: StepChoice | None) -> 
     """
     config, device = task.config, task.world.device
     plain = isinstance(task, CrossEntropyTask) and not (task.per_token or task.one_prompt)
-    if not plain or task.world.size > 1 or not _has_kernels(device):
+    if not plain or task.world.size > 1 or not has_kernels(device):
         yield
         return
     model = meta_model(config, weights_dtype(config, device), source)
@@ -67,7 +67,8 @@ def compile_step(task: Task, source: Path | None, choice: StepChoice | None) -> 
             done.touch()
 
 
-def _has_kernels(device: torch.device) -> bool:
+def has_kernels(device: torch.device) -> bool:
+    """Returns whether Triton's kernels run on this device; the first call launches one."""
     return device.type == "cuda" and runs_triton(torch.empty(0, device=device))
 
 

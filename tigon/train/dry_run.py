@@ -5,7 +5,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -64,9 +63,10 @@ class StepTiming:
     peak: int  # bytes, the highest of all GPUs; 0 on CPUs
 
 
-def random_model(config: Config, world: World, source: Path | None = None) -> CausalLM:
-    """Returns the model of a run, sharded as by `build_model`, with random weights."""
-    model = meta_model(config, weights_dtype(config, world.device), source)
+def random_run(inputs: RunInputs, world: World) -> TrainingRun:
+    """Returns the run of these inputs as `prepare` builds it, but with random weights."""
+    config = inputs.config
+    model = meta_model(config, weights_dtype(config, world.device), inputs.source)
     parallelize(model, config, world)
     materialize(model, world.device)
     with torch.no_grad():
@@ -75,7 +75,9 @@ def random_model(config: Config, world: World, source: Path | None = None) -> Ca
         for module in model.modules():
             if isinstance(module, QuantizedWeight):
                 module.fill()
-    return model
+    if inputs.choice is not None:
+        inputs.choice.apply(model)
+    return build_run(inputs, world, model, build_optimizer(model, config), build_ema(model, config))
 
 
 def time_steps(run: TrainingRun, steps: int) -> StepTiming:
@@ -339,11 +341,7 @@ def time_run(config: Config, inputs: RunInputs, world: World, advised: bool) -> 
     """Runs steps on random weights and returns lines with their time; raises InputError, with
     advice unless it is printed already (`advised`), if one does not fit into memory."""
     try:
-        model = random_model(config, world, inputs.source)
-        if inputs.choice is not None:
-            inputs.choice.apply(model)
-        optimizer = build_optimizer(model, config)
-        run = build_run(inputs, world, model, optimizer, build_ema(model, config))
+        run = random_run(inputs, world)
         timing = time_steps(run, MANY_STEPS if run.model.graphs else STEPS)
     except (StepMemoryError, RuntimeError) as error:
         if not (isinstance(error, StepMemoryError) or is_out_of_memory(error)):

@@ -8,9 +8,12 @@ without.
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
+
+import torch
 
 from tigon.data.cache import train_extra
 from tigon.data.sources import BLOCK_BYTES
@@ -18,7 +21,7 @@ from tigon.data.tokenized import MIN_PARALLEL_BLOCKS, end_children_with_parent
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
-from tigon.train.compile_step import compile_step
+from tigon.train.compile_step import compile_step, has_kernels
 from tigon.train.config import Config
 from tigon.train.data import as_entries, find_entry_sources, tokenize_entries
 from tigon.train.signals import handled_signals
@@ -50,6 +53,18 @@ class EarlyModel:
         """Returns the model, and forgets it, if it was built with these settings; else None."""
         built, self._built = self._built, None
         return built[1] if built is not None and built[0] == config else None
+
+
+@contextmanager
+def launch_first_kernel(device: torch.device) -> Iterator[None]:
+    """Launches the kernel that tells whether Triton runs on a GPU, while the `with` block runs, and
+    waits for it. The block must not fork.
+
+    A thread does it: other programs compile Triton's driver and the kernel, most of a second.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(has_kernels, device)
+        yield
 
 
 @contextmanager

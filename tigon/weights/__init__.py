@@ -29,12 +29,11 @@ from tigon.weights.load import (
     match_tensors,
     prepin_staging,
 )
-from tigon.weights.mxfp4 import Mxfp4Blocks
 from tigon.weights.write import write_checkpoint
 
 __all__ = [
     "GGUF", "STAGING_BYTES", "BlockScales", "Checkpoint", "DecodedTensor", "GGMLTensor", "Layout",
-    "Misfits", "Mxfp4Blocks", "ReplicaIndex", "Repository", "RowSpan", "ShardSpec",
+    "Misfits", "ReplicaIndex", "Repository", "RowSpan", "ShardSpec",
     "TensorEntry", "TensorInfo", "TensorSlice", "WriterGroup", "compare_tensors", "convert_entries",
     "format_misfits", "load_into", "local_blocks", "local_rows", "local_shard", "make_entries",
     "map_parameters", "match_tensors", "prepin_staging", "row_group", "shard_slices",

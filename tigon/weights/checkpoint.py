@@ -21,7 +21,7 @@ from tigon.utils.json import escape, quote
 from tigon.utils.safetensors_header import find_tensors
 from tigon.weights.decoded import DecodedTensor, read_rows
 from tigon.weights.header import TensorInfo, tensor_infos
-from tigon.weights.mxfp4 import Mxfp4Blocks, decode_mxfp4
+from tigon.weights.mxfp4 import decode_mxfp4
 from tigon.weights.read import Reader
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -192,18 +192,14 @@ class Checkpoint:
         return total.hexdigest()
 
     @classmethod
-    def open(
-        cls, repository: Repository, scales: BlockScales | Mxfp4Blocks | None = None
-    ) -> "Checkpoint":
+    def open(cls, repository: Repository, scales: BlockScales | None = None) -> "Checkpoint":
         """Reads the headers of the repository's model.safetensors, or of all shards of its index,
         which are downloaded if they are not there.
 
-        `scales`: the blocks of fp8 or MXFP4 tensors in config.json, needed to read them.
+        `scales`: the blocks of fp8 tensors in config.json, needed to read them; names tell MXFP4.
         """
-        infos = tensor_infos(find_tensors(repository))
-        if isinstance(scales, Mxfp4Blocks):
-            return cls(repository.name, decode_mxfp4(decode_fp8(infos, None)))
-        return cls(repository.name, decode_fp8(infos, scales))
+        infos = decode_fp8(tensor_infos(find_tensors(repository)), scales)
+        return cls(repository.name, decode_mxfp4(infos))
 
     def read_into(self, name: str, out: Tensor, *, row: int = 0) -> None:
         """Fills `out` with rows [row, row + len(out)) of the tensor, converted to its dtype."""

@@ -28,11 +28,6 @@ PAIRS = NUMBERS[torch.stack((BYTES % 16, BYTES // 16), 1)]  # of each byte
 
 
 @dataclass(frozen=True)
-class Mxfp4Blocks:
-    """What config.json says of MXFP4 weights: that there are some."""
-
-
-@dataclass(frozen=True)
 class Mxfp4Tensor(DecodedTensor):
     """The matrices of all experts, transposed to [E, K, O], in bf16 as transformers has them."""
 

@@ -4,7 +4,9 @@ Names and shapes are those of flash_attn.cute 4.0.0b36.
 """
 
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,6 +103,40 @@ def _gradients(ctx: Any, dout: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
 
 _forward.op.register_autograd(_gradients, setup_context=_save)
 LAUNCHERS = _forward.__wrapped__, _backward.__wrapped__
+# Functions of flash-attn-4 that compile the kernels of a backward pass: the first one's takes as
+# long as the others together
+BACKWARD_PARTS = ("_flash_attn_bwd",), ("_bwd_preprocess", "_bwd_postprocess_convert")
+
+
+class _HasAll:
+    """Stands for a cache of flash-attn-4 in which nothing is missing."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+def compile_jobs(
+    launcher: Callable[..., object], arguments: Sequence[Any]
+) -> list[Callable[[], object]]:
+    """Returns what compiles the kernels of a call of one of LAUNCHERS with fake tensors: jobs that
+    may run side by side."""
+    functions = [name for part in BACKWARD_PARTS for name in part]
+    interface = backends.flash_attn_4().interface
+    has_caches = all(hasattr(getattr(interface, n, None), "compile_cache") for n in functions)
+    if launcher is not _backward.__wrapped__ or not has_caches:  # of another version
+        return [partial(launcher, *arguments)]
+    others = [[name for name in functions if name not in part] for part in BACKWARD_PARTS]
+    return [partial(_compile_backward, names, arguments) for names in others]
+
+
+def _compile_backward(leave_out: Sequence[str], arguments: Sequence[Any]) -> None:
+    """Compiles the kernels of a backward pass, but not those of the functions to leave out."""
+    interface = backends.flash_attn_4().interface
+    with ExitStack() as stack:
+        for function in (getattr(interface, name) for name in leave_out):
+            stack.callback(setattr, function, "compile_cache", function.compile_cache)
+            function.compile_cache = _HasAll()
+        _backward.__wrapped__(*arguments)
 
 
 def environment() -> dict[str, str]:

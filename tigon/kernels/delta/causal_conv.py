@@ -76,13 +76,9 @@ def causal_conv_qkv_ref(
     y = causal_conv_ref(x, weight, activation="silu", starts=starts, state=state)
     size = key_heads * key_dim
     q, k, v = y.split((size, size, y.shape[-1] - 2 * size), -1)
-    q, k = (_unit(u.unflatten(-1, (key_heads, key_dim)).float()) for u in (q, k))
+    q, k = (u.unflatten(-1, (key_heads, key_dim)).float() for u in (q, k))
+    q, k = (u * torch.rsqrt(u.square().sum(-1, keepdim=True) + L2_EPS) for u in (q, k))
     return (q * key_dim**-0.5).to(x.dtype), k.to(x.dtype), v
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Divides the last dimension by its length."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)
 
 
 class ConvLaunch(NamedTuple):
@@ -243,10 +239,10 @@ class _CausalConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, starts: Any, state: Any, *how: Any) -> Any:
         ctx.how = how
         ctx.save_for_backward(x, weight, starts, state)
-        outputs = _forward(x, weight, starts, state, *how)
+        outputs = tuple(_forward(x, weight, starts, state, *how))
         if not torch.compiler.is_compiling():
-            note_parts(tuple(outputs), _forward, (x, weight, starts, state), *how)
-        return _one_or_all(outputs)
+            note_parts(outputs, _forward, (x, weight, starts, state), *how)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *ups: Tensor) -> Any:
@@ -257,11 +253,6 @@ class _CausalConv(torch.autograd.Function):
         made = iter(_backward(x, weight, state, needs, starts, list(ups), *ctx.how))
         dx, dweight, dstate = (next(made) if needed else None for needed in needs)
         return dx, dweight, None, dstate, None, None, None
-
-
-def _update(state: Tensor, x: Tensor) -> None:
-    """Writes the W - 1 inputs before the next token to the state."""
-    state.copy_(torch.cat((state, x.detach().to(state.dtype)), 1)[:, x.shape[1] :])
 
 
 def _check(
@@ -284,32 +275,38 @@ def _check(
     check_devices(x=x, weight=weight, starts=starts, state=state)
 
 
-def _serves(x: Tensor, weight: Tensor, state: Tensor | None, key_dim: int) -> bool:
-    """Whether the kernels run on these."""
-    fits = weight.shape[1] <= MAX_TAPS and key_dim <= MAX_DIM and weight.dtype in DTYPES
-    return runs_triton(x) and fits and (state is None or state.dtype == x.dtype)
-
-
 def _run(
-    x: Tensor, weight: Tensor, starts: Tensor | None, state: Tensor | None, update: bool, *how: Any
-) -> Any:
-    """Runs the kernels, and updates the state; returns y, or q, k and v."""
-    learned = (x, weight) if state is None else (x, weight, state)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in learned):
+    x: Tensor,
+    weight: Tensor,
+    starts: Tensor | None,
+    state: Tensor | None,
+    update: bool,
+    key_heads: int,
+    key_dim: int,
+    silu: bool,
+) -> tuple[Tensor, ...]:
+    """Returns y, or q, k and v, by the kernels where they serve; updates the state if asked to."""
+    how, learned = (key_heads, key_dim, silu), (x, weight) if state is None else (x, weight, state)
+    fits = weight.shape[1] <= MAX_TAPS and key_dim <= MAX_DIM and weight.dtype in DTYPES
+    outputs: tuple[Tensor, ...]
+    if not (runs_triton(x) and fits and (state is None or state.dtype == x.dtype)):
+        given: dict[str, Any] = {"starts": starts, "state": state}
+        if key_heads:
+            given |= {"key_heads": key_heads, "key_dim": key_dim}
+            outputs = causal_conv_qkv_ref(x, weight, **given)
+        else:
+            activation: Activation | None = "silu" if silu else None
+            outputs = (causal_conv_ref(x, weight, activation=activation, **given),)
+    elif torch.is_grad_enabled() and any(t.requires_grad for t in learned):
         before = state.clone() if update and state is not None else state
         outputs = _CausalConv.apply(x, weight, starts, before, *how)
     elif update and state is not None and state.is_contiguous() and x.shape[1] <= SHORT:
-        return _one_or_all(_forward_and_update(x, weight, None, state, *how))
+        return tuple(_forward_and_update(x, weight, None, state, *how))
     else:
-        outputs = _one_or_all(_forward(x, weight, starts, state, *how))
+        outputs = tuple(_forward(x, weight, starts, state, *how))
     if update and state is not None:
-        _update(state, x)
+        state.copy_(torch.cat((state, x.detach().to(state.dtype)), 1)[:, x.shape[1] :])
     return outputs
-
-
-def _one_or_all(outputs: list[Tensor]) -> Any:
-    """Returns y, or q, k and v."""
-    return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def causal_conv(
@@ -328,11 +325,7 @@ def causal_conv(
     if activation is not None and activation not in get_args(Activation):
         raise ValueError(f"activation={activation!r} is neither 'silu' nor None")
     _check(x, weight, starts, state, update_state)
-    if _serves(x, weight, state, 0):
-        return _run(x, weight, starts, state, update_state, 0, 0, activation == "silu")
-    y = causal_conv_ref(x, weight, activation=activation, starts=starts, state=state)
-    if update_state and state is not None:
-        _update(state, x)
+    (y,) = _run(x, weight, starts, state, update_state, 0, 0, activation == "silu")
     return y
 
 
@@ -358,11 +351,5 @@ def causal_conv_qkv(
             f"x has {x.shape[-1]} channels: queries and keys of {key_heads} heads of {key_dim} "
             f"would take {2 * key_heads * key_dim}"
         )
-    if _serves(x, weight, state, key_dim):
-        q, k, v = _run(x, weight, starts, state, update_state, key_heads, key_dim, True)
-        return q, k, v
-    sizes = {"key_heads": key_heads, "key_dim": key_dim}
-    parts = causal_conv_qkv_ref(x, weight, **sizes, starts=starts, state=state)
-    if update_state and state is not None:
-        _update(state, x)
-    return parts
+    q, k, v = _run(x, weight, starts, state, update_state, key_heads, key_dim, True)
+    return q, k, v

@@ -62,12 +62,10 @@ def _part_of(q, k, v, group, width, K):
     """Returns where a group's first column is in q, k or v, and the step from row to row."""
     at = v[0] + (group - 2 * K) * width
     row = v[1]
-    if K == 0:
-        at = v[0] + group * width
-    elif group < K:
+    if K > 0 and group < K:
         at = q[0] + group * width
         row = q[1]
-    elif group < 2 * K:
+    elif K > 0 and group < 2 * K:
         at = k[0] + (group - K) * width
         row = k[1]
     return at, row
@@ -171,12 +169,7 @@ def conv_forward_kernel(
     taps = _load_taps(weight, channels, inside, W)
     if UPDATE:
         last = _load_history(x, state, None, b, t0 + T, T, C, live, channels, inside, W)
-    if K == 0:
-        _walk(
-            x, state, starts, y, y_row, taps, b, t0, live, columns, channels, inside, T, L, C,
-            scale, W, SILU, False, STEP,
-        )  # fmt: skip
-    elif group < 2 * K:
+    if K > 0 and group < 2 * K:
         _walk(
             x, state, starts, y, y_row, taps, b, t0, live, columns, channels, inside, T, L, C,
             tl.where(group < K, scale, 1.0), W, SILU, True, STEP,
@@ -311,12 +304,7 @@ def conv_backward_kernel(
     )
     dy, dy_row = _part_of(dq, dk, dv, group, WIDTH, K)
     taps = _load_taps(weight, channels, inside, W)
-    if K == 0:
-        sums = _walk_chunk_back(
-            x, state, starts, dy, dy_row, dx, dstate, taps, b, t0, live, columns, channels, inside,
-            T, L, C, scale, W, SILU, False, partials is not None, STEP,
-        )  # fmt: skip
-    elif group < 2 * K:
+    if K > 0 and group < 2 * K:
         sums = _walk_chunk_back(
             x, state, starts, dy, dy_row, dx, dstate, taps, b, t0, live, columns, channels, inside,
             T, L, C, tl.where(group < K, scale, 1.0), W, SILU, True, partials is not None, STEP,

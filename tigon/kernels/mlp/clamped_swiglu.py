@@ -1,6 +1,6 @@
 """The clamped SwiGLU of gpt-oss's experts, whose gates and ups alternate: gate 0, up 0, gate 1 ...
 
-# S rows, N k slots of weights, I intermediate size
+# S rows, I intermediate size
 """
 
 from typing import NamedTuple
@@ -10,9 +10,7 @@ from torch import Tensor
 
 from tigon.kernels.runtime import runs_triton, tl, triton
 
-# Columns and warps of one program
-FORWARD = (512, 4)
-BACKWARD = (1024, 4)
+FORWARD = (512, 4)  # columns and warps of one program
 
 
 class ClampedSwiGLU(NamedTuple):
@@ -32,12 +30,34 @@ def clamped_swiglu_ref(gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * clamp.alpha))
 
 
+def clamped_swiglu_backward_ref(
+    gate_up: Tensor, d: Tensor, clamp: ClampedSwiGLU
+) -> tuple[Tensor, Tensor]:
+    """Returns the activation again, and the gradient of gate_up from that of the activation."""
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    g, u = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    s = torch.sigmoid(g * clamp.alpha)
+    a = g * s
+    dgate = torch.where(gate <= clamp.limit, d * (u + 1) * (s + clamp.alpha * a * (1 - s)), 0)
+    dup = torch.where(up.abs() <= clamp.limit, d * a, 0)
+    return (u + 1) * a, torch.stack((dgate, dup), -1).flatten(-2)
+
+
 @triton.jit
-def _load_pairs(x, row, start, I, BLOCK: tl.constexpr):  # noqa: E741
+def load_pairs(x, row, start, I, BLOCK: tl.constexpr):  # noqa: E741
     """Loads gates and ups [BLOCK] of a row of [S, 2I], from unit `start` on, in fp32."""
     cols = 2 * start + tl.arange(0, 2 * BLOCK)
     both = tl.load(x + row * 2 * I + cols, mask=cols < 2 * I, other=0.0).to(tl.float32)
     return tl.split(both.reshape(BLOCK, 2))
+
+
+@triton.jit
+def clamped_and_slope(gate, up, alpha, limit):
+    """Returns the activation of clamped gates, its derivative, and what it is multiplied by."""
+    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    s = tl.sigmoid(alpha * gate)
+    a = gate * s
+    return a, s + alpha * a * (1 - s), up + 1
 
 
 @triton.jit
@@ -50,40 +70,10 @@ def _clamped_kernel(
     blocks = tl.cdiv(I, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = tl.program_id(0) % blocks * BLOCK
-    gate, up = _load_pairs(x, row, start, I, BLOCK)
-    gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    gate, up = load_pairs(x, row, start, I, BLOCK)
+    a, _, factor = clamped_and_slope(gate, up, alpha, limit)
     cols = start + tl.arange(0, BLOCK)
-    tl.store(y + row * I + cols, gate * tl.sigmoid(alpha * gate) * (up + 1), mask=cols < I)
-
-
-@triton.jit
-def _clamped_backward_kernel(
-    gate_up, dh, order, weights, dgate_up, weighted, dweights, alpha, limit,
-    I,  # noqa: E741
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Differentiates one slot's weight and activation, as `_act_backward_kernel` does."""
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(order + row)
-    weight = tl.load(weights + slot).to(tl.float32)
-    product = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, I, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        keep = cols < I
-        gate, up = _load_pairs(gate_up, row, start, I, BLOCK)
-        g, u = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        d = tl.load(dh + row * I + cols, mask=keep, other=0.0).to(tl.float32)
-        s = tl.sigmoid(alpha * g)
-        a = g * s
-        h = (a * (u + 1)).to(dh.dtype.element_ty).to(tl.float32)
-        product += d * h
-        d *= weight
-        tl.store(weighted + row * I + cols, h * weight, mask=keep)
-        dgate = tl.where(gate <= limit, d * (u + 1) * (s + alpha * a * (1 - s)), 0.0)
-        dup = tl.where(tl.abs(up) <= limit, d * a, 0.0)
-        both = 2 * start + tl.arange(0, 2 * BLOCK)
-        tl.store(dgate_up + row * 2 * I + both, tl.interleave(dgate, dup), mask=both < 2 * I)
-    tl.store(dweights + slot, tl.sum(product))
+    tl.store(y + row * I + cols, a * factor, mask=cols < I)
 
 
 def clamped_swiglu(gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
@@ -98,34 +88,3 @@ def clamped_swiglu(gate_up: Tensor, clamp: ClampedSwiGLU) -> Tensor:
         sizes = *clamp, y.shape[1]
         _clamped_kernel[grid](gate_up, y, *sizes, BLOCK=block, num_warps=warps)
     return y
-
-
-def clamped_swiglu_backward(
-    hidden: Tensor,  # [S, 2I]
-    dh: Tensor,  # [S, I]: of the activation of weight 1
-    order: Tensor,  # [S], of each row its slot in `weights`
-    weights: Tensor,  # [N, k]
-    clamp: ClampedSwiGLU,
-    outputs: tuple[Tensor, Tensor, Tensor],
-) -> None:
-    """Fills `outputs`: gradients of `hidden`, the activation times its weight, those of `weights`.
-
-    All are contiguous.
-    """
-    dhidden, weighted, dweights = outputs
-    if not runs_triton(hidden):
-        gate, up = hidden[..., ::2], hidden[..., 1::2]
-        g, u = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-        s = torch.sigmoid(g * clamp.alpha)
-        a, scale = g * s, weights.flatten()[order][:, None]
-        h, d = (u + 1) * a, (dh * scale).to(dh.dtype)
-        dgate = torch.where(gate <= clamp.limit, d * (u + 1) * (s + clamp.alpha * a * (1 - s)), 0)
-        dup = torch.where(up.abs() <= clamp.limit, d * a, 0)
-        dhidden.copy_(torch.stack((dgate, dup), -1).flatten(-2))
-        dweights.view(-1)[order] = (dh.float() * h).sum(-1).to(weights.dtype)
-        weighted.copy_(h * scale)
-    elif dh.numel():
-        block, warps = BACKWARD
-        block = min(block, triton.next_power_of_2(dh.shape[1]))
-        args = hidden, dh, order, weights, dhidden, weighted, dweights, *clamp, dh.shape[1]
-        _clamped_backward_kernel[(len(dh),)](*args, BLOCK=block, num_warps=warps)

@@ -9,6 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.kernels.mlp.clamped_swiglu import (
+    ClampedSwiGLU,
+    clamped_and_slope,
+    clamped_swiglu_backward_ref,
+    load_pairs,
+)
 from tigon.kernels.recompute import GatedInputs, note_recompute
 from tigon.kernels.runtime import (
     as_rows,
@@ -179,6 +185,7 @@ def _backward_into(
 @triton.jit
 def _act_backward_kernel(
     gate_up, dh, order, weights, dgate_up, weighted, dweights,
+    alpha, limit,  # of a clamped SwiGLU; else None
     I,  # noqa: E741
     ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -194,17 +201,29 @@ def _act_backward_kernel(
     for start in range(0, I, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         keep = cols < I
-        gate = tl.load(gate_up + row * 2 * I + cols, mask=keep, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + row * 2 * I + I + cols, mask=keep, other=0.0).to(tl.float32)
+        if ACT == "clamped":
+            gate, up = load_pairs(gate_up, row, start, I, BLOCK)
+        else:
+            gate = tl.load(gate_up + row * 2 * I + cols, mask=keep, other=0.0).to(tl.float32)
+            up = tl.load(gate_up + row * 2 * I + I + cols, mask=keep, other=0.0).to(tl.float32)
         d = tl.load(dh + row * I + cols, mask=keep, other=0.0).to(tl.float32)
-        a, slope = act_and_slope(gate, ACT)
-        a = a.to(dh.dtype.element_ty).to(tl.float32)
-        h = (a * up).to(dh.dtype.element_ty).to(tl.float32)
+        if ACT == "clamped":
+            a, slope, factor = clamped_and_slope(gate, up, alpha, limit)
+        else:
+            a, slope = act_and_slope(gate, ACT)
+            a, factor = a.to(dh.dtype.element_ty).to(tl.float32), up
+        h = (a * factor).to(dh.dtype.element_ty).to(tl.float32)
         product += d * h
         d *= weight
         tl.store(weighted + row * I + cols, h * weight, mask=keep)
-        tl.store(dgate_up + row * 2 * I + cols, d * up * slope, mask=keep)
-        tl.store(dgate_up + row * 2 * I + I + cols, d * a, mask=keep)
+        if ACT == "clamped":
+            dgate = tl.where(gate <= limit, d * factor * slope, 0.0)
+            dup = tl.where(tl.abs(up) <= limit, d * a, 0.0)
+            both = 2 * start + tl.arange(0, 2 * BLOCK)
+            tl.store(dgate_up + row * 2 * I + both, tl.interleave(dgate, dup), mask=both < 2 * I)
+        else:
+            tl.store(dgate_up + row * 2 * I + cols, d * factor * slope, mask=keep)
+            tl.store(dgate_up + row * 2 * I + I + cols, d * a, mask=keep)
     tl.store(dweights + slot, tl.sum(product))
 
 
@@ -213,32 +232,38 @@ def weighted_act_backward(
     dh: Tensor,  # [S, I]: of the activation of weight 1
     order: Tensor,  # [S], of each row its slot in `weights`
     weights: Tensor,  # [N, k]
-    act: Activation,
+    act: Activation | ClampedSwiGLU,
     outputs: tuple[Tensor, Tensor, Tensor],
 ) -> None:
     """Fills `outputs`: gradients of `hidden`, the activation times its weight, those of `weights`.
 
-    A step of `grouped_mlp`, as `clamped_swiglu_backward` is. All are contiguous.
+    A step of `grouped_mlp`. All are contiguous.
     """
     dhidden, weighted, dweights = outputs
     if not runs_triton(hidden):
-        gate, up = hidden.chunk(2, dim=-1)
-        a, scale = act_fn(gate, act), weights.flatten()[order][:, None]
-        h, d = a * up, (dh * scale).to(dh.dtype)
+        scale = weights.flatten()[order][:, None]
+        d = (dh * scale).to(dh.dtype)
+        if isinstance(act, ClampedSwiGLU):
+            h, dgate_up = clamped_swiglu_backward_ref(hidden, d, act)
+        else:
+            gate, up = hidden.chunk(2, dim=-1)
+            a = act_fn(gate, act)
+            if act == "silu":
+                dgate = torch.ops.aten.silu_backward(d * up, gate)
+            else:
+                form = "tanh" if act == "gelu_tanh" else "none"
+                dgate = torch.ops.aten.gelu_backward(d * up, gate, approximate=form)
+            h, dgate_up = a * up, torch.cat((dgate, d * a), -1)
         wide = torch.promote_types(dh.dtype, torch.float32)
         dweights.view(-1)[order] = (dh.to(wide) * h).sum(-1).to(weights.dtype)
         weighted.copy_(h * scale)
-        if act == "silu":
-            dgate = torch.ops.aten.silu_backward(d * up, gate)
-        else:
-            form = "tanh" if act == "gelu_tanh" else "none"
-            dgate = torch.ops.aten.gelu_backward(d * up, gate, approximate=form)
-        dhidden.copy_(torch.cat((dgate, d * a), -1))
+        dhidden.copy_(dgate_up)
     elif dh.numel():
         block, warps = SLOT
         block = min(block, triton.next_power_of_2(dh.shape[1]))
-        args = hidden, dh, order, weights, dhidden, weighted, dweights, dh.shape[1]
-        _act_backward_kernel[(len(dh),)](*args, ACT=act, BLOCK=block, num_warps=warps)
+        clamp, name = (act, "clamped") if isinstance(act, ClampedSwiGLU) else ((None, None), act)
+        args = hidden, dh, order, weights, dhidden, weighted, dweights, *clamp, dh.shape[1]
+        _act_backward_kernel[(len(dh),)](*args, ACT=name, BLOCK=block, num_warps=warps)
 
 
 def _can_overwrite(gate_up: Tensor, overwrite: bool) -> bool:

@@ -14,12 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from tigon.kernels.mlp.clamped_swiglu import (
-    BACKWARD,
-    ClampedSwiGLU,
-    clamped_swiglu,
-    clamped_swiglu_backward,
-)
+from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU, clamped_swiglu
 from tigon.kernels.mlp.gated_act import SLOT, Activation, gated_act, weighted_act_backward
 from tigon.kernels.mlp.grouped_product import (
     experts_of_rows,
@@ -94,15 +89,13 @@ def _act_backward(
     """Returns gradients of hidden [S, 2I], over itself if `overwrite` and they may be, and of
     weights, and h times its weight [S, I]."""
     # With more threads than numbers in a row, one may read what another has written
-    overwrite &= dh.shape[1] >= 32 * (BACKWARD if clamp else SLOT)[1]
+    overwrite &= dh.shape[1] >= 32 * SLOT[1]
     dhidden, weighted = hidden if overwrite else torch.empty_like(hidden), torch.empty_like(dh)
     absent = len(order) < weights.numel()
     dweights = torch.zeros_like(weights) if absent else torch.empty_like(weights)
     outputs = dhidden, weighted, dweights
-    if clamp:
-        clamped_swiglu_backward(hidden, dh, order, weights, ClampedSwiGLU(*clamp), outputs)
-    else:
-        weighted_act_backward(hidden, dh, order, weights, cast(Activation, act), outputs)
+    form = ClampedSwiGLU(*clamp) if clamp else cast(Activation, act)
+    weighted_act_backward(hidden, dh, order, weights, form, outputs)
     return outputs
 
 

@@ -126,7 +126,8 @@ def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(kind, str) or kind not in MULTIMODAL:
         return source
     text = dict(config.check_type("text_config", source.get("text_config") or {}, dict))
-    text.setdefault("model_type", MULTIMODAL[kind])
+    if text.get("model_type") in (None, kind):  # which transformers does not look at, either
+        text["model_type"] = MULTIMODAL[kind]
     if kind not in TIED_BY_TEXT:
         text["tie_word_embeddings"] = source.get("tie_word_embeddings", kind not in UNTIED)
     dtype = source.get("dtype") or source.get("torch_dtype")

@@ -1,4 +1,4 @@
-"""A rank of a side of bench/train_multi.py or parallel.py: OUT SIDE ATTENTION setting=value ...
+"""A rank of a side of bench/parallel.py or scaling.py: OUT SIDE ATTENTION setting=value ...
 
 Rank 0 writes what it finds to OUT. Both sides read the same rows by the trainer's loader, and have
 the same weights, drawn by name.
@@ -21,14 +21,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bench.compare_side import laps
 from bench.harness import Record, installed
-from bench.train_cases import Case, Options, adamw, draw, is_drawn, peer_model
+from bench.train_cases import Options, adamw, draw, is_drawn, peer_model
 from tigon.kernels.attention import backends
 from tigon.train import load, start
-from tigon.train.build import build_run, read_inputs
+from tigon.train.build import read_inputs
 from tigon.train.config import Config
 from tigon.train.distributed import World, local
-from tigon.train.dry_run import random_model
-from tigon.train.optim import build_ema, build_optimizer
+from tigon.train.dry_run import random_run
 from tigon.train.trainer import forward_backward, update_weights
 from tigon.weights import local_rows
 
@@ -37,7 +36,6 @@ TENSOR_PEER, CONTEXT_PEER, EXPERT_PEER = (
     f"{PEER}-{way}" for way in ("tensor", "context", "expert")
 )
 FIRST = 3  # steps that are not timed
-CASE = Case("Llama-3.1-8B", 1, 8192, 1.09)
 
 
 @torch.no_grad()
@@ -60,12 +58,8 @@ def fill(model: Any) -> None:
 
 def tigon(config: Config, world: World, count: int) -> Record:
     """The trainer's steps: forward, backward, the norm of all gradients, update."""
-    inputs = read_inputs(config, world)
-    config = inputs.config
-    model = random_model(config, world)
-    fill(model)
-    optimizer, ema = build_optimizer(model, config), build_ema(model, config)
-    run = build_run(inputs, world, model, optimizer, ema)
+    run = random_run(read_inputs(config, world), world)
+    fill(run.model)
     done, losses = iter(range(run.steps)), []
 
     def step() -> None:
@@ -84,7 +78,7 @@ def peer(config: Config, world: World, count: int, side: str, attention: str) ->
     """transformers + Liger under FSDP2, torch's tensor or context parallelism or transformers' own
     expert parallelism: forward, backward, update."""
     inputs = read_inputs(config, world)
-    batches = [inputs.data.micro_batches(n)[0].input_ids for n in range(FIRST + count + 1)]
+    batches = [inputs.data.micro_batches(n)[0].input_ids for n in range(FIRST + count)]
     inputs.data.close()
     ids = iter([batch.to(world.device) for batch in batches])
     shape = json.loads(Path(config.init).read_text())
@@ -211,7 +205,7 @@ def main(out: str, side: str, attention: str, *arguments: str) -> None:
         if side == TIGON:
             found = tigon(config, world, count)
         else:
-            found = peer(config, world, count - 1, side, attention)
+            found = peer(config, world, count, side, attention)
         if world.main:
             Path(out).write_text(json.dumps(found))
         dist.barrier()

@@ -21,7 +21,7 @@ from tigon.parallel import MeshSizes
 from tigon.train import checkpoint
 from tigon.train.config import MAX_TOKENS, Config, mesh_sizes
 from tigon.train.distributed import World
-from tigon.train.memory import estimate, format_gib, gpu_memory, memory_budget
+from tigon.train.memory import estimate, format_gib, gpu_memory, held_by_others, memory_budget
 from tigon.train.model import compute_dtype, is_sharded, meta_model, sum_dtype, weights_dtype
 from tigon.train.tasks import Task
 
@@ -247,6 +247,8 @@ def resolve_choices(
                 f"memory_budget={config.memory_budget:g} limits what is chosen by memory, and "
                 f"{', '.join(BY_MEMORY)} are all set: set one of them to auto, or leave it out"
             )
+    if auto and config.memory_budget is None and (held := held_by_others(world.device)):
+        world.log_rank0(f"note: other processes hold {format_gib(held)} GiB of the GPU")
     budget = memory_budget(config, min(memories, default=None))
     if budget is None and auto and device.type == "cuda":
         world.log_rank0(

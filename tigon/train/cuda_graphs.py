@@ -27,6 +27,7 @@ from tigon.models.decoder import Decoder, Recompute
 from tigon.train.graph_checks import GraphKey, PassInputs, ReplayGuard, check_model, graph_key
 from tigon.train.launch_meter import LaunchMeter
 from tigon.utils.graph_capture import capture_graph, on_capture_stream
+from tigon.utils.memory import is_out_of_memory
 
 Replay = Callable[[], None]
 
@@ -219,7 +220,10 @@ class CapturedGraph:
                 raise RuntimeError("cuda_graphs: a later pass learns more of the blocks")
         buffers = self.gradients
         if self.adds != buffers.exist():
-            raise RuntimeError("cuda_graphs: gradients have come or gone since this pass's forward")
+            raise RuntimeError(
+                "cuda_graphs: gradients have come or gone since this pass's forward: call "
+                "zero_grad before the forward pass"
+            )
         if self.adds:
             buffers.copy_eager()
         self._backward()
@@ -237,7 +241,7 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
         first: BaseException = error
         while first.__context__ is not None:  # the end of a capture that failed fails too
             first = first.__context__
-        if isinstance(first, torch.OutOfMemoryError):
+        if is_out_of_memory(first):
             raise first from None
         why = str(first).split("\n")[0]  # of CUDA's errors more lines follow
         reason = f"the step cannot be captured ({type(first).__name__}: {why})"
@@ -291,8 +295,7 @@ class Graphs:
         the decoder where a pass cannot be replayed or is the first of its kind."""
         rest = cache, recompute, routing, offload, dropout_keys
         learns = torch.is_grad_enabled() and self.decoder.training and cache is None
-        shares = mask.prefixes is not None
-        if self.off or not learns or offload or shares or self._needs_eager():
+        if self.off or not learns or offload or self._needs_eager(mask):
             return self.decoder(x, position_ids, mask, *rest)
         if self.meter is not None and not self._decide(self.meter):
             # Before later micro-batches of a step the GPU's queue may be full, where launches wait
@@ -332,8 +335,8 @@ class Graphs:
             if not self.auto:
                 raise
             self.turn_off(error.reason)
-        except torch.OutOfMemoryError:
-            if not self.auto:
+        except RuntimeError as error:
+            if not (self.auto and is_out_of_memory(error)):
                 raise
             self.turn_off("its graph has no room in memory")
 
@@ -361,10 +364,13 @@ class Graphs:
         """Makes None of a copy, or of what is unpickled."""
         return type(None), ()  # a copy of the model has weights of its own, and runs without
 
-    def _needs_eager(self) -> bool:
-        """Returns whether this pass must run without graphs: under torch.compile or autocast, or
-        with hooks, which a replay would ignore."""
+    def _needs_eager(self, mask: AttentionMask) -> bool:
+        """Returns whether this pass must run without graphs: under torch.compile or autocast, with
+        prefixes, which are on the host, or with hooks, which a replay would ignore."""
         if torch.compiler.is_compiling():
+            return True
+        if mask.prefixes is not None:
+            self._say_once("passes in which sequences share a prompt run without graphs")
             return True
         if autocast_dtype(self.device) is not None:  # casts of weights outlive the graph's memory
             self._say_once("under torch.autocast passes run without graphs: cast the model instead")
@@ -413,12 +419,21 @@ class Graphs:
         `learned` the indices of those that get gradients."""
         # With ZeRO, parts of it read gradients of blocks as soon as these are launched
         tensors = inputs.x, inputs.positions, *inputs.optional()
-        zero = self.gradients.zero
+        zero, adds = self.gradients.zero, self.gradients.exist()
+
+        def learn(index: int) -> None:
+            learned.add(index)
+            if adds and not self.gradients.exist():
+                self._say_once(
+                    "passes run without graphs, as their gradients were removed after the forward "
+                    "pass: call zero_grad before the forward pass"
+                )
+
         with nullcontext() if zero else on_capture_stream(self.device, *tensors):
             hidden, tallies = self.decoder(*inputs[:3], *rest)
         for i, out in enumerate((hidden, *tallies)):
             if out.requires_grad:
-                out.register_hook(lambda _, i=i: learned.add(i))
+                out.register_hook(lambda _, i=i: learn(i))
         return hidden, tallies
 
 

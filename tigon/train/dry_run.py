@@ -30,12 +30,13 @@ from tigon.train.build import (
 from tigon.train.config import Config, mesh_sizes, micro_batch_rows, parallel_settings
 from tigon.train.distributed import InputError, World, local
 from tigon.train.launch_meter import PASSES, WARM_UP
-from tigon.train.less_memory import StepMemoryError, within_memory
+from tigon.train.less_memory import StepMemoryError, first_sentence, within_memory
 from tigon.train.memory import GIB, Estimate, estimate, gpu_memory
 from tigon.train.model import compute_dtype, meta_model, parallelize, weights_dtype
 from tigon.train.optim import build_ema, build_optimizer, check_ranks, freeze
 from tigon.train.throughput import Cost, peak_flops
 from tigon.train.trainer import forward_backward, update_weights
+from tigon.utils.memory import is_out_of_memory
 
 GPU = torch.device("cuda")
 # Settings that save memory, the cheapest first
@@ -81,7 +82,7 @@ def random_run(inputs: RunInputs, world: World) -> TrainingRun:
 
 def time_steps(run: TrainingRun, steps: int) -> StepTiming:
     """Runs `steps` steps, with less memory where `tigon train` would go on with less, and returns
-    the mean measurements of the second half; raises StepMemoryError or torch.OutOfMemoryError."""
+    the mean measurements of the second half; raises StepMemoryError or a RuntimeError."""
     device, first = run.world.device, run.start + run.state.offset  # a stream has no rows before
     run.task.rehearse(run.model)
     gc.collect()
@@ -342,9 +343,11 @@ def time_run(config: Config, inputs: RunInputs, world: World, advised: bool) -> 
     try:
         run = random_run(inputs, world)
         timing = time_steps(run, MANY_STEPS if run.model.graphs else STEPS)
-    except (StepMemoryError, torch.OutOfMemoryError) as error:
+    except (StepMemoryError, RuntimeError) as error:
+        if not (isinstance(error, StepMemoryError) or is_out_of_memory(error)):
+            raise
         lines = memory_advice(config, inputs, world.size) if world.main and not advised else []
-        problem = error.problem if isinstance(error, StepMemoryError) else str(error).split(". ")[0]
+        problem = error.problem if isinstance(error, StepMemoryError) else first_sentence(error)
         raise InputError("\n  ".join([f"a step does not fit: {problem}", *lines])) from None
     speed = timing.tokens / timing.seconds
     line = f"a step, measured: {timing.seconds:.3g} s, {speed:,.0f} tokens/s"

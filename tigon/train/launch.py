@@ -33,12 +33,12 @@ from tigon.train.distributed import (
     start,
 )
 from tigon.train.dry_run import dry_run
-from tigon.train.less_memory import StepMemoryError
+from tigon.train.less_memory import StepMemoryError, first_sentence
 from tigon.train.signals import NUMBERS, Signals, handled_signals
 from tigon.train.tasks import describe_tasks
 from tigon.train.trainer import train
 from tigon.utils.config import describe_type, field_types
-from tigon.utils.memory import count_cpus
+from tigon.utils.memory import count_cpus, is_out_of_memory
 from tigon.utils.terminal import escaping_output, one_line
 
 LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks whose launcher repeats their errors
@@ -159,12 +159,19 @@ def _run(config: Config, world: World, plan: int | None) -> int:
     except (ValueError, OSError, ImportError) as error:
         where = f"rank {world.rank}: " if world.size > 1 else ""
         raise InputError(f"{where}{error}") from None
+    except RuntimeError as error:
+        if world.size > 1 or not is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"the model: {first_sentence(error)}: give param_dtype=bfloat16, lora.quantize=nf4, or "
+            "a GPU that other processes leave free, as nvidia-smi shows"
+        ) from error
     try:
         return train(run)
-    except torch.OutOfMemoryError as error:  # in an update or an evaluation
-        if world.size > 1:  # the others wait for this one
+    except RuntimeError as error:  # where memory ends in an update or an evaluation
+        if world.size > 1 or not is_out_of_memory(error):  # the others wait for this one
             raise
-        raise StepMemoryError(str(error).split(". ")[0], run) from error
+        raise StepMemoryError(first_sentence(error), run) from error
 
 
 def _run_rank(config: Config, world: World, plan: int | None) -> int:

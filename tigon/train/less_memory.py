@@ -12,6 +12,7 @@ from tigon.train.build import TrainingRun
 from tigon.train.choices import lessen
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.distributed import InputError
+from tigon.utils.memory import is_out_of_memory
 
 T = TypeVar("T")
 
@@ -36,9 +37,14 @@ class StepMemoryError(InputError):
         self.problem = problem
 
 
+def first_sentence(error: BaseException) -> str:
+    """Returns what an error says before the sizes and advice of torch's allocator, or CUDA's."""
+    return str(error).split("\n")[0].split(". ")[0]
+
+
 def within_memory(run: TrainingRun, step: int, compute: Callable[[], T]) -> T:
     """Returns the result of `compute`, the passes of a step, which is repeated with less memory
-    while it raises torch.OutOfMemoryError, as a line says each time.
+    while it runs out of a GPU's memory, as a line says each time.
 
     Raises StepMemoryError where nothing that takes less is left open, on several ranks, as the
     others wait for this one, and with optimizer_in_backward, which may have changed weights.
@@ -46,9 +52,11 @@ def within_memory(run: TrainingRun, step: int, compute: Callable[[], T]) -> T:
     while True:
         try:
             return compute()
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             rank = f"rank {run.world.rank}: " if run.world.size > 1 else ""
-            problem = f"{rank}step {step}: {str(error).split('. ')[0]}"
+            problem = f"{rank}step {step}: {first_sentence(error)}"
         # Beyond the error, whose frames hold the tensors of the passes
         if run.world.size > 1 or run.in_backward is not None:
             raise StepMemoryError(problem, run)

@@ -240,10 +240,19 @@ def track_frozen_model(
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Returns the bytes of a GPU, None for a CPU."""
+    """Returns the bytes of a GPU that other processes leave to this one, None for a CPU."""
     if device.type != "cuda":
         return None
-    return torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.get_device_properties(device).total_memory - held_by_others(device)
+
+
+def held_by_others(device: torch.device) -> int:
+    """Returns the bytes of a GPU that other processes hold, 0 for less than a CUDA context."""
+    if device.type != "cuda":
+        return 0
+    free, memory = torch.cuda.mem_get_info(device)
+    held = memory - free - torch.cuda.memory_reserved(device)  # with this process's context
+    return held if held > CONTEXT else 0
 
 
 def memory_budget(config: Config, memory: int | None) -> int | None:

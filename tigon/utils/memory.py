@@ -11,6 +11,9 @@ import torch
 CGROUP = Path("/sys/fs/cgroup")  # version 2; containers and batch systems limit it here
 MEMINFO = Path("/proc/meminfo")
 UNKNOWN = 1 << 60  # more than any machine has
+# Of errors where memory ends outside of torch's allocator: a driver's, as it loads a kernel, and
+# that of cuBLAS and cuDNN
+OUT_OF_MEMORY = ("CUDA error: out of memory", "[CUDA]: out of memory", "_STATUS_ALLOC_FAILED")
 
 T = TypeVar("T")
 
@@ -36,6 +39,14 @@ def available_memory() -> int:
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
         used = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])
     return min(free, _cgroup_limit() - used)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether the error says that a GPU's memory is used up, for tensors or anything else
+    that is kept there."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in OUT_OF_MEMORY)
 
 
 def count_cpus() -> int:

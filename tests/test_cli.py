@@ -26,6 +26,7 @@ COMMANDS = (
 HEAVY = ["torch", "huggingface_hub", "tokenizers", "numpy"]
 LATER = ["transformers", "matplotlib", "tensorboard", "gguf", "datasets", "multiprocess", "pyarrow"]
 LATER += ["torch._dynamo", "torch._inductor", "flash_attn", "cutlass", "wandb", "lm_eval"]
+LATER += ["huggingface_hub.hf_api"]
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TypedDict
 
+import huggingface_hub  # whose HfApi, which only names on the hub need, is slow to import
 from huggingface_hub import (
     _CACHED_NO_EXIST,
-    HfApi,
     constants,
     hf_hub_download,
     hf_hub_url,
@@ -135,7 +135,7 @@ class Repository:
             if root is not None:
                 names = os.listdir(root / _check_relative(folder))
                 return sorted(f"{prefix}{name}" for name in names)
-            api = HfApi(token=self.token)
+            api = huggingface_hub.HfApi(token=self.token)
             info = api.model_info(self.name, revision=revision, timeout=_timeout())
         except Exception:  # of the hub or its HTTP client: not worth an error
             return []
@@ -146,7 +146,9 @@ class Repository:
         """Says why the hub does not answer within TIMEOUT; None if it does."""
         url = hf_hub_url(self.name, path, revision=self.revision)
         try:
-            HfApi(token=self.token).get_hf_file_metadata(url=url, timeout=_timeout())
+            huggingface_hub.HfApi(token=self.token).get_hf_file_metadata(
+                url=url, timeout=_timeout()
+            )
         except (OSError, ValueError):  # an answer, which the download raises too
             return None
         except Exception as error:  # of the HTTP client, whichever the library has

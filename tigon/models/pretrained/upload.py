@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    ModelCardData,
-    constants,
-    hf_hub_download,
-)
+import huggingface_hub  # whose HfApi, which only an upload needs, is slow to import
+from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.utils import validate_repo_id
 
 from tigon.hub import connection_errors, contains_file
@@ -61,7 +55,7 @@ class UploadTarget:
         if create_pr and revision not in (None, "main"):
             raise ValueError(f"create_pr and revision={revision!r}: a pull request is for main")
         self.revision, self.create_pr = revision, create_pr
-        self._token, self._api = token, HfApi(token=token)
+        self._token, self._api = token, huggingface_hub.HfApi(token=token)
         with connection_errors(f"cannot reach {constants.ENDPOINT} for {repository}"):
             created = self._api.create_repo(repository, private=private, exist_ok=True)
             self.name = created.repo_id  # with the owner
@@ -80,13 +74,17 @@ class UploadTarget:
         with connection_errors(f"the upload to {self.name} broke"):
             current = self._api.model_info(self.name, revision=self.revision)
             names = {file.rfilename for file in current.siblings or ()}
-            operations: list[Any] = [CommitOperationAdd(name, path) for name, path in files.items()]
+            operations: list[Any] = [
+                huggingface_hub.CommitOperationAdd(name, path) for name, path in files.items()
+            ]
             if card is not None and (
                 overwrite_card or CARD not in names or self._replaces_card(card, current.sha)
             ):
-                operations.append(CommitOperationAdd(CARD, card.encode()))
+                operations.append(huggingface_hub.CommitOperationAdd(CARD, card.encode()))
             stale = sorted(name for name in names - files.keys() if _WEIGHTS.fullmatch(name))
-            operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
+            operations += [
+                huggingface_hub.CommitOperationDelete(name, is_folder=False) for name in stale
+            ]
             commit = self._api.create_commit(
                 self.name,
                 operations,
@@ -174,7 +172,7 @@ def write_card(
 ) -> str:
     """Returns a model card: about the model, how to load it, and more sections; it ends with a
     digest by which `is_generated_card` notices an edit."""
-    data = ModelCardData(
+    data = huggingface_hub.ModelCardData(
         base_model=base_model,
         datasets=list(datasets) or None,
         library_name="transformers",  # the hub shows how to load it

@@ -93,7 +93,7 @@ FACTS: list[tuple[Callable[[Path], Any], dict[str, str], str]] = [
     (multimodal, {"loads": "as tigon.Ministral3 in float32, 0.3 MiB; "}, "no: "),
     (
         lambda f: rewrite(f, quantization_config={"quant_method": "awq"}),
-        {"loads": "not checked: --check builds the model"},
+        {"loads": "no: quant_method 'awq' is not supported; docs/formats.md lists what is"},
         "no: ",
     ),
     (

@@ -21,7 +21,12 @@ import tigon
 from tests.models.dense_cases import SIZES
 from tests.models.tiny import CASES, UNSCALED, WRAPPED
 from tigon.models import MODELS
+from tigon.models.pretrained.convert import convert_pretrained
 from tigon.models.pretrained.load import as_sequence_classifier, parse_any_config
+from tigon.train.config import Config
+from tigon.train.distributed import World
+from tigon.train.model import build_model
+from tigon.weights import Repository
 
 SIGLIP = {
     "model_type": "siglip_vision_model",
@@ -123,6 +128,33 @@ def test_its_logits(
     ours.save_pretrained(tmp_path / "text")
     again = tigon.from_pretrained(tmp_path / "text")
     assert torch.equal(again(IDS).logits, ours(IDS).logits)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma4", "llama4"])
+def test_an_export_goes_back_into_the_multimodal_model(kind: str, tmp_path: Path) -> None:
+    """As docs/export.md says; whoever trains a text model is told that the rest is left out."""
+    base, text, whole = (str(tmp_path / name) for name in ("base", "text", "whole"))
+    multimodal(kind, dict(PAIRS)[kind], False, tmp_path / "base")
+    config = Config(model=base, data=("x.jsonl",), run_dir=text)
+    told = r"\d+ tensors for images or sound are skipped, '(model.)?(vis|embed_vis|multi_modal)"
+    with pytest.warns(UserWarning, match=told):
+        build_model(config, World(0, 1, torch.device("cpu")))
+    with pytest.warns(UserWarning, match=told):
+        convert_pretrained(Repository(base), text, MODELS)
+    theirs = AutoModelForImageTextToText.from_pretrained(base)
+    ours = AutoModelForCausalLM.from_pretrained(text)
+    with torch.no_grad():
+        for p in ours.parameters():
+            p.mul_(1.5)  # as if trained
+    if kind == "llama4":
+        theirs.language_model.load_state_dict(ours.state_dict())
+    else:
+        theirs.model.language_model.load_state_dict(ours.model.state_dict())
+        theirs.lm_head.load_state_dict(ours.lm_head.state_dict())
+    theirs.save_pretrained(whole)
+    ours.save_pretrained(text)
+    expected, again = (tigon.from_pretrained(path)(IDS).logits for path in (text, whole))
+    assert torch.equal(again, expected)
 
 
 def test_a_config_that_leaves_out_what_it_can(tmp_path: Path) -> None:

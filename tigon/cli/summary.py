@@ -204,17 +204,21 @@ def supported_class(model_type: Any) -> str | None:
 
 def _format_loads(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> str:
     """Returns a text with the class, dtype and size in memory that the model would have; it begins
-    with "no: " if model_type is not supported, and "not checked: " if headers do not say."""
+    with "no: " if model_type or quant_method is not supported, and "not checked: " if headers do
+    not say."""
     values, model_type = _text_config(source), source.get("model_type")
     name = supported_class(values.get("model_type")) or supported_class(model_type)
     if name is None:
         return f"no: model_type {quote(model_type)} is not supported; README.md lists what is"
     parameters = _parameters(values, stored)
+    if parameters is None:
+        method = quote(_quantization(values)["quantized"])
+        return f"no: quant_method {method} is not supported; docs/formats.md lists what is"
     dtype = values.get("dtype") or values.get("torch_dtype")
     if dtype is None and parameters:
         dtype = next(iter(parameters.values())).dtype
     size = dict(DTYPES.values()).get(dtype) if isinstance(dtype, str) else None
-    if parameters is None or size is None:
+    if size is None:
         return "not checked: --check builds the model"
     count = sum(t.count for t in parameters.values())
     return f"as tigon.{name} in {dtype}, {format_mib(count * size)}; --check tries it"

@@ -24,6 +24,7 @@ from tigon.models.pretrained.load import (
     parse_any_config,
     read_config,
 )
+from tigon.models.pretrained.match import warn_of_other_modalities
 from tigon.models.pretrained.quantization import quantize_model, quantized_bytes
 from tigon.parallel import (
     Meshes,
@@ -84,7 +85,9 @@ def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoin
         stored = read_model_config(config).vocab_size
         spare = {number for number in vocabulary.new_ids.values() if number < stored}
         options |= {"vocab_size": vocabulary.rows(stored), "mean_rows": spare}
-    return build(repository, MODELS, **options)
+    model, checkpoint = build(repository, MODELS, **options)
+    warn_of_other_modalities(checkpoint)
+    return model, checkpoint
 
 
 def _load_or_init_weights(

@@ -20,8 +20,11 @@ OTHER_MODALITIES = (
 IGNORED_ENDINGS = ("rotary_emb.inv_freq",)
 
 
+def is_other_modality(name: str) -> bool:
+    """Whether a tensor is for images or sound."""
+    return name.removeprefix("model.").startswith(OTHER_MODALITIES)
+
+
 def is_ignored(name: str) -> bool:
     """Whether a tensor belongs to another modality, or is a buffer computed here."""
-    return name.endswith(IGNORED_ENDINGS) or name.removeprefix("model.").startswith(
-        OTHER_MODALITIES
-    )
+    return name.endswith(IGNORED_ENDINGS) or is_other_modality(name)

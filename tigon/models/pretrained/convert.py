@@ -10,7 +10,7 @@ import torch
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.gguf_export import save_gguf, write_gguf_model
 from tigon.models.pretrained.load import build
-from tigon.models.pretrained.match import match_arguments
+from tigon.models.pretrained.match import match_arguments, warn_of_other_modalities
 from tigon.models.pretrained.names import stored_tensors
 from tigon.models.pretrained.save import (
     FileOptions,
@@ -41,6 +41,7 @@ def convert_pretrained(
     model's if it is "auto".
     """
     model, checkpoint = build(source, models, dtype=dtype, gguf_file=gguf_file)
+    warn_of_other_modalities(checkpoint)
     arguments = match_arguments(model, checkpoint)
     source_of = arguments["source_of"]
     stored_layout = {

@@ -10,6 +10,7 @@ from tigon.models.base import LanguageModel
 from tigon.models.config import ConfigError, ModelConfig
 from tigon.models.pretrained.names import embedding_and_head, find_sources, layout, stored_tensors
 from tigon.utils.json import quote
+from tigon.utils.tensor_names import is_other_modality
 from tigon.weights import Checkpoint, Misfits, compare_tensors, match_tensors
 
 EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")  # keys of how many there are
@@ -100,6 +101,17 @@ def warn_of_extra_tensors(model: LanguageModel, checkpoint: Checkpoint) -> None:
             f"{checkpoint.name}: {len(names)} tensors are skipped, {quote(min(names))} among them; "
             "they predict further tokens (multi-token prediction), and an export will lack them",
             stacklevel=4,
+        )
+
+
+def warn_of_other_modalities(checkpoint: Checkpoint) -> None:
+    """Warns of tensors for images and sound, which an export lacks."""
+    if names := [name for name in checkpoint.tensors if is_other_modality(name)]:
+        warnings.warn(
+            f"{checkpoint.name}: {len(names)} tensors for images or sound are skipped, "
+            f"{quote(min(names))} among them; an export is the text model alone: docs/export.md "
+            "says how to put it back into the original",
+            stacklevel=3,
         )
 
 

@@ -228,8 +228,8 @@ def test_columns_of_any_kind_follow_their_tokens_and_examples(packing):
     [
         (None, 4, [], "seq_len 4"),
         (2, 9, [3, 9, 12], "max_length"),  # the last token of each example is all that it teaches
-        (9, 2, [3, 9, 12], "seq_len 2"),
-        (3, 2, [3, 9, 12], "max_length and seq_len 2"),
+        (9, 2, [3, 9, 12], "seq_len 2: seq_len=6 takes all"),
+        (3, 2, [3, 9, 12], "max_length and seq_len 2: seq_len=3 takes all"),
     ],
 )
 def test_limits_within_which_nothing_is_to_be_learned(most, seq_len, learned, limits):

@@ -264,12 +264,14 @@ class Loader:
             self._report.add(window, packed.rows)
         is_stream, examples = self.windows.per_epoch is None, (number + 1) * len(window)
         if end == 0 and (window.last or (is_stream and examples >= MAX_EMPTY_EXAMPLES)):
-            limits = ["max_length"] * (packed.rows.truncation.max_length_drops > 0)
-            if packed.rows.truncation.row_drops or not limits:
-                limits.append(f"seq_len {packed.rows.seq_len}")
+            cut, seq_len = packed.rows.truncation, packed.rows.seq_len
+            limits = ["max_length"] * (cut.max_length_drops > 0)
+            if cut.row_drops or not limits:
+                limits.append(f"seq_len {seq_len}")
+            fits = f": seq_len={cut.min_seq_len} takes all" if cut.min_seq_len > seq_len else ""
             raise ValueError(
                 f"no example of {', '.join(window.corpus.files)} has anything to learn within "
-                f"{' and '.join(limits)}"
+                f"{' and '.join(limits)}{fits}"
             )
         epoch.windows.append(WindowRows(number, begin, end, window.last))
 

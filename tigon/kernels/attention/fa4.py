@@ -108,7 +108,7 @@ LAUNCHERS = _forward.__wrapped__, _backward.__wrapped__
 BACKWARD_PARTS = ("_flash_attn_bwd",), ("_bwd_preprocess", "_bwd_postprocess_convert")
 
 
-class _HasAll:
+class _FullCache:
     """Stands for a cache of flash-attn-4 in which nothing is missing."""
 
     def __contains__(self, key: object) -> bool:
@@ -129,13 +129,13 @@ def compile_jobs(
     return [partial(_compile_backward, names, arguments) for names in others]
 
 
-def _compile_backward(leave_out: Sequence[str], arguments: Sequence[Any]) -> None:
-    """Compiles the kernels of a backward pass, but not those of the functions to leave out."""
+def _compile_backward(skip: Sequence[str], arguments: Sequence[Any]) -> None:
+    """Compiles the kernels of a backward pass, but not those of the functions to skip."""
     interface = backends.flash_attn_4().interface
     with ExitStack() as stack:
-        for function in (getattr(interface, name) for name in leave_out):
+        for function in (getattr(interface, name) for name in skip):
             stack.callback(setattr, function, "compile_cache", function.compile_cache)
-            function.compile_cache = _HasAll()
+            function.compile_cache = _FullCache()
         _backward.__wrapped__(*arguments)
 
 

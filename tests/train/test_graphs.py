@@ -6,6 +6,7 @@ tests/gpu/test_graphs_cuda.py has the graphs themselves.
 """
 
 import copy
+import gc
 import importlib
 import weakref
 from types import SimpleNamespace
@@ -150,6 +151,17 @@ def test_kinds_beyond_the_most_run_without(workspace, world, played, monkeypatch
     assert found == expected
     assert len(made.learned) == 1 and 0 < made.passes < 6 * STEPS
     assert len(said) == 1 and "graphs for 1 kinds of micro-batches" in said[0]
+
+
+@pytest.mark.parametrize("name", ["plain", "bfloat16 over float32"])
+def test_a_run_that_nobody_keeps_is_freed(workspace, world, played, name):
+    run, _, made = trained(workspace, world, f"freed {name}", CASES[name], with_graphs=True)
+    weights = [weakref.ref(p) for p in run.model.parameters()]
+    if run.model.zero2 is not None:
+        weights += [weakref.ref(whole) for whole in run.model.zero2.weights]
+    del run, made
+    gc.collect()
+    assert weights and all(weight() is None for weight in weights)
 
 
 def test_no_pass_is_alive_as_the_next_begins(workspace, world, monkeypatch):

@@ -184,10 +184,12 @@ class Zero2:
             for weight in group.weights:
                 weight.whole.requires_grad_(weight.rows.requires_grad)
                 weight.register(weight.whole)
+            # The garbage collector sees no cycle through hooks on gradients: weak references
+            zero, its = weakref.proxy(self), weakref.proxy(group)
             for weight in set(group.trained) - self.hooked:
                 self.hooked.add(weight)
                 weight.whole.register_post_accumulate_grad_hook(
-                    lambda _, group=group, weight=weight: self._accumulated(group, weight)
+                    lambda whole, zero=zero, group=its: zero._accumulated(group, whole)
                 )
 
     def _begin(self) -> None:
@@ -233,12 +235,12 @@ class Zero2:
             group.gathering.wait()  # the stream waits, the host does not
             group.gathering = None
 
-    def _accumulated(self, group: ShardedGroup, weight: ShardedParameter) -> None:
-        """Adds up a parameter's gradient of this backward, after autograd has accumulated it.
+    def _accumulated(self, group: ShardedGroup, whole: nn.Parameter) -> None:
+        """Adds up a whole parameter's gradient of this backward, after autograd has accumulated it.
 
         In a backward that reduces, it starts the reductions of the groups that are complete.
         """
-        weight.add_up(self.sums)
+        self.weights[whole].add_up(self.sums)
         if not self.reduces:
             return
         self.prepare_reduction()

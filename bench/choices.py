@@ -2,8 +2,8 @@
 
 Each case is a model and a batch as a user gives them, full rows of packed chats. Its first way
 leaves everything to auto; the others set what auto could have chosen. A step is the trainer's own,
-with clipping and bf16 weights and states where the case does not say otherwise. A way's first steps
-compile, measure and capture; the median of those after them counts.
+with clipping and bf16 weights and states where the case does not say otherwise. All ways go over
+the same batches; the first steps compile, measure and capture, and those after them count.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ BF16 = ("param_dtype=bfloat16", "optimizer=adamw_bf16")
 LORA = ("lora.rank=16",)
 OFF, ON = ("cuda_graphs=false",), ("cuda_graphs=true",)
 ALL, NONE = ("activation_checkpointing=true",), ("activation_checkpointing=false",)
-QUIET = 6  # steps without a new graph after which steps are timed
+BATCHES = 4  # over which each way goes, as the steps of others take another time
 SPOILED = "auto, with a block that asks the GPU"  # for a number, as no graph can
 
 
@@ -153,37 +153,42 @@ def step(run: TrainingRun, number: int) -> float:
     return values["loss"]
 
 
+def count_graphs(run: TrainingRun) -> int | None:
+    """The kinds of passes and the graphs that there are; None where it is not decided if there
+    are to be any."""
+    graphs = run.model.graphs
+    if not isinstance(graphs, Graphs):
+        return 0
+    return None if graphs.meter is not None else len(graphs.learned) + len(graphs.captured)
+
+
 def timed(run: TrainingRun, seconds: float) -> Record:
-    """Steps for so many seconds after the first, which are told apart."""
+    """Steps over the same batches again and again, for so many seconds, once all are known."""
     losses, times, tokens = list[float](), list[float](), list[int]()
-    began, warm, known, quiet = time.perf_counter(), 0.0, 0, 0
-    while True:
-        start_time = time.perf_counter()
-        losses.append(step(run, len(losses)))
-        now, graphs = timing.now(), run.model.graphs
-        if not warm:
-            count, undecided = 0, False
-            if isinstance(graphs, Graphs):  # passes of a new kind run without, and then capture
-                count = len(graphs.learned) + len(graphs.captured)
-                undecided = graphs.meter is not None
-            quiet = 0 if undecided or count != known else quiet + 1
-            known = count
-            # No launches limit a step of a second
-            if len(losses) >= 2 and (quiet >= QUIET or now - start_time > 1):
-                warm = now - began
-                reset_peaks()
-            continue
-        times.append(now - start_time)
-        tokens.append(run.data.counts(len(losses) - 1)[0])
-        if len(times) >= 2 and sum(times) >= seconds:
-            break
-    rates = [count / time for count, time in zip(tokens, times, strict=True)]
+    began, known = time.perf_counter(), None
+    while (count := count_graphs(run)) is None or not losses or count != known:
+        known = count
+        losses += [step(run, number) for number in range(BATCHES)]
+    warm = timing.now() - began
+    reset_peaks()
+    while sum(times) < seconds:
+        for number in range(BATCHES):
+            start_time = time.perf_counter()
+            losses.append(step(run, number))
+            times.append(timing.now() - start_time)
+            tokens.append(run.data.counts(number)[0])
     found: Record = {"losses": losses[:8], "steps": len(times), "warm_up_s": warm}
-    found |= {"tokens_per_second": median(rates), "step_ms": 1e3 * median(times)}
+    found |= {"tokens_per_second": median_rate(times, tokens), "step_ms": 1e3 * median(times)}
     found |= peaks()
-    found["graphs"] = len(graphs.captured) if isinstance(graphs, Graphs) else 0
+    found["graphs"] = len(run.model.graphs.captured) if known else 0
     found["rows"] = run.data.micro_batch_size
     return found
+
+
+def median_rate(times: list[float], tokens: list[int]) -> float:
+    """Tokens per second over all batches, each in its median time."""
+    medians = [median(times[number::BATCHES]) for number in range(BATCHES)]
+    return sum(tokens[:BATCHES]) / sum(medians)
 
 
 @contextlib.contextmanager

@@ -115,4 +115,4 @@ def show(record: Record) -> str:
     return report(record, markdown(head, rows), lines)
 
 
-BENCH = Bench(run, show, RUNS, tiny=True)
+BENCH = Bench(run, show, RUNS, "docs/performance.md", tiny=True)

@@ -107,9 +107,7 @@ def measure_peer(training: Training, point: Point, device: str, tiny: bool) -> R
     for options in options_of(point.case, device):
         if point.rows * point.tokens >= ONCE and any("ms" in row for row in tried.values()):
             break
-        tried[options.attention] = found = guarded(
-            training, point, device, tiny, options.attention
-        )
+        tried[options.attention] = found = guarded(training, point, device, tiny, options.attention)
         if "OutOfMemoryError" in found.get("error", ""):
             break  # another one takes no less
     best = min(tried, key=lambda name: tried[name].get("ms", float("inf")))
@@ -246,11 +244,11 @@ def not_compiled(record: Record) -> str:
     times = [row["ms"] for rows in sides.values() if "ms" in (row := rows.get(PEER, {}))]
     if not times:
         return ""
-    said = f"**Not the best peer.** In steps of at most {SHORT:,} tokens Tigon runs from CUDA graphs, "
-    said += "and the peer, without `torch.compile` and its graphs, waits for launches: a step of it "
     return (
-        f"{said}takes {min(times):.0f} to {max(times):.0f} ms, whatever its tokens. These ratios are "
-        "what graphs save; what the peer would reach with graphs of its own is not shown."
+        f"**Not the best peer.** In steps of at most {SHORT:,} tokens Tigon runs from CUDA graphs, "
+        "and the peer, without `torch.compile` and its graphs, waits for launches: its steps take "
+        f"{min(times):.0f} to {max(times):.0f} ms, whatever their tokens. These ratios are what "
+        "graphs save; what the peer would reach with graphs of its own is not shown."
     )
 
 
@@ -258,14 +256,14 @@ def noise(record: Record) -> str:
     """How far steps of a point differ, where launches do not decide."""
     long = {point.name for point in POINTS if not point.case.settings}
     rows = [row for row in record["points"] if row["name"] in long and row.get("steps", 0) > 1]
-    spread = max((row["ms_most"] / row["ms_least"] for row in rows), default=None)
-    said = "**Noise.** The sides do not take turns: all points of a model by Tigon, then by the peer."
-    if spread is None:
+    said = "**Noise.** The sides do not take turns: Tigon has all points of a model, then the peer."
+    if not rows:
         return said
+    spread = max(row["ms_most"] / row["ms_least"] for row in rows)
     return (
         f"{said} In steps of more than {SHORT:,} tokens of which several were timed, the slowest "
-        f"takes up to {spread:.2f} times as long as the fastest: ratios nearer to 1 than that do not "
-        "tell the sides apart."
+        f"takes up to {spread:.2f} times as long as the fastest: ratios nearer to 1 than that do "
+        "not tell the sides apart."
     )
 
 

@@ -124,7 +124,12 @@ def table_of_differences(record: Record) -> str:
                 mean, *sides = (f"{number:+.4f}" for number in numbers)
                 share, *shares = (f"{number / bar:+.2f}" for number in numbers)
                 rows.append([kind, how, mean, " to ".join(sides), share, " to ".join(shares)])
-    head = ("from bf16 of the same seed", "held out, computed", "mean of the seeds", "95 % interval")
+    head = (
+        "from bf16 of the same seed",
+        "held out, computed",
+        "mean of the seeds",
+        "95 % interval",
+    )
     over = f"mean over the spread of bf16's seeds, {bar:.4f}" if bar else ""
     return markdown((*head, over, "interval over it"), rows) if rows else ""
 

@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 
 from bench import (
+    choices,
     cost_curves,
     end_to_end,
     end_to_end_side,
@@ -79,7 +80,7 @@ def test_a_ratio_over_less_than_the_best_peer_meets_no_target() -> None:
 
 
 def test_costs_say_what_the_peer_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every attention is tried, and the losses compared are those of the first, on fresh weights."""
+    """Every attention is tried; the losses compared are those of the first, on new weights."""
     ms = {"flash_attention_4": 9.0, "sdpa": 8.0}
 
     def guarded(*how: Any) -> Record:
@@ -125,6 +126,20 @@ def test_curves_say_what_three_seeds_leave_open() -> None:
     assert "| fp8 | with the products of training | +0.5333 | " in shown
     assert "met: fp8: held-out loss above bf16's, over the spread of bf16's seeds: 0.167" in shown
     assert "not measured: fp8 except qkv_proj" in shown
+
+
+def test_choices_show_reserved_memory_and_noise() -> None:
+    """The pool of graphs is no tensor of the steps that count; equal steps differ by noise."""
+    row = {"rows": 1, "graphs": 2, "allocated_gib": 11.4, "reserved_gib": 24.8, "steps": 8}
+    row |= {"step_ms": 20.0, "warm_up_s": 1.0, "said": [], "loss_difference": 2e-6}
+    rates = {choices.AUTO: 120.0, "graphs": 100.0, choices.SPOILED: 80.0, "no graphs": 50.0}
+    ways = [row | {"name": name, "tokens_per_second": rate} for name, rate in rates.items()]
+    ways[-1]["graphs"] = 0
+    record = harness.stamp("0") | {"machine": "H200", "cases": [{"name": "1B", "ways": ways}]}
+    shown = choices.show(record)
+    assert "| reserved, GiB |" in shown and "| 1B | graphs | 100.00 | 20.0 | 24.8 | " in shown
+    assert "two measurements differ: 1B, graphs: 1.200.\n" in shown
+    assert "at most 2.0e-06" in shown and "over 8 to 8 steps" in shown
 
 
 def test_verdict_has_digits_enough() -> None:

@@ -6,7 +6,8 @@ as it comes; the peer is not compiled, as it is in bench/train_step.py. It has t
 attentions, but in the longest step flash-attn-4 if that works. A model is built once for all its
 points, and the sides do not take turns; a time is the median of some steps, and the longest step is
 made once. What does not fit is recorded as such. The prediction is that of `tigon plan`, made when
-a record is shown. Several GPUs are those of bench/parallel.py and bench/plan.py.
+a record is shown; its constants are fitted to most of these steps (bench/plan.py). Several GPUs are
+those of bench/parallel.py and bench/plan.py.
 
     python -m bench cost_curves                  # all
     python -m bench cost_curves --write-docs     # of docs/performance.md; needs no GPU
@@ -16,61 +17,28 @@ a record is shown. Several GPUs are those of bench/parallel.py and bench/plan.py
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from bench import harness, plan
 from bench.compare_side import laps
+from bench.cost_points import CURVES, POINTS, SHORT, Point
 from bench.harness import Bench, Job, Record, figure, markdown, progress, report
 from bench.timing import peaks, reset_peaks
-from bench.train_cases import GRAPHS, OURS, PEER, Batch, Case, options_of, ours, peer
+from bench.train_cases import OURS, PEER, Batch, options_of, ours, peer
 from bench.train_report import LOSS_WITHIN
 from bench.train_side import FIRST, Training, free
 from bench.train_step import LIBRARIES
-from tigon.plan import Constants, Layout
+from tigon.plan import Constants
 
-SHORT = 4096  # tokens of a step up to which launching kernels takes longer than they do
 WARMED = 2**14  # up to which a step is first made some times, untimed
 ONCE = 2**17  # from which it is made once
 SECONDS = 2.0  # of the timed steps of a point
 WITHIN = 0.1  # of a prediction
 PREDICTED = "tigon plan"
-LENGTHS, BATCHES = [2**n for n in range(10, 18)], (1, 4, 16, 64)
-SIZES = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")
 PICTURES = {"speed": "docs/cost_speed.svg", "memory": "docs/cost_memory.svg"}
 LINES = {OURS: ("#c1272d", "o-"), PEER: ("#9a9a9a", "s-"), PREDICTED: ("#4f7cac", "+--")}
-
-
-@dataclass(frozen=True)
-class Point:
-    model: str
-    rows: int
-    tokens: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} {self.rows} x {self.tokens}"
-
-    @property
-    def case(self) -> Case:
-        graphs = GRAPHS if self.rows * self.tokens <= SHORT else ()
-        return Case(self.model, self.rows, self.tokens, 1.0, settings=graphs)
-
-
-# By the axis of a plot: a point and its place there
-CURVES: dict[str, dict[Point, Any]] = {
-    "tokens of one row, Llama-3.2-1B": {Point(SIZES[0], 1, n): n for n in LENGTHS},
-    "rows of 1,024 tokens, Llama-3.2-1B": {Point(SIZES[0], n, 1024): n for n in BATCHES},
-    "billions of parameters, a row of 8,192": {
-        Point(name, 1, 8192): size for name, size in zip(SIZES, (1.2, 3.2, 8.0), strict=True)
-    },
-}
-POINTS = list(dict.fromkeys(point for curve in CURVES.values() for point in curve))
-# A model's points one after the other, the short ones first, and the longest last
-POINTS.sort(key=lambda p: (SIZES.index(p.model), not p.case.settings, p.rows * p.tokens))
 
 
 def measure(training: Training, point: Point, device: str, tiny: bool) -> Record:
@@ -156,9 +124,7 @@ def run(job: Job) -> None:
 @cache
 def predict(point: Point) -> Record:
     """As `tigon plan` does."""
-    layout = Layout(rows=point.rows)
-    given = point.model, point.rows, point.tokens, layout, 1.0, 1.0, {}, point.case.settings
-    found = plan.compare(plan.Measured(point.name, *given), Constants.read())
+    found = plan.compare(plan.at_point(point, 1.0, 1.0), Constants.read())
     return {"ms": 1e3 * found.seconds, "allocated_gib": found.gib}
 
 
@@ -294,10 +260,17 @@ def first_losses(record: Record) -> Iterator[str]:
 
 
 def misses(record: Record) -> str:
-    """A sentence that names predictions beyond WITHIN."""
-    found = [p.name for p, off in errors(record) if any(abs(error) > WITHIN for error in off)]
-    text = f"Predictions are within {WITHIN:.0%} of what was measured"
-    return f"{text}, but for {'; '.join(found)}." if found else f"{text}."
+    """Which predictions are beyond WITHIN, and which are of steps that the plan is not fitted to."""
+    known = dict(errors(record))
+    wrong = [p.name for p, off in known.items() if any(abs(error) > WITHIN for error in off)]
+    shapes = {(m.model, m.rows, m.tokens) for m in plan.measured() if m.fitted}
+    new = [p.name for p in known if (p.model, p.rows, p.tokens) not in shapes]
+    but = f", but for {'; '.join(wrong)}" if wrong else ""
+    apart = f", but for {'; '.join(new)}" if new else ""
+    return (
+        f"Times and memory of `{PREDICTED}` are within {WITHIN:.0%} of what was measured{but}. Its "
+        f"constants of time are fitted to steps of these models, rows and tokens{apart}."
+    )
 
 
 def show(record: Record) -> str:

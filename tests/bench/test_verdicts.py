@@ -103,6 +103,9 @@ def test_costs_say_what_the_peer_lacked(monkeypatch: pytest.MonkeyPatch) -> None
     assert "1.00, peer not compiled" in lines["| Llama-3.2-1B 4 x 1024"]
     assert "not compiled" not in lines["| Llama-3.2-1B 1 x 8192"]
     assert "(sdpa not tried)" in lines["| Llama-3.2-1B 1 x 131072"]
+    assert "fitted to steps of these models, rows and tokens, but for Llama-3.2-3B 1 x 8192" in (
+        cost_curves.misses(record)
+    )
     same, *wrong = cost_curves.first_losses(record)
     assert same.count("12.00000 and 12.00000") == 4 and not wrong
     mine[0]["losses"] = [12.1]

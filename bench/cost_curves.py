@@ -260,7 +260,7 @@ def first_losses(record: Record) -> Iterator[str]:
 
 
 def misses(record: Record) -> str:
-    """Which predictions are beyond WITHIN, and which are of steps that the plan is not fitted to."""
+    """Which predictions are beyond WITHIN, and which of steps that the plan is not fitted to."""
     known = dict(errors(record))
     wrong = [p.name for p, off in known.items() if any(abs(error) > WITHIN for error in off)]
     shapes = {(m.model, m.rows, m.tokens) for m in plan.measured() if m.fitted}

@@ -1,5 +1,6 @@
 """Whether a target is met: judged by the best peer, of one record, with digits enough."""
 
+import re
 from typing import Any, cast
 
 import pytest
@@ -101,7 +102,7 @@ def test_costs_say_what_the_peer_lacked(monkeypatch: pytest.MonkeyPatch) -> None
     lines = {line.split(" | ")[0]: line for line in cost_curves.show(record).splitlines()}
     assert " | sdpa | " in lines["| Llama-3.2-1B 1 x 1024"]
     assert "1.00, peer not compiled" in lines["| Llama-3.2-1B 4 x 1024"]
-    assert "not compiled" not in lines["| Llama-3.2-1B 1 x 8192"]
+    assert not re.search("not (compiled|tried)", lines["| Llama-3.2-1B 1 x 8192"])
     assert "(sdpa not tried)" in lines["| Llama-3.2-1B 1 x 131072"]
     assert "fitted to steps of these models, rows and tokens, but for Llama-3.2-3B 1 x 8192" in (
         cost_curves.misses(record)

@@ -450,6 +450,12 @@ def test_models_that_do_not_fit(model, monkeypatch):
         monkeypatch.setattr(gemm, "is_hopper", lambda _, yes=hopper: yes)
         shape = torch.Size((5, 80, columns))
         assert training_syncs(shape, dtype, torch.device(device)) == syncs
+    half = {"moe_intermediate_size": 44}  # 88 rows of gate_up, and 44 columns of down
+    experts = tigon.Qwen3Moe.from_config(EXPERTS | half)
+    checks = importlib.import_module("tigon.train.graph_checks")
+    monkeypatch.setattr(checks, "training_syncs", lambda shape, *_: shape[2] % 8 > 0)
+    with pytest.raises(ValueError, match=r"mlp\.experts asks the GPU .* sizes that 8 divides"):
+        Graphs(experts)
 
 
 def test_a_capture_that_fails_says_the_way_out(monkeypatch):

@@ -66,8 +66,9 @@ def check_model(model: CausalLM) -> None:
         raise ValueError("cuda_graphs: the model is sharded by FSDP2, which gathers by Python")
     dtype = model.dtype if zero is None else zero.compute
     for name, module in model.named_modules():
-        if isinstance(module, Experts) and training_syncs(
-            module.gate_up_proj.shape, dtype, model.device
+        if isinstance(module, Experts) and any(
+            training_syncs(matrix.shape, dtype, model.device)
+            for matrix in (module.gate_up_proj, module.down_proj)
         ):
             raise ValueError(
                 f"cuda_graphs: {name} asks the GPU how many tokens each expert has, except in "

@@ -42,12 +42,13 @@ class EarlyModel:
         self, process: Any, task: Task, source: Path | None, choice: StepChoice | None
     ) -> None:
         """Builds the model and compiles its kernels, unless the process has found data that are
-        wrong. What is wrong with the model is said when it is built again, after that."""
+        wrong, and waits for it. What is wrong with the model is said when it is built again."""
         if not process.exitcode:
             with suppress(ValueError, OSError, ImportError), compile_step(task, source, choice):
                 self._built = task.config, self._build(task.config, source, choice)
                 with train_extra():  # takes a second, and comes next
                     import datasets  # noqa: F401
+        process.join()
 
     def take(self, config: Config) -> CausalLM | None:
         """Returns the model, and forgets it, if it was built with these settings; else None."""

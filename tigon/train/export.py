@@ -156,27 +156,22 @@ def convert_checkpoint(
     directory: str,
     *,
     dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
-    stacked_experts: bool | None = None,
     merge: bool = False,
     base: str | None = None,
-    gguf: str | None = None,
+    **options: Any,
 ) -> torch.dtype:
     """Exports a checkpoint in Hugging Face format, in a few buffers of memory; returns its dtype.
 
     An adapter's checkpoint is written in PEFT's format, or with `merge` as the model with the
-    adapter added, in memory. `gguf` makes a GGUF file of this type, or of the model's if it is
-    "auto". `base` and errors are those of `load_checkpoint`, and the other options those of
-    save_pretrained.
+    adapter added, in memory. `base` and errors are those of `load_checkpoint`, and `options` those
+    of `save_model`.
     """
-    options: dict[str, Any] = {"max_shard_size": max_shard_size, "stacked_experts": stacked_experts}
-    options["gguf"] = gguf
     lora = read_adapter_run_config(source)
     if merge and lora is None:
         raise ValueError(f"--merge: {source} is no checkpoint of an adapter")
     if base is not None and not merge:
         raise ValueError(f"--base {base}: only --merge needs the base")
-    if gguf and lora is not None and not merge:
+    if options.get("gguf") and lora is not None and not merge:
         raise ValueError(f"{source} is of an adapter, which {directory} cannot hold: add --merge")
     if merge:
         model, tokenizer = load_checkpoint(source, dtype=dtype, base=base)
@@ -228,13 +223,8 @@ def export(
     copy: bool = False,
 ) -> None:
     """Exports the run's model, or its `values`, to `target`; with `copy` and async_save while
-    training goes on. Raises FloatingPointError for weights that the export's dtype cannot hold."""
+    training goes on. Raises the errors of `Exporter.export`."""
     dtype = export_dtype(run.config, run.model)
-    held = dtype if run.model.active_adapter is None else None
-    try:
-        checkpoint.check_finite(run.model, ema=None if values is None else run.ema, dtype=held)
-    except FloatingPointError as error:
-        raise FloatingPointError(f"{target} was not written: {error}") from None
     run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values, copy=copy)
 
 

@@ -278,6 +278,17 @@ def reshard(model: CausalLM) -> None:
             module.reshard()
 
 
+@contextmanager
+def eval_mode(model: CausalLM) -> Iterator[None]:
+    """Evaluates the model in the `with` block, and then trains it on, without gathered weights."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+        reshard(model)
+
+
 def format_rank_errors(errors: Sequence[str]) -> str:
     """Returns the errors of ranks as lines, one of all ranks once; "" without any."""
     by_text: dict[str, list[int]] = {}

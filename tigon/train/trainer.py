@@ -22,7 +22,7 @@ from tigon.train import checkpoint, guard, publish, resume
 from tigon.train.benchmarks import Interrupted
 from tigon.train.build import TrainingRun
 from tigon.train.callbacks import Callback, CallbackHandler, NamedSets, PredictionsWriter
-from tigon.train.distributed import InputError, World, reshard, sync_gradients
+from tigon.train.distributed import InputError, World, eval_mode, sync_gradients
 from tigon.train.export import export, export_name, step_export_path
 from tigon.train.less_memory import within_memory
 from tigon.train.logging import (
@@ -64,7 +64,7 @@ def train(run: TrainingRun) -> int:
     with world.signals, run.saver, run.exporter, run.prefetcher:
         if pending:
             export(run, step_export_path(config, run.start), copy=True)
-        due = config.eval_every > 0 and run.start % config.eval_every == 0
+        due = is_due(config.eval_every, run.start)
         if not finished and (due or read_known_eval_loss(run, run.start) is not None):
             evaluate_once(run, run.start, log)
             finished = run.state.is_out_of_patience(config.patience)
@@ -96,9 +96,8 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
         world.progress.step = done
         passes = partial(forward_backward, run, step + state.offset)
         values, scale = within_memory(run, done, passes)
-        evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
-        exports = config.hf_every > 0 and done % config.hf_every == 0
-        saves = config.save_every > 0 and done % config.save_every == 0
+        evaluates = is_due(config.eval_every, done) and done < run.steps
+        exports, saves = is_due(config.hf_every, done), is_due(config.save_every, done)
         local_loss = values.pop("local_loss")  # for messages, and in no row of metrics.jsonl
         bad_step = guard.check_step(run, step, values, local_loss)
         bad_weights: guard.BadStep | None = None
@@ -136,6 +135,11 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
     return step
 
 
+def is_due(every: int, step: int) -> bool:
+    """Returns whether what comes after every so many steps, 0 for never, comes after `step`."""
+    return every > 0 and step % every == 0
+
+
 # One optimizer step, over all micro-batches and ranks.
 
 
@@ -152,8 +156,8 @@ def forward_backward(run: TrainingRun, data_step: int) -> tuple[dict[str, float]
     all_inputs = [task.resolve(model, rows) for rows in run.prefetcher(data_step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs])
-    due = run.config.hook_every > 0 and (step + 1) % run.config.hook_every == 0
-    callbacks = callback_handler(run, task.callbacks if due else [], step + 1, training=True)
+    watching = task.callbacks if is_due(run.config.hook_every, step + 1) else []
+    callbacks = callback_handler(run, watching, step + 1, training=True)
     results, norm, scale = [], None, None
     for i, inputs in enumerate(all_inputs):
         sync_gradients(model, i == len(all_inputs) - 1)
@@ -304,12 +308,11 @@ def measure_held_out(run: TrainingRun, data: Loader, step: int) -> dict[str, flo
                     raise Interrupted
                 yield task.resolve(model, rows.to(world.device), training=False)
 
-    model.eval()
-    sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs()])
     sets = NamedSets.of(config, data, world.device)
     results = []
     writer = PredictionsWriter(Path(config.run_dir), step, run.tokenizer, world)
-    with writer if config.predictions else nullcontext() as file:
+    with eval_mode(model), writer if config.predictions else nullcontext() as file:
+        sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs()])
         recorders = [recorder for recorder in (file, sets) if recorder is not None]
         # The user's last: they may change what they are shown
         callbacks = callback_handler(run, [*recorders, *task.callbacks], step, training=False)
@@ -318,8 +321,6 @@ def measure_held_out(run: TrainingRun, data: Loader, step: int) -> dict[str, flo
             result = task.evaluate(model, inputs, sums)
             callbacks.on_pass(result.output, inputs.request, i, inputs.micro_batch)
             results.append(replace(result, output=None))
-    model.train()
-    reshard(model)
     metrics = reduce_losses(run, results) | ({} if sets is None else sets.metrics_to_log(world))
     del metrics["local_loss"]
     values = {f"eval_{name}": value for name, value in to_host(metrics).items()}
@@ -335,21 +336,20 @@ def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
     try:
         row = evaluate(run, step)
     except Interrupted:
-        run.model.train()
-        reshard(run.model)
         return
-    if row is not None:
-        texts = []
-        if run.prompts:
-            tokens = run.config.sample_tokens
-            texts = generate(run.model, run.prompts, run.tokenizer, tokens, run.world)
-        # Whether the run ends here must not depend on a fault of one rank
-        loss = torch.tensor(row.get("eval_loss", math.inf), dtype=torch.double, device="cpu")
-        loss = run.world.same_loss(loss)
-        run.state.note_evaluation(step, float(loss))
-        if run.config.hf_best and run.state.best_step == step > 0:
-            export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
-        log.log(row, texts)  # last: a run that is killed in the export evaluates again
+    if row is None:
+        return
+    texts = []
+    if run.prompts:
+        tokens = run.config.sample_tokens
+        texts = generate(run.model, run.prompts, run.tokenizer, tokens, run.world)
+    # Whether the run ends here must not depend on a fault of one rank
+    loss = torch.tensor(row.get("eval_loss", math.inf), dtype=torch.double, device="cpu")
+    loss = run.world.same_loss(loss)
+    run.state.note_evaluation(step, float(loss))
+    if run.config.hf_best and run.state.best_step == step > 0:
+        export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
+    log.log(row, texts)  # last: a run that is killed in the export evaluates again
 
 
 def read_known_eval_loss(run: TrainingRun, step: int) -> float | None:
@@ -441,10 +441,9 @@ class Deadline:
 def export_pending(run: TrainingRun) -> bool:
     """Returns whether an export of hf_every after `run.start` is due and missing."""
     config, step = run.config, run.start
+    due = is_due(config.hf_every, step) and not step_export_path(config, step).exists()
     latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
-    due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0
-    due = due and latest is not None and checkpoint.step_of(latest) == step
-    due = due and not step_export_path(config, step).exists()
+    due = due and step > 0 and latest is not None and checkpoint.step_of(latest) == step
     return run.world.any(due and run.world.main)  # as the first rank sees it
 
 

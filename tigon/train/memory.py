@@ -44,17 +44,8 @@ CONTEXT, SHARE = 2 * GIB, 0.04
 CUBLAS = 2 * 32 * 2**20
 
 KINDS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "average of weights",
-    "gathered weights",
-    "activations",
-    "logits and loss",
-    "communication",
-    "teacher",
-    "reference",
-    "other",
+    *("parameters", "gradients", "optimizer", "average of weights", "gathered weights"),
+    *("activations", "logits and loss", "communication", "teacher", "reference", "other"),
 )
 
 
@@ -71,16 +62,16 @@ class Estimate:
 
 
 def estimate(
-    model: CausalLM, task: Task, config: Config, world: int, compute: torch.dtype
+    model: CausalLM, task: Task, config: Config, gpus: int, compute: torch.dtype
 ) -> Estimate:
     """Returns the memory of the first rank, for a whole model on the meta device.
 
-    The model cannot be used afterwards: hooks stay on it. `world` is the number of GPUs, `compute`
-    the dtype of the computation. Experts are assumed to be balanced. Raises ValueError if the
-    model cannot be sharded as configured.
+    The model cannot be used afterwards: hooks stay on it. `compute` is the dtype of the
+    computation. Experts are assumed to be balanced. Raises ValueError if the model cannot be
+    sharded as configured.
     """
     param_dtype = getattr(torch, config.param_dtype)
-    sizes = mesh_sizes(config, world)
+    sizes = mesh_sizes(config, gpus)
     sharded = is_sharded(config, sizes.fsdp_ranks, compute)
     keep_rank_zero(model, sizes)
     set_fp8(model, config)

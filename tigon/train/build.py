@@ -161,7 +161,8 @@ def read_inputs(
         tokenizer.strftime_now = time
         check_context(config, source)
         task.check_frozen_models(tokenizer, source)
-        reason = set_share_prompts(task, source)
+        if (reason := set_share_prompts(task, source)) is not None:
+            world.log_rank0(f"prompts are computed for each answer: {reason}")
         if config.eval_data:  # before data is tokenized
             find_entry_sources(config, as_entries(config, config.eval_data))
     auto = open_settings(config)
@@ -172,8 +173,6 @@ def read_inputs(
         if early is not None and process is not None:
             early.build(process, task, source, choice)
     config, data, eval_data = _open_data(task, tokenizer, source)
-    if reason is not None:
-        world.log_rank0(f"prompts are computed for each answer: {reason}")
     state = TrainState()
     with world.raise_on_all_ranks():
         if source is not None:

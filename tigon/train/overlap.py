@@ -116,9 +116,8 @@ def _tokenize(task: Task, tokenizer: Tokenizer) -> None:
                 corpora = tokenize_entries(config, entries, encoder, held_out=held_out, check=False)
                 wrong = any(part.report.errors for parts in corpora for part in parts)
                 if wrong and not encoder.skip_bad_rows:
-                    break
-        else:
-            status = 0
+                    return
+        status = 0
     finally:
         os._exit(status)
 

@@ -280,7 +280,8 @@ def reshard(model: CausalLM) -> None:
 
 @contextmanager
 def eval_mode(model: CausalLM) -> Iterator[None]:
-    """Evaluates the model in the `with` block, and then trains it on, without gathered weights."""
+    """Has the model in evaluation mode in the `with` block, and then in training mode again, with
+    the weights freed that forwards have gathered."""
     model.eval()
     try:
         yield

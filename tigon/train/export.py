@@ -1,16 +1,15 @@
-"""Exports weights in Hugging Face format: of a run, of a checkpoint, of an adapter on its base."""
+"""Exports weights in Hugging Face format: of a checkpoint, and of an adapter on its base."""
 
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.hub import Repository
@@ -24,13 +23,11 @@ from tigon.models.pretrained.load import parse_gguf_path
 from tigon.parallel import shard_layers
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.build import TrainingRun
 from tigon.train.config import Config
 from tigon.train.model import (
     add_lora,
     base_digest,
     build_adapted_model,
-    export_dtype,
     model_from_checkpoint_config,
     read_adapter_run_config,
 )
@@ -200,32 +197,6 @@ def convert_checkpoint(
 def _is_export_file(name: str) -> bool:
     """Returns whether exporting a checkpoint needs this file of it: weights and small files."""
     return name.startswith("weights-") or name.endswith(SMALL)
-
-
-# Exports of a run, as it trains
-
-
-def export_name(config: Config) -> str:
-    """Returns the name of a run's export directory: hf, or adapter for a run with lora."""
-    return "hf" if config.lora is None else "adapter"
-
-
-def step_export_path(config: Config, step: int) -> Path:
-    """Returns the directory of the export after `step`, a multiple of hf_every."""
-    return Path(config.run_dir, f"{export_name(config)}-step-{step:08d}")
-
-
-def export(
-    run: TrainingRun,
-    target: Path,
-    values: Mapping[str, Tensor] | None = None,
-    *,
-    copy: bool = False,
-) -> None:
-    """Exports the run's model, or its `values`, to `target`; with `copy` and async_save while
-    training goes on. Raises the errors of `Exporter.export`."""
-    dtype = export_dtype(run.config, run.model)
-    run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values, copy=copy)
 
 
 # Adapters in PEFT's format

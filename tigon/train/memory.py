@@ -115,15 +115,15 @@ def simulate_step(
 ) -> Ledger:
     """Returns the ledger of a step on the meta device, with at most two micro-batches: the second
     one runs while gradients of the first are alive. `sharded` is the dtype of sharded weights."""
-    ledger, world, rows = Ledger(), sizes.shards, micro_batch_rows(config)
+    ledger, ranks, rows = Ledger(), sizes.shards, micro_batch_rows(config)
     tracker = MemoryTracker(ledger, model_tensors(model))
     tracker.label_forward(model.lm_head, "logits and loss")
     sharding_tracker: FSDPTracker | ZeRO2Tracker | None = None
     if sharded is not None and config.sharding == "gradients":
-        sharding_tracker = ZeRO2Tracker(model, tracker, world, sum_dtype(config), sharded)
+        sharding_tracker = ZeRO2Tracker(model, tracker, ranks, sum_dtype(config), sharded)
     elif sharded is not None:
         one = config.batch_size == rows * sizes.data
-        shares = shard_counts(model, world)
+        shares = shard_counts(model, ranks)
         sharding_tracker = FSDPTracker(
             model, tracker, shares, model.dtype, sharded,
             one_backward=one, keep_shards=not config.optimizer_in_backward,

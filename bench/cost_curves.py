@@ -16,60 +16,27 @@ a record is shown. Several GPUs are those of bench/parallel.py and bench/plan.py
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from bench import harness, plan
 from bench.compare_side import laps
+from bench.cost_points import CURVES, POINTS, SHORT, Point
 from bench.harness import Bench, Job, Record, figure, markdown, progress, report
 from bench.timing import peaks, reset_peaks
-from bench.train_cases import GRAPHS, OURS, PEER, Batch, Case, options_of, ours, peer
+from bench.train_cases import OURS, PEER, Batch, options_of, ours, peer
 from bench.train_side import FIRST, Training, free
 from bench.train_step import LIBRARIES
-from tigon.plan import Constants, Layout
+from tigon.plan import Constants
 
-SHORT = 4096  # tokens of a step up to which launching kernels takes longer than they do
 WARMED = 2**14  # up to which a step is first made some times, untimed
 ONCE = 2**17  # from which it is made once
 SECONDS = 0.4  # of the timed steps of a point
 WITHIN = 0.1  # of a prediction
 PREDICTED = "tigon plan"
-LENGTHS, BATCHES = [2**n for n in range(10, 18)], (1, 4, 16, 64)
-SIZES = ("Llama-3.2-1B", "Llama-3.2-3B", "Llama-3.1-8B")
 PICTURES = {"speed": "docs/cost_speed.svg", "memory": "docs/cost_memory.svg"}
 LINES = {OURS: ("#c1272d", "o-"), PEER: ("#9a9a9a", "s-"), PREDICTED: ("#4f7cac", "+--")}
-
-
-@dataclass(frozen=True)
-class Point:
-    model: str
-    rows: int
-    tokens: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} {self.rows} x {self.tokens}"
-
-    @property
-    def case(self) -> Case:
-        graphs = GRAPHS if self.rows * self.tokens <= SHORT else ()
-        return Case(self.model, self.rows, self.tokens, 1.0, settings=graphs)
-
-
-# By the axis of a plot: a point and its place there
-CURVES: dict[str, dict[Point, Any]] = {
-    "tokens of one row, Llama-3.2-1B": {Point(SIZES[0], 1, n): n for n in LENGTHS},
-    "rows of 1,024 tokens, Llama-3.2-1B": {Point(SIZES[0], n, 1024): n for n in BATCHES},
-    "billions of parameters, a row of 8,192": {
-        Point(name, 1, 8192): size for name, size in zip(SIZES, (1.2, 3.2, 8.0), strict=True)
-    },
-}
-POINTS = list(dict.fromkeys(point for curve in CURVES.values() for point in curve))
-# A model's points one after the other, the short ones first, and the longest last
-POINTS.sort(key=lambda p: (SIZES.index(p.model), not p.case.settings, p.rows * p.tokens))
 
 
 def measure(training: Training, point: Point, device: str, tiny: bool) -> Record:
@@ -154,9 +121,7 @@ def run(job: Job) -> None:
 @cache
 def predict(point: Point) -> Record:
     """As `tigon plan` does."""
-    layout = Layout(rows=point.rows)
-    given = point.model, point.rows, point.tokens, layout, 1.0, 1.0, {}, point.case.settings
-    found = plan.compare(plan.Measured(point.name, *given), Constants.read())
+    found = plan.compare(plan.at_point(point, 1.0, 1.0), Constants.read())
     return {"ms": 1e3 * found.seconds, "allocated_gib": found.gib}
 
 

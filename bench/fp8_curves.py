@@ -21,8 +21,18 @@ import torch
 from torch import Tensor
 
 from bench.harness import Bench, Job, Record, markdown, progress, report, verdict
-from bench.train_curves import Given, given, masters, mine, mine_in_fp8, text_tokens
+from bench.train_curves import Given, given, masters, mine, text_tokens
+from tigon.kernels.linear.fp8 import supports_fp8
 from tigon.train.cuda_graphs import Graphs
+from tigon.train.model import named_projections
+
+
+def mine_in_fp8(what: Given, apart: str = "none") -> Any:
+    model = mine(what)
+    for name, layer in named_projections(model):
+        layer.fp8 = supports_fp8(layer.weight.shape) and not name.endswith(apart)
+    return model
+
 
 BF16, FP8, APART = "bf16", "fp8", "fp8 except qkv_proj"
 KINDS: dict[str, Callable[[Given], Any]] = {

@@ -2,7 +2,8 @@
 
 The rates of GEMMs, attention, memory-bound kernels and optimizer are fitted to the kinds of work in
 the profiled steps of bench/results/train_step-nvidia-h200.json, but that of head dim 512 to its
-kernels alone; that of the gated delta rule is of its kernels in gated_delta-nvidia-h200.json;
+kernels alone; attention's fixed time per query to steps over length in cost_curves-nvidia-
+h200.json; the rate of the gated delta rule is of its kernels in gated_delta-nvidia-h200.json;
 latency and rate of NVLink are fitted to collectives-nvidia-h200.json; the share of FSDP's
 collectives that a step waits for to the two ways of sharing in parallel-nvidia-h200.json.
 tigon/plan/constants.json has them all and is written here alone, with --fit. To parallel-
@@ -16,6 +17,7 @@ well the rates carry over to other layouts and to another GPU, and bench/scaling
 import argparse
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +28,7 @@ import numpy as np
 import torch
 
 from bench import scaling
+from bench.cost_points import POINTS, SIZES, Point
 from bench.harness import RESULTS, Record, figure, markdown, save, write_docs
 from bench.layouts import EXPERTS, LLAMA_8B
 from bench.layouts_side import TIGON
@@ -96,7 +99,12 @@ def results(name: str, gpu: str = GPU) -> Record:
 
 
 def measured() -> list[Measured]:
-    """Of one GPU and of two."""
+    """All steps that predictions are compared with."""
+    return [*steps(), *curves()]
+
+
+def steps() -> list[Measured]:
+    """On one, two and four GPUs, most with rows of 8,192 tokens."""
     found = []
     for row in results("train_step")["cases"]:
         case, rounds = CASES[row["name"]], row["rounds"].get("tigon")
@@ -176,12 +184,26 @@ def scaled() -> list[Measured]:
     return found
 
 
+def curves() -> list[Measured]:
+    """Steps of bench/cost_curves.py, with rows of 1,024 to 131,072 tokens."""
+    ours = [row for row in results("cost_curves")["points"] if row["side"] == "tigon"]
+    found = {row["name"]: (row["ms"], row["allocated_gib"]) for row in ours if "ms" in row}
+    return [at_point(point, *found[point.name]) for point in POINTS if point.name in found]
+
+
+def at_point(point: Point, ms: float, gib: float) -> Measured:
+    """A point of those curves. The one model that they have over length is fitted to."""
+    given = point.model, point.rows, point.tokens, Layout(rows=point.rows), ms, gib, {}
+    fitted = point.model == SIZES[0]
+    return Measured(f"{point.name}, cost curves", *given, point.case.settings, fitted=fitted)
+
+
 def fit() -> Constants:
     """From the results."""
-    cases, start = measured(), Constants.read()
+    cases, start = steps(), Constants.read()
     works = {c.name: (c, c.job(start)) for c in cases if c.profile}
     rows, times, moved, moved_ms, adam = [], [], 0.0, 0.0, []
-    heads: dict[str, list[tuple[float, float]]] = {}
+    heads: list[Attention] = []
     forward = forwards(results("train_step"))
     for case, job in works.values():
         layout, profile = case.layout, case.profile
@@ -196,9 +218,9 @@ def fit() -> Constants:
         else:
             rows.append([sum(f for f, _ in shape) / ms, sum(b for _, b in shape) / ms])
             times.append(1e-3)
-        ((dim, operations),) = work.attention.items()
-        each = operations * (1 + layout.recomputed * forward), profile["attention"] / 1e3
-        heads.setdefault(str(dim), []).append(each)
+        again = 1 + layout.recomputed * forward
+        operations = {key: o * again for key, o in work.attention.items()}
+        heads.append((operations, profile["attention"] / 1e3))
         moved += sum(work.moved.values())
         moved_ms += profile["fused kernels"]
         adam.append(
@@ -213,16 +235,14 @@ def fit() -> Constants:
     products, product_bytes = (float(1 / x) for x in inverse)
     case, shape, operations = grouped
     dense = sum(f / products + b / product_bytes for f, b in shape)
-    wide, rate = wide_attention(cases, start)
-    heads[str(wide)] = [rate]
+    heads.append(wide_attention(cases, start))
     latency, nvlink = link(results("collectives"))
     constants = Constants(
         products=products,
         product_bytes=product_bytes,
         grouped=operations / (case.profile["matrix products"] / 1e3 - dense),
-        attention={
-            d: sum(o for o, _ in v) / sum(s for _, s in v) for d, v in sorted(heads.items())
-        },
+        attention={},
+        attention_keys=0.0,
         attention_forward=forward,
         recurrence=delta_rate(results("gated_delta")),
         passes=moved / moved_ms * 1e3,
@@ -235,6 +255,8 @@ def fit() -> Constants:
         shared_experts=0.0,
         **ASSUMED,
     )
+    keys = query_keys([case for case in curves() if case.fitted], constants)
+    constants = replace(constants, attention=attention_rates(heads, keys), attention_keys=keys)
     alone = [c for c in cases if c.fitted and c.layout.ranks == 1]
     rest = median(c.ms / 1e3 / c.step(constants).seconds - 1 for c in alone)
     constants = replace(constants, rest=max(0.0, rest))
@@ -248,9 +270,37 @@ def fit() -> Constants:
     )
 
 
-def wide_attention(cases: Iterable[Measured], start: Constants) -> tuple[int, tuple[float, float]]:
-    """The head dim that our own kernel is for, and operations and seconds of its passes, alone: no
-    fitted model has it."""
+# Operations, by head dim and the keys that a query sees, and the seconds that they take
+Attention = tuple[Mapping[tuple[int, float], float], float]
+
+
+def query_keys(cases: Iterable[Measured], constants: Constants) -> float:
+    """The fixed time of a query, in keys: from steps of one model over length, the time that work
+    other than attention leaves is split into a part per key and a part per query."""
+    rows, times = [], []
+    for case in cases:
+        job, unlimited = case.job(constants), {"1": float("inf")}
+        ((_, keys), operations), *_ = job.shapes.work(case.rows, case.tokens).attention.items()
+        seconds = case.step(replace(constants, attention=unlimited)).seconds
+        rows.append([operations / case.ms, operations / keys / case.ms])
+        times.append(1 - 1e3 * seconds / case.ms)
+    # Relative errors of the steps, in the mean
+    (per_key, per_query), _, _, _ = np.linalg.lstsq(np.array(rows), np.array(times), rcond=None)
+    return float(per_query / per_key)
+
+
+def attention_rates(measured: Iterable[Attention], query_keys: float) -> dict[str, float]:
+    """Operations per second with many keys, by head dim."""
+    operations, seconds = Counter[str](), Counter[str]()
+    for found, took in measured:
+        for (dim, keys), number in found.items():
+            operations[str(dim)] += number * (1 + query_keys / keys)
+        seconds[str(dim)] += took
+    return {dim: operations[dim] / seconds[dim] for dim in sorted(operations)}
+
+
+def wide_attention(cases: Iterable[Measured], start: Constants) -> Attention:
+    """Passes of the head dim that our own kernel is for, alone: no fitted model has it."""
     rows = {row["name"]: row.get("limit", {}) for row in results("train_step")["cases"]}
     for case in cases:
         passes = [
@@ -258,8 +308,8 @@ def wide_attention(cases: Iterable[Measured], start: Constants) -> tuple[int, tu
         ]
         if passes:
             work = case.job(start).shapes.work(case.layout.rows, case.tokens)
-            dim = max(work.attention)
-            return dim, (work.attention[dim], sum(a["ms"] for a in passes) / 1e3)
+            widest = max(work.attention)
+            return {widest: work.attention[widest]}, sum(a["ms"] for a in passes) / 1e3
     raise ValueError("no step in train_step's record has attention by our own kernel")
 
 
@@ -398,9 +448,11 @@ def rates(k: Constants) -> str:
         return [what, figure(value / 1e12), figure(sheet / 1e12), source]
 
     attention = [
-        row(f"attention, head_dim {d}, TFLOP/s", rate, gpu.flops, "fitted, 1 GPU")
+        row(f"attention with many keys, head_dim {d}, TFLOP/s", rate, gpu.flops, "fitted, 1 GPU")
         for d, rate in k.attention.items()
     ]
+    fixed = "attention, fixed time of a query, in keys"
+    attention.append([fixed, figure(k.attention_keys), "", "fitted, 1 GPU"])
     rows = [
         row("GEMMs, TFLOP/s", k.products, gpu.flops, "fitted, 1 GPU"),
         row("grouped GEMMs of experts, TFLOP/s", k.grouped, gpu.flops, "fitted, 1 GPU"),

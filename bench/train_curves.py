@@ -8,10 +8,7 @@ and activations: Tigon may be 1.5 times as far, in the mean over all steps. Both
 float32 masters there, whose updates bf16 does not round away. A fourth curve is Tigon without
 masters: its own optimizer, with bf16 states and stochastic rounding.
 
-Five more are longer: Tigon's own 500 steps in bf16, with its products in fp8, and with all of these
-but those of queries, keys and values, on conversations (examples/assets/conversations.py), of which
-no token comes twice. The first two also on the questions and answers, which come 16 times: until
-the model knows them by heart.
+bench/fp8_curves.py has longer ones, in fp8.
 """
 
 import gc
@@ -44,33 +41,25 @@ from bench.peers import imported
 from bench.train_cases import PEER, Options, fill_ours, peer_model
 from bench.train_step import LIBRARIES
 from examples.assets import conversations
-from tigon.kernels.linear.fp8 import supports_fp8
 from tigon.train import load
-from tigon.train.model import named_projections
 from tigon.train.optim import build_optimizer
 
 SMOLLM2 = config("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_word_embeddings=True)
 SMOLLM2 |= {"rms_norm_eps": 1e-5, "rope_theta": 1e5, "max_position_embeddings": 8192}
 ASSETS = ROOT / ".assets"
 TRUTH, OURS, ROUNDED = "transformers, float32", "tigon", "tigon, adamw_bf16"
-IN_FP8, APART = "tigon, fp8", "tigon, fp8 except qkv_proj"
-LONG, FP8, FP8_APART = (f"{how}, longer" for how in (OURS, IN_FP8, APART))
-AGAIN, FP8_AGAIN = (f"{how}, longer, repeated text" for how in (OURS, IN_FP8))
-STEPS, MORE_STEPS, ROWS, TOKENS, LR = 100, 500, 8, 1024, 1e-4
-FRESH_ROWS = 6  # of a longer step: as many as the conversations have for all steps
+STEPS, ROWS, TOKENS, LR = 100, 8, 1024, 1e-4
 MOST, NEAR = 1.5, 0.005  # times the noise; share of the last losses' mean
 LAST = 10  # steps whose mean loss is the end of a curve
 
 
 @dataclass(frozen=True)
 class Given:
-    """What all sides have: a shape or a checkpoint of it, and tokens [steps, B, T]."""
+    """What all sides have: a shape or a checkpoint of it, and tokens."""
 
     shape: Record
     checkpoint: Path | None
-    tokens: Tensor
-    fresh: Tensor  # of which none comes twice, if the conversations have been built
-    steps: int  # of the curves that are not the longer ones
+    tokens: Tensor  # [steps, B, T]
     device: str
 
 
@@ -91,25 +80,15 @@ def text_tokens() -> tuple[Path | None, Tensor, Tensor]:
     return checkpoint, questions, talk
 
 
-def batches(tokens: Tensor, steps: int, rows: int, length: int) -> Tensor:
-    """[steps, rows, length]; a text that is too short comes again."""
-    count = steps * rows * length
-    return tokens.repeat(-(-count // len(tokens)))[:count].view(steps, rows, length)
-
-
 def given(tiny: bool) -> Given:
-    steps, rows, length = (6, 2, 24) if tiny else (MORE_STEPS, ROWS, TOKENS)
-    numbers = torch.arange(999)
-    checkpoint, *texts = (None, numbers % 97, numbers % 89) if tiny else text_tokens()
-    whole = batches(texts[0], steps, rows, length)
-    fresh = batches(texts[1], steps, 2 if tiny else FRESH_ROWS, length)
+    steps, rows, length = (4, 2, 24) if tiny else (STEPS, ROWS, TOKENS)
+    checkpoint, text = (None, torch.arange(999) % 97) if tiny else text_tokens()[:2]
     shape = SMOLLM2 | ({key: TINY[key] for key in TINY if key in SMOLLM2} if tiny else {})
     if checkpoint is not None:
         shape = json.loads((checkpoint / "config.json").read_text())
-    device = "cpu" if tiny else "cuda"
-    return Given(
-        shape, checkpoint, whole.to(device), fresh.to(device), 4 if tiny else STEPS, device
-    )
+    count, device = steps * rows * length, "cpu" if tiny else "cuda"
+    tokens = text.repeat(-(-count // len(text)))[:count].view(steps, rows, length)
+    return Given(shape, checkpoint, tokens.to(device), device)
 
 
 class Masters:
@@ -151,13 +130,6 @@ def mine(what: Given) -> Any:
     return model
 
 
-def mine_in_fp8(what: Given, apart: str = "none") -> Any:
-    model = mine(what)
-    for name, layer in named_projections(model):
-        layer.fp8 = supports_fp8(layer.weight.shape) and not name.endswith(apart)
-    return model
-
-
 def rounded(model: Any) -> Any:
     values = {"lr": LR, "optimizer": "adamw_bf16", "param_dtype": "bfloat16", "run_dir": "none"}
     values |= {"model": "none", "data": "none"}
@@ -174,14 +146,7 @@ SIDES: dict[str, tuple[Maker, Callable[[Any], Any]]] = {
     PEER: (partial(theirs, dtype=torch.bfloat16), masters),
     OURS: (mine, masters),
     ROUNDED: (mine, rounded),
-    LONG: (mine, masters),
-    FP8: (mine_in_fp8, masters),
-    FP8_APART: (partial(mine_in_fp8, apart="qkv_proj"), masters),
-    AGAIN: (mine, masters),
-    FP8_AGAIN: (mine_in_fp8, masters),
 }
-LONGER = (LONG, FP8, FP8_APART, AGAIN, FP8_AGAIN)
-COMPARED = ((ROUNDED, TRUTH), (FP8, LONG), (FP8_APART, LONG), (FP8_AGAIN, AGAIN))
 
 
 def curve(side: str, what: Given) -> list[float]:
@@ -189,8 +154,7 @@ def curve(side: str, what: Given) -> list[float]:
     make, optimize = SIDES[side]
     model = make(what).train()
     optimizer, losses = optimize(model), []
-    tokens = what.fresh if side in (LONG, FP8, FP8_APART) else what.tokens
-    for ids in tokens if side in LONGER else tokens[: what.steps]:
+    for ids in what.tokens:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -213,28 +177,22 @@ def end(record: Record, side: str) -> float:
 
 def verdicts(record: Record) -> list[str]:
     noise, own = distance(record, PEER), distance(record, OURS)
-    ratio = own / noise if own is not None and noise else None
-
-    def off(side: str, of: str) -> float | None:
-        if not {side, of} <= record["curves"].keys():
-            return None
-        return 100 * abs(end(record, side) / end(record, of) - 1)
-
-    ends = [
+    ratio, off = own / noise if own is not None and noise else None, None
+    if {ROUNDED, TRUTH} <= record["curves"].keys():
+        off = 100 * abs(end(record, ROUNDED) / end(record, TRUTH) - 1)
+    return [
+        verdict(f"{OURS}: distance from {TRUTH} over that of {PEER}", ratio, MOST, most=True),
         verdict(
-            f"{side}: difference of the last losses from those of {of}, %",
-            *(off(side, of), 100 * NEAR),
+            f"{ROUNDED}: difference of the last losses from those of {TRUTH}, %",
+            *(off, 100 * NEAR),
             most=True,
-        )
-        for side, of in COMPARED
+        ),
     ]
-    name = f"{OURS}: distance from {TRUTH} over that of {PEER}"
-    return [verdict(name, ratio, MOST, most=True), *ends]
 
 
 def show(record: Record) -> str:
     longest = max(map(len, record["curves"].values()), default=0)
-    at = [n for n in (0, 9, 24, 49, 99, 249, 499) if n < longest]
+    at = [n for n in (0, 9, 24, 49, 99) if n < longest]
     rows = []
     for side, losses in record["curves"].items():
         away = distance(record, side) if side in (PEER, OURS, ROUNDED) else None

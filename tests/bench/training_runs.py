@@ -187,10 +187,9 @@ def check_recipes(record: Record) -> None:
 def check_curves(record: Record) -> None:
     curves = record["curves"]
     assert list(curves) == list(train_curves.SIDES)
-    for side, losses in curves.items():
-        fresh = side in (train_curves.LONG, train_curves.FP8, train_curves.FP8_APART)
-        like = curves[train_curves.LONG if fresh else train_curves.TRUTH]
-        assert losses[:4] == pytest.approx(like[:4], rel=3e-3) and losses[3] < losses[0]
+    for losses in curves.values():
+        assert losses == pytest.approx(curves[train_curves.TRUTH], rel=3e-3)
+        assert losses[3] < losses[0]
     assert 0 < train_curves.distance(record, train_curves.OURS) < 0.01
 
 

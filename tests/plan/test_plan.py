@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bench import plan as bench
+from bench.cost_points import Point
 from bench.harness import ROOT, between
 from tests.support.small import EXPERTS, LLAMA
 from tigon.cli import main
@@ -26,7 +27,7 @@ from tigon.plan import (
     read_job,
     search,
 )
-from tigon.plan.cost import CommGroup, Step, compute_seconds
+from tigon.plan.cost import CommGroup, Step, Work, compute_seconds
 from tigon.plan.gpu import CONSTANTS, GPU, known_gpus
 from tigon.plan.layout import divisors, enumerate_meshes
 from tigon.plan.report import USED
@@ -37,16 +38,18 @@ from tigon.train.memory import Estimate
 MEMORY_WITHIN = 0.03
 # A rank gets more tokens than its share of them
 MEMORY_OFF = {"Qwen3-30B-A3B, 8 layers, 1 x 8192, expert 4": 0.045}
-# On four GPUs: sums over four ranks and products of a quarter take longer, attention of long rows
-# is faster than that of 8,192 tokens
-FOUR_WITHIN = {", tensor 4": 0.19, ", context 4, a row of 131,072": 0.16}
-# Waits for launches, 68 of 169 ms: the plan counts what the GPU does
-LAUNCH_BOUND = {"Qwen3.5-0.8B 1 x 8192": 0.39}
+# Sums over four ranks and products of a quarter take longer; launches are waited for, in 68 of 169
+# ms and in 9 of 170, and the plan counts what the GPU does
+TIME_OFF = {
+    "Llama-3.1-8B 1 x 8192, tensor 4": 0.19,
+    "Qwen3.5-0.8B 1 x 8192": 0.43,
+    "Qwen3.5-35B-A3B, 8 layers, 1 x 8192": 0.11,
+}
 TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was
 # With shared experts the host waits: two runs of one step on two H200 took 153 and 180 ms
 SHARED_EXPERTS_WITHIN = 0.12
-# What CUDA graphs share is known to the allocator alone: the estimate counts too much
-GRAPHS_WITHIN = 0.2
+# The estimate counts what graphs reserve, also while it holds nothing
+GRAPHS_WITHIN = 0.07
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}
 SIZE |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
 SIZE |= {"max_position_embeddings": 2**20}
@@ -76,7 +79,7 @@ def test_predictions_match_measurements() -> None:
     constants, cases = Constants.read(), bench.measured()
     found = [bench.compare(case, constants) for case in cases]
     as_documented("errors", bench.comparison(found))
-    assert len({case.model for case in cases}) == 10
+    assert len({case.model for case in cases}) == 11
     assert {case.layout.sharding for case in cases if case.layout.fsdp == 2} == {
         "full",
         "gradients",
@@ -84,8 +87,7 @@ def test_predictions_match_measurements() -> None:
     for one in found:
         shared = one.case.layout.expert > 1 and not one.case.fitted
         bar = SHARED_EXPERTS_WITHIN if shared else TIME_WITHIN[one.case.fitted]
-        bar = next((most for end, most in FOUR_WITHIN.items() if one.case.name.endswith(end)), bar)
-        assert abs(one.time_error) < LAUNCH_BOUND.get(one.case.name, bar), one.case.name
+        assert abs(one.time_error) < TIME_OFF.get(one.case.name, bar), one.case.name
         graphs = "cuda_graphs=true" in one.case.settings
         within = GRAPHS_WITHIN if graphs else MEMORY_OFF.get(one.case.name, MEMORY_WITHIN)
         assert abs(one.memory_error) < within, one.case.name
@@ -130,12 +132,28 @@ def test_work_of_a_block_by_hand(job: Callable[..., Job]) -> None:
     shapes = {(1024, c): 4, (c, 512): 4, (8192, c): 4, (c, 4096): 4, (4096, c): 1}
     expected = {(2 * t, n, k): 3.0 * count for (n, k), count in shapes.items()}
     assert work.products == expected
-    assert work.attention == {64: 4 * 12 * 8 * 64 * 2 * (t * (t + 1) // 2)}
+    assert work.attention == {(64, (t + 1) / 2): 4 * 12 * 8 * 64 * 2 * (t * (t + 1) // 2)}
     assert work.moved["activation"] == 4 * 2 * (3 + 5) * 2 * t * 4096
     again = job(1).shapes.work(2, 1024, recomputed=1.0)
     assert again.products[2 * t, 8192, c] == 4 * 4
     assert again.products[2 * t, c, 4096] == 3 * 4  # its output is nothing's input in the block
     assert again.moved["norms"] > work.moved["norms"]
+
+
+def test_time_of_attention_by_hand() -> None:
+    """A query takes as long as with 100 more keys: few keys are slower, each."""
+    k = replace(Constants.read(), attention={"64": 2e12}, attention_keys=100.0)
+    for keys, seconds in ((50.0, 1.5), (100.0, 1.0), (1e9, 0.5)):
+        times = compute_seconds(Work(attention={(64, keys): 1e12}), k)
+        assert times["attention"] == pytest.approx(seconds)
+
+
+def test_fit_of_keys_that_a_query_costs() -> None:
+    """From steps as a model with 300 of them would predict, whatever the rate."""
+    k = replace(Constants.read(), attention={"64": 4e14}, attention_keys=300.0)
+    cases = [bench.at_point(Point("Llama-3.2-1B", 1, n), 1.0, 1.0) for n in (1024, 8192, 65536)]
+    exact = [replace(case, ms=1e3 * case.step(k).seconds) for case in cases]
+    assert bench.query_keys(exact, Constants.read()) == pytest.approx(300.0)
 
 
 def family(job: Callable[..., Job], model_type: str, **sizes: Any) -> Job:
@@ -160,7 +178,7 @@ def test_work_of_gated_delta_net_by_hand(job: Callable[..., Job]) -> None:
     # Two norms a layer, and the gated one
     norms = 4 * plain.work(2, 1024).moved["norms"] + 3 * 2 * (3 + 5) * t * values
     assert work.moved["norms"] == norms
-    assert work.attention == {64: 12 * 8 * 64 * 2 * (1024 * 1025 // 2)}
+    assert work.attention == {(64, 512.5): 12 * 8 * 64 * 2 * (1024 * 1025 // 2)}
     one = job(1)
     assert compute_seconds(work, one.constants)["delta rule"] == pytest.approx(
         work.recurrence / one.constants.recurrence
@@ -174,7 +192,7 @@ def test_work_of_latents_by_hand(job: Callable[..., Job]) -> None:
     sizes = {"q_lora_rank": None, "kv_lora_rank": 96, "qk_nope_head_dim": 48, "v_head_dim": 40}
     sizes |= {"qk_rope_head_dim": 16, "first_k_dense_replace": 9}
     work = family(job, "deepseek_v3", num_key_value_heads=8, **sizes).shapes.work(1, 1024)
-    assert work.attention == {64: 4 * 12 * 8 * 64 * (1024 * 1025 // 2)}
+    assert work.attention == {(64, 512.5): 4 * 12 * 8 * 64 * (1024 * 1025 // 2)}
     assert work.moved["RoPE"] == 4 * 2 * (2 + 2) * 1024 * 9 * 16
     assert work.moved["latents"] == 4 * 2 * (2 + 2) * 1024 * 8 * 3 * 64
 

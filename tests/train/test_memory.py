@@ -171,6 +171,16 @@ def test_micro_batches_accumulate_whole_gradients() -> None:
     assert twice["gradients"] - once.get("gradients", 0) > 0.5 * 4 * size
 
 
+@pytest.mark.parametrize("summed", [False, True])
+def test_graphs_keep_gradients_of_blocks(summed: bool) -> None:
+    """From step to step, also with sharding=gradients, but not those of embedding and head."""
+    model = tiny("llama", "plain", vocab_size=1024)
+    size = sum(p.numel() for p in model.model.layers.parameters()) + model.config.hidden_size
+    changes: Any = {"accumulate_fp32": True, "sharding": "gradients"} if summed else {}
+    found = planned(model, seq_len=4096, cuda_graphs=True, **changes)
+    assert found.kinds["gradients"] == pytest.approx((4 if summed else 2) * size, rel=0.05)
+
+
 def test_sharded_gradients_by_hand() -> None:
     """With sharding=gradients, of a model of few bytes besides weights."""
     wide: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}

@@ -77,7 +77,8 @@ class Work:
 
     products: dict[GEMM, float] = field(default_factory=lambda: defaultdict(float))  # times each
     grouped: float = 0.0  # operations of experts
-    attention: dict[int, float] = field(default_factory=lambda: defaultdict(float))  # by head_dim
+    # Operations of attention, by head_dim and the keys that a query sees, in the mean
+    attention: dict[tuple[int, float], float] = field(default_factory=lambda: defaultdict(float))
     recomputed: float = 0.0  # share of attention's forwards
     recurrence: float = 0.0  # operations of the delta rule
     moved: dict[str, float] = field(default_factory=dict)  # bytes of memory-bound kernels, by kind
@@ -201,7 +202,7 @@ def micro_batch_work(
             elif isinstance(module, SoftmaxAttention):
                 seen = int(positions_seen(np.array([tokens]), module.window).sum())
                 operations = 12 * module.heads * module.head_dim * rows * seen / context
-                work.attention[module.head_dim] += operations
+                work.attention[module.head_dim, seen / tokens] += operations
             elif isinstance(module, GatedDeltaNet):
                 forward, backward = delta_operations(module.key_dim, module.value_dim)
                 per_token = (1 + recomputed) * forward + backward
@@ -412,7 +413,7 @@ def compute_seconds(work: Work, k: Constants) -> dict[str, float]:
         count * (2 * m * n * d / k.products + BF16 * (m * n + n * d + m * d) / k.product_bytes)
         for (m, n, d), count in work.products.items()
     )
-    attention = sum(flops / k.attention_rate(dim) for dim, flops in work.attention.items())
+    attention = sum(flops / k.attention_rate(*key) for key, flops in work.attention.items())
     return {
         "GEMMs": products + work.grouped / k.grouped,
         "attention": attention * (1 + work.recomputed * k.attention_forward),

@@ -43,7 +43,9 @@ class Constants:
     products: float  # operations per second of GEMMs
     product_bytes: float  # bytes per second that GEMMs read and write
     grouped: float  # operations per second of the experts' grouped GEMMs
-    attention: dict[str, float]  # operations per second, forward and backward, by head_dim
+    # Operations per second of attention over long rows, forward and backward, by head_dim
+    attention: dict[str, float]
+    attention_keys: float  # a query takes as long as with so many more keys
     attention_forward: float  # share of the forward in that time
     recurrence: float  # operations per second of the gated delta rule, forward and backward
     passes: float  # bytes per second of memory-bound kernels
@@ -64,10 +66,15 @@ class Constants:
         """Reads the constants of the cost model from constants.json."""
         return cls(**read_json(CONSTANTS)["constants"])
 
-    def attention_rate(self, head_dim: int) -> float:
-        """Returns the attention rate of the nearest head_dim that was measured."""
+    def attention_rate(self, head_dim: int, keys: float) -> float:
+        """Returns the attention rate of the nearest head_dim that was measured, for queries that
+        see `keys` keys in the mean.
+
+        What a kernel does once per query, whatever the keys, takes relatively longer with few.
+        """
         rates = {int(dim): rate for dim, rate in self.attention.items()}
-        return rates[min(rates, key=lambda dim: abs(dim - head_dim))]
+        rate = rates[min(rates, key=lambda dim: abs(dim - head_dim))]
+        return rate * keys / (keys + self.attention_keys)
 
     def scale(self, gpu: GPU, measured: GPU) -> Self:
         """Returns the constants of `gpu`: the same shares of its data sheet as on `measured`."""

@@ -132,8 +132,12 @@ def simulate_step(
         for bucket in parameter_buckets(model):
             track_gradients(bucket, tracker, free=config.optimizer_in_backward)
     count = max(1, -(-config.batch_size // (sizes.data * rows)))
-    # CUDA graphs keep the gradients that they write, as if there had been a micro-batch before
+    # CUDA graphs keep the gradients of blocks, as if there had been a micro-batch before; those of
+    # embedding and head are freed between steps
     last = 1 if config.cuda_graphs is True else min(count, 2) - 1
+    decoder = model.model
+    captured = (*decoder.first_modules, *decoder.layers, *decoder.last_modules)
+    freed = set(model.parameters()) - {p for module in captured for p in module.parameters()}
     frozen = task.meta_frozen_model(model, compute)
     if frozen is not None:
         track_frozen_model(frozen, tracker, config, sizes, compute)
@@ -152,6 +156,10 @@ def simulate_step(
             tracker.phase = "activations"
             if sharding_tracker is not None:
                 sharding_tracker.end()
+            for parameter in freed if count == 1 and index < last else ():
+                parameter.grad = None
+                if isinstance(sharding_tracker, ZeRO2Tracker):
+                    sharding_tracker.added.pop(parameter, None)
     return ledger
 
 

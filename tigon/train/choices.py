@@ -288,9 +288,9 @@ def _choose(
     previous = _previous_way(saved)
     block = sum(p.numel() for p in layers[0].parameters())
     rows = useful_rows(config, sizes, block, previous.rows)
-    ways = [Way(how, n) for how in possible_shardings(config, sizes, compute) for n in rows]
-
-    ways = order_ways(ways, previous if source is not None else None)
+    shardings = possible_shardings(config, sizes, compute)
+    ways = [Way(sharding, n) for sharding in shardings for n in rows]
+    ways = order_ways(ways, None if source is None else previous)
     tokens = -(-config.seq_len // sizes.context)
     all_rows = rows[0]
     if config.micro_batch_size == "auto" and config.batch_size * tokens <= MAX_TOKENS:

@@ -142,9 +142,9 @@ def simulate_step(
     if frozen is not None:
         track_frozen_model(frozen, tracker, config, sizes, compute)
     model.train()
+    rows = min(rows, -(-config.batch_size // sizes.data))
     with use("triton"), tracker:
         for index in range(last + 1):
-            rows = min(rows, -(-config.batch_size // sizes.data))
             inputs = task.resolve(model, dummy_batch(rows, config.seq_len, task))
             sums = task.sums(model, inputs)
             if sharding_tracker is not None:

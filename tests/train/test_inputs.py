@@ -8,7 +8,7 @@ import torch
 from tests.support.small import LLAMA, write_model
 from tigon.train import data as train_data
 from tigon.train import load, main
-from tigon.train.build import find_unused_settings
+from tigon.train.notes import find_unused_settings
 from tigon.train.optim import learning_rate
 
 

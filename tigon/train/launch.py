@@ -73,9 +73,8 @@ def _main(arguments: list[str]) -> None:
     # No abbreviations: settings may be given as --key value
     parser = argparse.ArgumentParser("tigon.train", USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
-    for flag in ("--dry-run", "--print-config", "--help"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("-h", action="store_true", dest="help")
+    for flags in (["--dry-run"], ["--print-config"], ["-h", "--help"]):
+        parser.add_argument(*flags, action="store_true")
     options, rest = parser.parse_known_args(arguments)
     if options.help:
         print(help_text())
@@ -111,11 +110,11 @@ def refusal(error: Exception) -> str | int:
     """Returns what sys.exit gets for wrong settings: a text on one rank of a host, as a launcher
     gives all the same, and on every rank that was started by hand."""
     record_error(str(error))
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    if LAUNCHED in os.environ or (launched and os.environ.get("LOCAL_RANK", "0") != "0"):
+    by_agent = "TORCHELASTIC_RUN_ID" in os.environ
+    if LAUNCHED in os.environ or (by_agent and os.environ.get("LOCAL_RANK", "0") != "0"):
         return 1
     rank = os.environ.get("RANK", "0")
-    return f"tigon.train: {'' if launched or rank == '0' else f'rank {rank}: '}{error}"
+    return f"tigon.train: {'' if by_agent or rank == '0' else f'rank {rank}: '}{error}"
 
 
 def launch(config: Config, plan: int | None = None) -> str | int:

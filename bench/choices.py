@@ -3,7 +3,10 @@
 Each case is a model and a batch as a user gives them, full rows of packed chats. Its first way
 leaves everything to auto; the others set what auto could have chosen. A step is the trainer's own,
 with clipping and bf16 weights and states where the case does not say otherwise. All ways go over
-the same batches; the first steps compile, measure and capture, and those after them count.
+the same batches; the first steps compile, measure and capture, and those after them count. Memory
+is what the allocator has reserved: tensors in the pool of graphs are allocated as these are
+captured, before the steps that count. Each way is measured once, auto first, which so compiles for
+all.
 """
 
 import contextlib
@@ -232,6 +235,38 @@ def auto_ratio(case: Record) -> float | None:
     return auto / max(others) if auto and others else None
 
 
+def losses_of(record: Record) -> str:
+    """How far the first losses of a case's ways are apart, and how many steps were timed."""
+    ways = [row for case in record["cases"] for row in case["ways"] if "loss_difference" in row]
+    if not ways:
+        return ""
+    apart, steps = max(row["loss_difference"] for row in ways), [row["steps"] for row in ways]
+    return (
+        f"Losses of a case's first steps differ between ways by at most {apart:.1e} of their "
+        f"value. Each way was measured once, over {min(steps)} to {max(steps)} steps."
+    )
+
+
+def repetitions(record: Record) -> str:
+    """Cases in which auto has made the steps of another way: only noise is between the two."""
+    found = []
+    for case in record["cases"]:
+        rows = {row["name"]: row for row in case["ways"] if "steps" in row}
+        for name, row in rows.items() if AUTO in rows else ():
+            if not name.startswith(AUTO) and is_same(row, rows[AUTO]):
+                ratio = rows[AUTO]["tokens_per_second"] / row["tokens_per_second"]
+                found.append(f"{case['name']}, {name}: {ratio:.3f}")
+    said = "**Noise.** Where auto made the same steps as another way, its tokens/s over that way's "
+    return f"{said}show how far two measurements differ: {'; '.join(found)}." if found else ""
+
+
+def is_same(a: Record, b: Record) -> bool:
+    """Whether two ways have the same micro-batches and graphs, and memory within 0.1 %."""
+    keys = "rows", "graphs"
+    sizes = a.get("allocated_gib", 0.0), b.get("allocated_gib", 0.0)
+    return all(a[k] == b[k] for k in keys) and abs(sizes[0] - sizes[1]) <= 1e-3 * sizes[1]
+
+
 def show(record: Record) -> str:
     lines, ends = [], []
     for case in record["cases"]:
@@ -240,14 +275,15 @@ def show(record: Record) -> str:
                 lines.append([case["name"], row["name"], failure(row)])
                 continue
             cells = [figure(row["tokens_per_second"], 5)]
-            cells += [figure(row.get(key)) for key in ("step_ms", "allocated_gib", "warm_up_s")]
+            cells += [figure(row.get(key)) for key in ("step_ms", "reserved_gib", "warm_up_s")]
             said = [line.partition(": ")[2] for line in row["said"] if AUTO in row["name"]]
             lines.append([case["name"], row["name"], *cells, "; ".join(said)])
         what = f"{case['name']}: tokens/s of auto over the fastest way"
         ends.append(verdict(what, auto_ratio(case), LEAST))
-    head = ["case", "way", "tokens/s", "ms per step", "peak GiB", "first steps, s"]
+    head = ["case", "way", "tokens/s", "ms per step", "reserved, GiB", "first steps, s"]
     head += ["what auto said"]
-    return report(record, markdown(head, lines), ends)
+    notes = losses_of(record), repetitions(record)
+    return report(record, markdown(head, lines), *notes, ends)
 
 
 def run(job: Job) -> None:

@@ -2,11 +2,12 @@
 
 A step is that of bench/train_step.py: forward, backward and AdamW in bf16, on the same weights and
 random tokens, without recomputation. Ours runs from CUDA graphs in steps of at most 4,096 tokens,
-as it comes; the peer has the faster of two attentions there, and is not compiled, as it is in
-bench/train_step.py. In longer steps the peer has flash-attn-4 where it is installed, else SDPA. A
-model is built once for all its points; a time is the median of some steps, and the longest step is
+as it comes; the peer is not compiled, as it is in bench/train_step.py. It has the faster of two
+attentions, but in the longest step flash-attn-4 if that works. A model is built once for all its
+points, and the sides do not take turns; a time is the median of some steps, and the longest step is
 made once. What does not fit is recorded as such. The prediction is that of `tigon plan`, made when
-a record is shown. Several GPUs are those of bench/parallel.py and bench/plan.py.
+a record is shown; its constants are fitted to most of these steps (bench/plan.py). Several GPUs are
+those of bench/parallel.py and bench/plan.py.
 
     python -m bench cost_curves                  # all
     python -m bench cost_curves --write-docs     # of docs/performance.md; needs no GPU
@@ -26,13 +27,14 @@ from bench.cost_points import CURVES, POINTS, SHORT, Point
 from bench.harness import Bench, Job, Record, figure, markdown, progress, report
 from bench.timing import peaks, reset_peaks
 from bench.train_cases import OURS, PEER, Batch, options_of, ours, peer
+from bench.train_report import LOSS_WITHIN
 from bench.train_side import FIRST, Training, free
 from bench.train_step import LIBRARIES
 from tigon.plan import Constants
 
 WARMED = 2**14  # up to which a step is first made some times, untimed
 ONCE = 2**17  # from which it is made once
-SECONDS = 0.4  # of the timed steps of a point
+SECONDS = 2.0  # of the timed steps of a point
 WITHIN = 0.1  # of a prediction
 PREDICTED = "tigon plan"
 PICTURES = {"speed": "docs/cost_speed.svg", "memory": "docs/cost_memory.svg"}
@@ -68,18 +70,19 @@ def guarded(
 
 
 def measure_peer(training: Training, point: Point, device: str, tiny: bool) -> Record:
-    """With the fastest of the attentions that are tried."""
-    best: Record = {}
+    """With the fastest of the attentions that are tried; losses are those of the first of them."""
+    tried: dict[str, Record] = {}
     for options in options_of(point.case, device):
-        if "ms" in best and point.rows * point.tokens > SHORT:
+        if point.rows * point.tokens >= ONCE and any("ms" in row for row in tried.values()):
             break
-        found = guarded(training, point, device, tiny, options.attention)
-        found["attention"] = options.attention
+        tried[options.attention] = found = guarded(training, point, device, tiny, options.attention)
         if "OutOfMemoryError" in found.get("error", ""):
-            return found  # another one takes no less
-        if not best or found.get("ms", float("inf")) < best.get("ms", float("inf")):
-            best = found
-    return best
+            break  # another one takes no less
+    best = min(tried, key=lambda name: tried[name].get("ms", float("inf")))
+    losses = [row["losses"] for row in tried.values() if "losses" in row][:1]
+    times = {name: row.get("ms", row.get("error")) for name, row in tried.items()}
+    more = {"losses": losses[0]} if losses else {}
+    return tried[best] | more | {"attention": best, "tried": times}
 
 
 def measure_side(job: Job, side: str, points: Sequence[Point]) -> None:
@@ -158,33 +161,121 @@ def errors(record: Record) -> Iterator[tuple[Point, list[float]]]:
             yield point, [a / b - 1 for a, b in pairs if b]
 
 
+def ratio(sides: dict[str, Record], point: Point, kind: str) -> float | None:
+    """Ours over the peer's."""
+    theirs, mine = (value(sides.get(side, {}), point, kind) for side in (PEER, OURS))
+    return mine / theirs if mine and theirs else None
+
+
+def tried_attentions(row: Record, point: Point) -> list[str]:
+    """Older records do not say: both in short steps, else the one that was measured."""
+    every = [options.attention for options in options_of(point.case, "cuda")]
+    return list(row.get("tried", every if point.case.settings else [row["attention"]]))
+
+
+def attention_cell(row: Record, point: Point) -> str:
+    """The peer's attention, and those that it might have been faster with."""
+    if "attention" not in row:
+        return ""
+    known = tried_attentions(row, point)
+    lacking = [o.attention for o in options_of(point.case, "cuda") if o.attention not in known]
+    return row["attention"] + f" ({' and '.join(lacking)} not tried)" * bool(lacking)
+
+
 def table(record: Record) -> str:
     """A row for each point."""
     off = dict(errors(record))
-    head = ["step", f"{PEER}: tok/s, GiB", "Tigon: tok/s, GiB", "tok/s ratio", "memory ratio"]
+    head = ["step", f"{PEER}: tok/s, GiB", "its attention", "Tigon: tok/s, GiB"]
+    head += ["steps timed, of each", "tok/s ratio", "memory ratio"]
     head += [f"`{PREDICTED}`: tok/s, GiB", "error of time, of memory"]
     rows = []
     for point in POINTS:
         if not (sides := figures_of(record, point)):
             continue
-        cells = [point.name, *(cell(sides.get(side), point) for side in (PEER, OURS))]
-        for kind in ("speed", "memory"):
-            theirs, mine = (value(sides.get(s, {}), point, kind) for s in (PEER, OURS))
-            cells.append(f"{mine / theirs:.2f}" if mine and theirs else "")
+        theirs, mine = (sides.get(side) for side in (PEER, OURS))
+        cells = [point.name, cell(theirs, point), attention_cell(theirs or {}, point)]
+        steps = ", ".join(str((row or {}).get("steps", "-")) for row in (theirs, mine))
+        cells += [cell(mine, point), steps]
+        faster, larger = (ratio(sides, point, kind) for kind in ("speed", "memory"))
+        said = ", peer not compiled" * bool(point.case.settings)
+        cells += [f"{faster:.2f}{said}" if faster else "", f"{larger:.2f}" if larger else ""]
         wrong = ", ".join(f"{error:+.1%}" for error in off.get(point, ()))
         rows.append([*cells, cell(sides[PREDICTED], point), wrong])
     return markdown(head, rows)
 
 
+def not_compiled(record: Record) -> str:
+    """What the ratios of short steps are of."""
+    sides = {point: figures_of(record, point) for point in POINTS if point.case.settings}
+    times = [row["ms"] for rows in sides.values() if "ms" in (row := rows.get(PEER, {}))]
+    if not times:
+        return ""
+    return (
+        f"**Not the best peer.** In steps of at most {SHORT:,} tokens Tigon runs from CUDA graphs, "
+        "and the peer, without `torch.compile` and its graphs, waits for launches: its steps take "
+        f"{min(times):.0f} to {max(times):.0f} ms, whatever their tokens. These ratios are what "
+        "graphs save; what the peer would reach with graphs of its own is not shown."
+    )
+
+
+def noise(record: Record) -> str:
+    """How far steps of a point differ, where launches do not decide."""
+    long = {point.name for point in POINTS if not point.case.settings}
+    rows = [row for row in record["points"] if row["name"] in long and row.get("steps", 0) > 1]
+    said = "**Noise.** The sides do not take turns: Tigon has all points of a model, then the peer."
+    if not rows:
+        return said
+    spread = max(row["ms_most"] / row["ms_least"] for row in rows)
+    return (
+        f"{said} In steps of more than {SHORT:,} tokens of which several were timed, the slowest "
+        f"takes up to {spread:.2f} times as long as the fastest: ratios nearer to 1 than that do "
+        "not tell the sides apart."
+    )
+
+
+def first_losses(record: Record) -> Iterator[str]:
+    """Of both sides as each model is built, the only ones that are of the same weights."""
+    same, unknown, wrong = [], [], []
+    known = [point for point in POINTS if len(figures_of(record, point)) == 3]
+    for _, group in groupby(known, key=lambda point: (point.model, point.case.settings)):
+        point = next(group)
+        theirs, mine = (figures_of(record, point)[side] for side in (PEER, OURS))
+        if not (theirs.get("losses") and mine.get("losses")):
+            continue
+        if len(tried_attentions(theirs, point)) > 1 and "tried" not in theirs:
+            unknown.append(point.name)  # its losses are of the second attention
+            continue
+        a, b = theirs["losses"][0], mine["losses"][0]
+        same.append(f"{point.name}: {a:.5f} and {b:.5f}")
+        if not abs(b - a) <= LOSS_WITHIN * abs(a):
+            wrong.append(f"WRONG: {point.name}: first loss {a:.4f} and {b:.4f}")
+    if same:
+        yield f"Losses of the first step, the peer's and Tigon's: {'; '.join(same)}."
+    if unknown:
+        yield (
+            f"Not compared: {'; '.join(unknown)}, where the record has losses of the peer's second "
+            "attention, on weights that the first has trained."
+        )
+    yield from wrong
+
+
 def misses(record: Record) -> str:
-    """A sentence that names predictions beyond WITHIN."""
-    found = [p.name for p, off in errors(record) if any(abs(error) > WITHIN for error in off)]
-    text = f"Predictions are within {WITHIN:.0%} of what was measured"
-    return f"{text}, but for {'; '.join(found)}." if found else f"{text}."
+    """Which predictions are beyond WITHIN, and which of steps that the plan is not fitted to."""
+    known = dict(errors(record))
+    wrong = [p.name for p, off in known.items() if any(abs(error) > WITHIN for error in off)]
+    shapes = {(m.model, m.rows, m.tokens) for m in plan.measured() if m.fitted}
+    new = [p.name for p in known if (p.model, p.rows, p.tokens) not in shapes]
+    but = f", but for {'; '.join(wrong)}" if wrong else ""
+    apart = f", but for {'; '.join(new)}" if new else ""
+    return (
+        f"Times and memory of `{PREDICTED}` are within {WITHIN:.0%} of what was measured{but}. Its "
+        f"constants of time are fitted to steps of these models, rows and tokens{apart}."
+    )
 
 
 def show(record: Record) -> str:
-    return report(record, table(record), misses(record))
+    notes = not_compiled(record), noise(record), " ".join(first_losses(record))
+    return report(record, table(record), *notes, misses(record))
 
 
 def blocks(record: Record) -> dict[str, str]:
@@ -215,7 +306,8 @@ def plot(record: Record, kind: str, title: str, path: Path) -> None:
                 (at, point, figures_of(record, point).get(side, {})) for point, at in curve.items()
             ]
             found = [(at, y) for at, point, row in shown if (y := value(row, point, kind))]
-            axes.plot(*zip(*found, strict=True), style, color=color, label=side, markersize=4)
+            label = f"{side}, not compiled" if side == PEER else side
+            axes.plot(*zip(*found, strict=True), style, color=color, label=label, markersize=4)
             for at in (at for at, _, row in shown if "OutOfMemoryError" in row.get("error", "")):
                 axes.plot(at, 0.04, "x", color=color, transform=axes.get_xaxis_transform())
                 axes.annotate(

@@ -10,7 +10,8 @@ at random. Files are in the page cache and Python's bytecode is compiled beforeh
 compiled kernels and of data are empty for each side.
 
 A side that the record has at this commit, with as many steps, is not measured again: a run that is
-cut off goes on with the same command.
+cut off goes on with the same command. So a record may have sides of several commits, and each row
+of the table names its own.
 
     python -m bench end_to_end --only "1B full" --steps 60
     python -m bench end_to_end --tiny            # tiny models on the CPU
@@ -18,14 +19,16 @@ cut off goes on with the same command.
 """
 
 import json
+import os
 import re
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from bench import end_to_end_files as files
@@ -40,6 +43,7 @@ DOCUMENT = "docs/performance.md"
 OURS = "Tigon"
 SPEED, MEMORY, FIRST_STEP = 1.5, 0.8, 20.0  # targets beside the best peer; seconds, for 8B
 APART = 0.02  # that a loss on held-out chats may be higher, after as many steps in another order
+UNEVEN = 1.2  # times a median step: more is a step that is held up
 CHATS, HELD_OUT = 20_000, 200
 LENGTH, ROWS, RANK = 8192, 2, 16
 START_SECONDS, STEP_SECONDS = 120.0, 3.0  # that a side may take, beside and for its steps
@@ -156,7 +160,8 @@ def run_side(job: Job, root: Path, of: str, name: str) -> Record:
     if "error" in found:
         found |= read_progress(said[-1], found["wall"]) if said else {}
         progress(f"{name}: {found['error']}")
-    return found | {"commit": job.record["commit"], "asked": options.steps}
+    found |= {key: job.record[key] for key in ("commit", "date", "libraries")}
+    return found | {"cores": len(os.sched_getaffinity(0)), "asked": options.steps}
 
 
 def read_progress(last: Record, wall: float) -> Record:
@@ -198,7 +203,8 @@ def measure(job: Job, root: Path) -> None:
 
 def seconds_of(found: Record) -> dict[str, float]:
     """Seconds of each part, which add up to the time of the process. Warm-up is what steps take
-    beyond so many median steps: kernels that are compiled, and whatever else the first ones do."""
+    beyond so many median steps: kernels that are compiled, whatever else the first ones do, and
+    later steps that are held up."""
     phases = dict(found["phases"])
     steps = phases.pop(STEPS) + phases.pop(COMPILE)
     usual = min(steps, median(found["gaps"]) * found["steps"]) if found["gaps"] else steps
@@ -218,25 +224,34 @@ def peak(found: Record) -> float | None:
     return found.get("allocated_gib")
 
 
-HEAD = ["case", "side", "tokens/s over all", "peak GiB", "to the first step, s", "all, s"]
+HEAD = ["case", "side", "commit", "tokens/s over all", "peak GiB", "to the first step, s", "all, s"]
 PARTS = ["start", "data", "model", "warm-up", STEPS, "evaluation", "save", "other"]
 HEAD += PARTS
 
 
 def row(case: str, side: str, found: Record) -> list[str]:
+    names = [case, side, found.get("commit", "")]
     if "error" in found:
         came = [f"; {name} {figure(seconds)}" for name, seconds in found.get("phases", {}).items()]
         came += [f", {found['steps']} steps"] if came else []
-        return [case, side, harness.failure(found) + "".join(came)]
+        return [*names, harness.failure(found) + "".join(came)]
     parts = seconds_of(found)
     cells = [f"{speed(found):,.0f}", figure(peak(found)), figure(found["first_step"])]
-    return [case, side, *cells, figure(found["wall"]), *(figure(parts[p]) for p in PARTS)]
+    return [*names, *cells, figure(found["wall"]), *(figure(parts[p]) for p in PARTS)]
 
 
 def best_peer(sides: Record) -> Record | None:
     """The peer with the most tokens a second over all."""
     known = [found for name, found in sides.items() if name != OURS and "error" not in found]
     return max(known, key=lambda found: found["tokens"] / found["wall"], default=None)
+
+
+def unmeasured(cases: Record) -> Iterator[str]:
+    """Cases and sides that have no figures, also those that failed and those that are not usual."""
+    for case in CASES:
+        sides = [s for s in SIDES if "error" in cases.get(case, {}).get(s, {"error": ""})]
+        if sides:
+            yield case if len(sides) == len(SIDES) else f"{case}: {' and '.join(sides)}"
 
 
 def verdicts(name: str, sides: Record) -> list[str]:
@@ -249,7 +264,7 @@ def verdicts(name: str, sides: Record) -> list[str]:
     memory = peaks[0] / peaks[1] if peaks[0] and peaks[1] else None
     said = [
         harness.verdict(f"{name}: tokens/s over all, over the best peer's", ratio, SPEED),
-        harness.verdict(f"{name}: peak memory over its", memory, MEMORY, most=True),
+        harness.verdict(f"{name}: peak memory over the same peer's", memory, MEMORY, most=True),
     ]
     if (limit := CASES[name].limit) is not None:
         what = f"{name}: seconds from start to first step"
@@ -273,12 +288,34 @@ def learned(sides: Record) -> str:
 
 
 def steps_alone(name: str, sides: Record) -> str:
-    """How fast median steps are beside the best peer's: what a long run comes near to."""
+    """How fast steps after the first are beside the best peer's: what a long run comes near to. The
+    mean has those that are held up, too."""
     ours, theirs = sides.get(OURS, {}), best_peer(sides)
     if theirs is None or not (ours.get("gaps") and theirs["gaps"]):
         return ""
-    rates = [of["tokens"] / of["steps"] / median(of["gaps"]) for of in (ours, theirs)]
-    return f"{name}: tokens/s of steps alone, over the best peer's: {rates[0] / rates[1]:.2f}."
+
+    def ratio(usual: Callable[[list[float]], float]) -> float:
+        mine, other = (of["tokens"] / of["steps"] / usual(of["gaps"]) for of in (ours, theirs))
+        return mine / other
+
+    said = f"{name}: tokens/s of steps alone, over the best peer's: {ratio(median):.2f} by the "
+    said += f"median, {ratio(fmean):.2f} by the mean of those after the first"
+    held_up = [
+        f"{count} of {len(of['gaps'])} of {who} take more than {UNEVEN} times the median, "
+        f"{sum(of['gaps']) - len(of['gaps']) * median(of['gaps']):.1f} s in all"
+        for who, of in ((OURS, ours), ("the peer", theirs))
+        if (count := sum(gap > UNEVEN * median(of["gaps"]) for gap in of["gaps"])) > 2
+    ]
+    return "; ".join([said, *held_up]) + "."
+
+
+def title_of(record: Record, cases: Record) -> str:
+    """What all sides have in common; commits are those of the rows."""
+    steps = sorted({found["asked"] for sides in cases.values() for found in sides.values()})
+    known = (of.get("libraries", record["libraries"]) for s in cases.values() for of in s.values())
+    differ = any(libraries != record["libraries"] for libraries in known)
+    said = f"{heading(record)}, the last run; {' or '.join(map(str, steps))} steps."
+    return said + " Libraries differ between rows: see the record." * differ
 
 
 def show(record: Record) -> str:
@@ -287,10 +324,9 @@ def show(record: Record) -> str:
     notes = [f"{name}: {learned(sides)}." for name, sides in cases.items() if learned(sides)]
     notes += [note for name, sides in cases.items() if (note := steps_alone(name, sides))]
     said = [line for name, sides in cases.items() for line in verdicts(name, sides)]
-    steps = sorted({found["asked"] for sides in cases.values() for found in sides.values()})
-    title = f"{heading(record)}; {' or '.join(map(str, steps))} steps."
-    if lacking := [f"{c}: {s}" for c in USUAL for s in SIDES if s not in cases.get(c, {})]:
+    if lacking := list(unmeasured(cases)):
         notes.append(f"Not measured: {'; '.join(lacking)}.")
+    title = title_of(record, cases)
     return report(record, markdown(HEAD, rows), *notes, said, title=title)
 
 

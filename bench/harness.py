@@ -142,7 +142,8 @@ def heading(record: Record, libraries: Mapping[str, str | None] | None = None) -
     if libraries is None:
         found = (record[key] for key in ("libraries", "packages", "peers") if key in record)
         libraries = next(found, {})
-    parts = [where, f"torch {record['torch']}", *(f"{k} {v}" for k, v in libraries.items() if v)]
+    others = (f"{k} {v}" for k, v in libraries.items() if v and k != "torch")
+    parts = [where, f"torch {record['torch']}", *others]
     changes = " with uncommitted changes" if record["uncommitted_changes"] else ""
     return f"{', '.join(parts)}; commit {record['commit']}{changes}, {record['date'][:10]}"
 

@@ -25,7 +25,7 @@ from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
 from tigon.train.compile_step import compile_step
-from tigon.train.config import Config
+from tigon.train.config import Config, check_batch
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.data import as_entries, build_loader, find_entry_sources, set_share_prompts
 from tigon.train.distributed import World
@@ -240,6 +240,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
     """
     config, world = resolve_parallel(config, world, world.size)
     with world.raise_on_all_ranks():
+        check_batch(config, world.data.size)
         check_ranks(config, world.data.size)
     early = EarlyModel(partial(build_seeded, world))
     inputs = read_inputs(config, world, early=early)

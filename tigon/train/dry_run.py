@@ -121,12 +121,6 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     config, world = resolve_parallel(config, world, gpus)
     sizes = mesh_sizes(config, gpus)
     ranks = sizes.data
-    rows = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
-    if config.batch_size % (rows * ranks):
-        raise InputError(
-            f"batch_size {config.batch_size} must be a multiple of micro_batch_size "
-            f"{rows} x {ranks} ranks with different rows"
-        )
     with world.raise_on_all_ranks():
         check_ranks(config, ranks)
     here = world.device.type == "cuda" or not targets_gpu(config)

@@ -84,7 +84,8 @@ def test_settings_without_effect_are_noted(workspace, tmp_path):
         return " ".join(find_unused_settings(config, 6, torch.device(device)))
 
     assert notes() == notes(warmup_steps=6) == notes(spike="stop", spike_sigma=6) == ""
-    assert notes(warmup_steps=7) == "lr=0.003 is not reached: warmup_steps=7"
+    warmup = "warmup_steps=7 of 6 steps; below 1 it is a share of them, as warmup_steps=0.1"
+    assert notes(warmup_steps=7) == f"lr=0.003 is not reached: {warmup}"
     reached = load(None, workspace.settings("x", steps=6, warmup_steps=6))
     assert learning_rate(reached, 5, 6) == pytest.approx(reached.lr)
     assert notes(schedule="wsd", decay_steps=0.3) == ""

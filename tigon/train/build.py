@@ -168,7 +168,11 @@ def read_inputs(
         task.check_frozen_models(tokenizer, source)
         reason = set_share_prompts(task, source)
         if config.eval_data:  # before data is tokenized
-            find_entry_sources(config, as_entries(config, config.eval_data))
+            try:
+                find_entry_sources(config, as_entries(config, config.eval_data))
+            except FileNotFoundError as error:  # which a ready config may name
+                advice = "give held-out files, eval_fraction=0.05, or eval_data=[] for none"
+                raise FileNotFoundError(f"eval_data: {error}; {advice}") from None
         tokenizing = tokenizer_process(task, tokenizer) if early is not None else nullcontext()
     kernel = launch_first_kernel(world.device) if early is not None else nullcontext()
     auto = open_settings(config)
@@ -367,7 +371,10 @@ def find_unused_settings(config: Config, steps: int, device: torch.device) -> li
     """Returns a note for each setting that has no effect with the others on this device."""
     notes = []
     if config.warmup_steps > steps > 0:
-        notes.append(f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps}")
+        notes.append(
+            f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps} of {steps} steps; "
+            "below 1 it is a share of them, as warmup_steps=0.1"
+        )
     decay = num_steps(config.decay_steps, steps)
     if config.schedule == "wsd" and decay < 2 and steps:
         notes.append(

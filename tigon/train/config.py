@@ -465,11 +465,8 @@ def micro_batch_rows(config: Config) -> int:
 
 
 def mesh_sizes(config: Config, ranks: int) -> MeshSizes:
-    """Returns the size of each dimension of the mesh; raises ValueError if the ranks do not fit, or
-    cannot share the rows of a step."""
-    sizes = parallel_settings(config).sizes(ranks)
-    check_batch(config, sizes.data)
-    return sizes
+    """Returns the size of each dimension of the mesh; raises ValueError if the ranks do not fit."""
+    return parallel_settings(config).sizes(ranks)
 
 
 def check_batch(config: Config, ranks: int) -> None:

@@ -27,7 +27,7 @@ from tigon.train.build import (
     read_inputs,
     resolve_parallel,
 )
-from tigon.train.config import Config, mesh_sizes, micro_batch_rows, parallel_settings
+from tigon.train.config import Config, check_batch, mesh_sizes, micro_batch_rows, parallel_settings
 from tigon.train.distributed import InputError, World, local
 from tigon.train.launch_meter import PASSES, WARM_UP
 from tigon.train.less_memory import StepMemoryError, first_sentence, within_memory
@@ -122,6 +122,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     sizes = mesh_sizes(config, gpus)
     ranks = sizes.data
     with world.raise_on_all_ranks():
+        check_batch(config, ranks)
         check_ranks(config, ranks)
     here = world.device.type == "cuda" or not targets_gpu(config)
     device = GPU if targets_gpu(config) else world.device

@@ -23,7 +23,7 @@ from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
 from tigon.train.compile_step import compile_step
-from tigon.train.config import Config
+from tigon.train.config import Config, check_batch
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.data import as_entries, build_loader, find_entry_sources, set_share_prompts
 from tigon.train.distributed import World
@@ -164,7 +164,11 @@ def read_inputs(
         if (reason := set_share_prompts(task, source)) is not None:
             world.log_rank0(f"prompts are computed for each answer: {reason}")
         if config.eval_data:  # before data is tokenized
-            find_entry_sources(config, as_entries(config, config.eval_data))
+            try:
+                find_entry_sources(config, as_entries(config, config.eval_data))
+            except FileNotFoundError as error:  # which a ready config may name
+                advice = "give held-out files, eval_fraction=0.05, or eval_data=[] for none"
+                raise FileNotFoundError(f"eval_data: {error}; {advice}") from None
     auto = open_settings(config)
     with nullcontext() if early is None else tokenizer_process(task, tokenizer) as process:
         with nullcontext() if early is None else launch_first_kernel(world.device):
@@ -231,6 +235,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
     """
     config, world = resolve_parallel(config, world, world.size)
     with world.raise_on_all_ranks():
+        check_batch(config, world.data.size)
         check_ranks(config, world.data.size)
     early = EarlyModel(partial(build_seeded, world))
     inputs = read_inputs(config, world, early=early)

@@ -27,7 +27,7 @@ from tigon.train.build import (
     read_inputs,
     resolve_parallel,
 )
-from tigon.train.config import Config, mesh_sizes, micro_batch_rows, parallel_settings
+from tigon.train.config import Config, check_batch, mesh_sizes, micro_batch_rows, parallel_settings
 from tigon.train.distributed import InputError, World, local
 from tigon.train.launch_meter import PASSES, WARM_UP
 from tigon.train.less_memory import StepMemoryError, first_sentence, within_memory
@@ -113,13 +113,8 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
     """Prints the dry run of a run on `gpus` GPUs; InputError if a step does not fit into memory."""
     config, world = resolve_parallel(config, world, gpus)
     sizes = mesh_sizes(config, gpus)
-    rows = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
-    if config.batch_size % (rows * sizes.data):
-        raise InputError(
-            f"batch_size {config.batch_size} must be a multiple of micro_batch_size "
-            f"{rows} x {sizes.data} ranks with different rows"
-        )
     with world.raise_on_all_ranks():
+        check_batch(config, sizes.data)
         check_ranks(config, sizes.data)
     for_gpu = config.device != "cpu"  # even if this machine has none
     runs_here = world.device.type == "cuda" or not for_gpu

@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from tigon.train.build import prepare
-from tigon.train.config import SECTIONS, Config, mesh_sizes, parallel_settings
+from tigon.train.config import SECTIONS, Config, check_batch, mesh_sizes, parallel_settings
 from tigon.train.config_file import dump, load
 from tigon.train.distributed import (
     InputError,
@@ -91,7 +91,7 @@ def _main(arguments: list[str]) -> None:
         if count is not None and not (show or alone):
             check_count(count, config.device)
             if config.parallel != "auto":
-                mesh_sizes(config, count)
+                check_batch(config, mesh_sizes(config, count).data)
     except (ValueError, OSError) as error:
         sys.exit(refusal(error))
     if show:
@@ -129,7 +129,8 @@ def launch(config: Config, plan: int | None = None) -> str | int:
         ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
         pick_device(device)
         if config.parallel != "auto":
-            mesh_sizes(config, ranks if plan is None else max(plan, ranks))
+            sizes = mesh_sizes(config, ranks if plan is None else max(plan, ranks))
+            check_batch(config, sizes.data)
     except ValueError as error:
         return refusal(error)
     signals = Signals(silent=os.environ.get("RANK", "0") != "0")

@@ -22,7 +22,10 @@ def find_unused_settings(config: Config, steps: int, device: torch.device) -> li
     """Returns a note for each setting that has no effect with the others on this device."""
     notes = []
     if config.warmup_steps > steps > 0:
-        notes.append(f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps}")
+        notes.append(
+            f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps} of {steps} steps; "
+            "below 1 it is a share of them, as warmup_steps=0.1"
+        )
     decay = num_steps(config.decay_steps, steps)
     if config.schedule == "wsd" and decay < 2 and steps:
         notes.append(

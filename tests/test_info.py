@@ -260,6 +260,30 @@ def test_runs_and_their_checkpoints(folder: Path, tmp_path: Path) -> None:
         assert facts["loads"] == "as tigon.Llama in float32, 0.3 MiB"
 
 
+def test_adapters_and_their_runs(hub: HubServer, folder: Path, tmp_path: Path) -> None:
+    data, run = write_chats(tmp_path / "chats.jsonl", 12), tmp_path / "run"
+    settings = "seq_len=64 batch_size=2 steps=1 lora.rank=4 lora.alpha=8 lora.targets=q_proj"
+    train([f"run_dir={run}", f"model={folder}", f"data={data}", *settings.split()])
+    assert describe(str(run))["adapter"] == "rank 4, alpha 8"
+    hub.push(NAME, run / "adapter")
+    for name in (str(run / "adapter"), NAME):
+        facts = summarize(name)
+        assert (
+            describe(name)
+            == facts
+            == {
+                "adapter": f"LORA of '{folder}'",
+                "rank": "4, alpha 8",
+                "parameters": "1,024",  # of two layers, A [4, 64] and B [64, 4]
+                "files": "1 of weights, 4,096 bytes",
+                "tensors": "4 float32, 0.0 MiB",
+                "loads": "with its base, as in tigon generate and tigon export --merge",
+            }
+        )
+    (run / "adapter/adapter_model.safetensors").write_bytes(b"")
+    assert summarize(str(run / "adapter"))["loads"].startswith("no: ")
+
+
 def test_unsupported_model_type(hub: HubServer, tmp_path: Path) -> None:
     folder = tmp_path / "other"
     folder.mkdir()

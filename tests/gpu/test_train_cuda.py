@@ -126,12 +126,12 @@ def test_host_copy_has_the_bits_of_its_moment(workspace, tmp_path):
         found = tensors(run)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], t) for name, t in expected.items())
-        checkpoint.check_finite(run.model, run.optimizer)
+        checkpoint.check_finite(run.model, run.optimizer, target=target)
         for value in (float("nan"), float("inf")):
             state = run.optimizer.state[run.model.lm_head.weight]["exp_avg_sq"]
             state[-1, -1] = value
             with pytest.raises(FloatingPointError, match=r"exp_avg_sq of model\.embed_tokens"):
-                checkpoint.check_finite(run.model, run.optimizer)
+                checkpoint.check_finite(run.model, run.optimizer, target=target)
 
 
 def tensors(run) -> dict[str, torch.Tensor]:

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-HOST_READS = ("_local_scalar_dense", "nonzero", "equal")
+# Operators by which the host waits for the GPU, the last ones to learn a size
+HOST_READS = ("_local_scalar_dense", "equal", "nonzero", "masked_select", "bincount", "_unique2")
 
 
 class Tape(TorchDispatchMode):
@@ -24,7 +26,11 @@ class Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.name.removeprefix("aten::") in HOST_READS:
+        name = func._schema.name.removeprefix("aten::")
+        by_mask = name in ("index", "index_put", "index_put_") and any(
+            x is not None and x.dtype == torch.bool for x in args[1]
+        )
+        if name in HOST_READS or by_mask:
             raise RuntimeError(f"a graph cannot wait for {func}")
         out = func(*args, **kwargs)
         self.calls.append((func, args, kwargs, out))
@@ -47,6 +53,13 @@ def memory(x: Tensor) -> int:
 def record(run: Callable[[], None]) -> Callable[[], None]:
     """Runs a pass, which a capture would not, and returns what repeats it."""
     tape = Tape()
-    with tape:
+    with tape, patch.object(Tensor, "tolist", _list):
         run()
     return tape.replay
+
+
+def _list(x: Tensor) -> Any:
+    """Tensor.tolist, of which no mode is told; a custom operator may call it."""
+    if torch._C._len_torch_dispatch_stack():
+        raise RuntimeError("a graph cannot wait for tolist")
+    return x.numpy().tolist()

@@ -15,7 +15,7 @@ import torch
 from tests.train.test_memory import B, tiny
 from tigon.layers import activation_offload as offloading
 from tigon.parallel import MeshSizes
-from tigon.train import build, checkpoint, choices, dry_run, main, memory, trainer
+from tigon.train import build, checkpoint, choices, dry_run, main, memory, notes, trainer
 from tigon.train.choices import StepChoice, Way, choose_step, lessen, order_ways, spaced_blocks
 from tigon.train.config_file import load
 from tigon.train.distributed import InputError, World
@@ -304,7 +304,7 @@ def test_missed_backend_is_told_where_it_would_be_taken(monkeypatch: pytest.Monk
     def missed(_: Any, head_dim: int, *, packed: bool) -> str:
         return f"head_dim {head_dim}, packed: {packed}"
 
-    monkeypatch.setattr(build, "missed_speed", missed)
+    monkeypatch.setattr(notes, "missed_speed", missed)
     model, bare = outlined(), outlined()
     bare.model.layers = bare.model.layers[:0]  # as one whose layers are all recurrent
     (dim,) = {layer.self_attn.head_dim for layer in model.model.layers}
@@ -315,8 +315,8 @@ def test_missed_backend_is_told_where_it_would_be_taken(monkeypatch: pytest.Monk
         ({"param_dtype": "float32", "dtype": "float32"}, []),
     ):
         config = load(None, given(device="auto", **changes))
-        assert build.find_slow_attention(config, model) == said
-        assert build.find_slow_attention(config, bare) == []
+        assert notes.find_slow_attention(config, model) == said
+        assert notes.find_slow_attention(config, bare) == []
 
 
 # Steps that run out of memory

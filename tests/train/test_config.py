@@ -139,7 +139,8 @@ def test_help_names_settings_defaults_and_values():
         ("micro_batch_size=3", "batch_size=8 must be a multiple of micro_batch_size=3"),
         ("micro_batch_size=9999999", "of seq_len=2048 are more than 268435456"),
         # Settings that are missing or too many
-        ("init=c.json", "exactly one of model .* and init .* there are model=m and init=c.json"),
+        ("init=c.json", "model=m is to fine-tune, init=c.json to train from scratch: leave one"),
+        ("model=", "model is required: a directory or hub repository .*; or init, a config.json"),
         ("run_dir=", "run_dir is required"),
         ("seed", "'seed': settings are given as key=value or --key value"),
         ("columns=3 columns.text=a", r"columns=3 and columns\.text contradict"),

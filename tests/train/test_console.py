@@ -9,9 +9,9 @@ from contextlib import suppress
 
 import pytest
 
+from tigon.train import console as module
 from tigon.train import load, main
-from tigon.train import logging as module
-from tigon.train.logging import (
+from tigon.train.console import (
     Console,
     fit_columns,
     format_duration,

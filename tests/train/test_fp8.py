@@ -10,8 +10,8 @@ from tests.support.small import EXPERTS, LLAMA
 from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on
 from tigon.train import load, main
-from tigon.train.build import find_layers_without_fp8
 from tigon.train.model import apply_model_settings, check_fp8, named_projections
+from tigon.train.notes import find_layers_without_fp8
 
 BF16 = {"dtype": "bfloat16"}
 CPU = torch.device("cpu")

@@ -1,8 +1,8 @@
 """Passes from graphs have the bits of passes without.
 
 There is no GPU here: each replay repeats the operators that the capture has recorded, on the same
-memory. With experts, whose plain torch reads numbers on the host, it runs the pass again.
-tests/gpu/test_graphs_cuda.py has the graphs themselves.
+memory. test_graphs_families.py does so for every family, and tests/gpu/test_graphs_cuda.py has the
+graphs themselves.
 """
 
 import copy
@@ -16,13 +16,13 @@ import pytest
 import torch
 
 import tigon
+from tests.support import graph_operators
 from tests.support.graph_tape import record
 from tests.support.small import EXPERTS, LLAMA, write_model
 from tests.train import watching
 from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.mlp.grouped_product import training_syncs
-from tigon.layers import KVCache
-from tigon.layers.moe import Experts
+from tigon.layers import KVCache, gated_delta_net
 from tigon.train import load, prepare, train
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.distributed import local
@@ -30,6 +30,7 @@ from tigon.train.graph_checks import check_run
 from tigon.utils import graph_capture
 
 graphs = importlib.import_module("tigon.train.cuda_graphs")
+grouped_mlp = importlib.import_module("tigon.kernels.mlp.grouped_mlp")
 
 GEMMA3 = LLAMA | {
     "model_type": "gemma3_text",
@@ -75,23 +76,13 @@ STEPS = 4
 
 def again(run, device, pool):
     """In place of a capture, which computes nothing and changes no memory."""
-    own, gradients = run.__self__, run.__self__.gradients
+    gradients = run.__self__.gradients
     before = [None if t is None else t.clone() for t in gradients.memory]
-    has_experts = any(isinstance(m, Experts) for m in own.decoder.modules())
-    recorded = run() if has_experts else record(run)
+    replay = record(run)
     with torch.no_grad():
         for kept, was in zip(gradients.memory if before else [], before, strict=True):
             if kept is not None:
                 kept.copy_(was)
-    if recorded is not None:
-        return recorded
-    if run == own._run_forward:
-        return run
-
-    def replay():
-        with gradients.capturing(adds=own.adds):
-            run()
-
     return replay
 
 
@@ -101,6 +92,8 @@ def played(monkeypatch):
     # On a CPU it reads lengths on the host
     monkeypatch.setattr(AttentionMask, "split_sequences", lambda *_: [])
     monkeypatch.setattr("tigon.train.graph_checks.training_syncs", lambda *_: False)
+    monkeypatch.setattr(grouped_mlp, "grouped_mlp_ref", graph_operators.grouped_mlp)
+    monkeypatch.setattr(gated_delta_net, "gated_delta_rule", graph_operators.gated_delta_rule)
 
 
 def trained(workspace, world, run_dir, case, *, with_graphs: bool):
@@ -457,6 +450,12 @@ def test_models_that_do_not_fit(model, monkeypatch):
         monkeypatch.setattr(gemm, "is_hopper", lambda _, yes=hopper: yes)
         shape = torch.Size((5, 80, columns))
         assert training_syncs(shape, dtype, torch.device(device)) == syncs
+    half = {"moe_intermediate_size": 44}  # 88 rows of gate_up, and 44 columns of down
+    experts = tigon.Qwen3Moe.from_config(EXPERTS | half)
+    checks = importlib.import_module("tigon.train.graph_checks")
+    monkeypatch.setattr(checks, "training_syncs", lambda shape, *_: shape[2] % 8 > 0)
+    with pytest.raises(ValueError, match=r"mlp\.experts asks the GPU .* sizes that 8 divides"):
+        Graphs(experts)
 
 
 def test_a_capture_that_fails_says_the_way_out(monkeypatch):

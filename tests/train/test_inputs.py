@@ -8,7 +8,7 @@ import torch
 from tests.support.small import LLAMA, write_model
 from tigon.train import data as train_data
 from tigon.train import load, main
-from tigon.train.build import find_unused_settings
+from tigon.train.notes import find_unused_settings
 from tigon.train.optim import learning_rate
 
 
@@ -52,13 +52,18 @@ def test_data(fails, workspace, tmp_path, monkeypatch):
     fails(r"no data file matches .*data\.jsonl", f"data={path}")
     with monkeypatch.context() as patch:  # before data is tokenized, which may take hours
         patch.setattr(train_data, "tokenize", None)
-        fails(r"no data file matches .*data\.jsonl", f"eval_data={path}")
+        missing = r"eval_data: no data file matches .*data\.jsonl'; .* eval_data=\[\] for none"
+        fails(missing, f"eval_data={path}")
     path.write_text("")
     fails(r"data\.jsonl is empty", f"data={path}")
     good = workspace.data.read_text().splitlines()[0]
     path.write_text(f'{good}\n{{"messages": [{{"role": "user", "content": "hi"}}]}}\n')
-    fails(r"data\.jsonl:2: .*no turn of the role 'assistant'", f"data={path}")
-    fails(r"data\.jsonl:2: .*no turn of the role 'assistant'", f"eval_data={path}")
+    bad = r"data\.jsonl:2: .*no turn of the role 'assistant'.*; bad_rows=skip leaves such rows out$"
+    fails(bad, f"data={path}")
+    fails(bad, f"eval_data={path}")
+    path.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n' * 2)
+    none = r"data\.jsonl has no good row of 2: .*data\.jsonl:1: .*no turn of the role 'assistant'"
+    fails(none, f"data={path}", "bad_rows=skip")
     fails(r"no example of .* has anything to learn within seq_len 4", "seq_len=4")
 
 
@@ -84,7 +89,8 @@ def test_settings_without_effect_are_noted(workspace, tmp_path):
         return " ".join(find_unused_settings(config, 6, torch.device(device)))
 
     assert notes() == notes(warmup_steps=6) == notes(spike="stop", spike_sigma=6) == ""
-    assert notes(warmup_steps=7) == "lr=0.003 is not reached: warmup_steps=7"
+    warmup = "warmup_steps=7 of 6 steps; below 1 it is a share of them, as warmup_steps=0.1"
+    assert notes(warmup_steps=7) == f"lr=0.003 is not reached: {warmup}"
     reached = load(None, workspace.settings("x", steps=6, warmup_steps=6))
     assert learning_rate(reached, 5, 6) == pytest.approx(reached.lr)
     assert notes(schedule="wsd", decay_steps=0.3) == ""

@@ -229,6 +229,10 @@ def test_nproc_may_stand_anywhere(monkeypatch, capsys):
         with pytest.raises(SystemExit, match="0"):
             main(given)
         assert launched.pop() == (4, [*settings, "--lr", "1"])
+    shared = "batch_size=8 must be a multiple of micro_batch_size=2 x 3 ranks .*: give 6 or 12"
+    with pytest.raises(SystemExit, match=shared):  # before ranks start and tokenize
+        main(["--nproc", "3", *settings, "micro_batch_size=2"])
+    assert not launched
     for wrong in (["--nproc"], ["--nproc", "all"]):
         with pytest.raises(SystemExit, match="2"):
             main([*settings, *wrong])

@@ -24,6 +24,7 @@ from tigon.models import MODELS, CausalLM, build
 from tigon.models.pretrained.load import parse_gguf_path
 from tigon.models.pretrained.match import find_misfits
 from tigon.models.pretrained.names import stored_tensors
+from tigon.train.checkpoint import read_metadata
 from tigon.train.export import find_checkpoint, meta_model_from_checkpoint
 from tigon.utils.safetensors_header import StoredTensor
 from tigon.version import __version__
@@ -71,7 +72,7 @@ def describe(path: str, revision: str | None = None) -> Facts:
         return describe_model(model) | {"files": size, "loads": _format_loads(model, stored)}
     with HeadersOnly(path, revision=revision) as repository:
         facts = describe_repository(repository)
-        if facts["loads"].startswith("no: "):
+        if "adapter" in facts or facts["loads"].startswith("no: "):
             return facts
         try:
             facts["loads"] = _format_loads(*build(repository, MODELS, fit=False))
@@ -89,8 +90,11 @@ def _describe_run(checkpoint: Path) -> Facts:
     for path in sorted(checkpoint.glob("*.safetensors")):
         for info in read_header(path).values():
             sizes[f"{path.name.split('-')[0]} in {dtype_name(info.dtype)}"] += info.nbytes
+    lora = read_metadata(checkpoint)["config"].get("lora")
+    adapter = {"adapter": f"rank {lora['rank']}, alpha {lora['alpha']:g}"} if lora else {}
     files = sum(path.is_file() for path in checkpoint.iterdir())
     return describe_model(model) | {
+        **adapter,
         "files": f"checkpoint {checkpoint.name}, {files} files, {sum(sizes.values()):,} bytes",
         "tensors": ", ".join(f"{label} {format_mib(n)}" for label, n in sizes.items()),
         "loads": _format_loads(model),

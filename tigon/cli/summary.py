@@ -8,7 +8,7 @@ import re
 import tempfile
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ MTP = "mtp."  # begins the names of heads that predict further tokens
 MXFP4 = "_blocks", "_scales"  # endings of names
 SCALES = ("_scale_inv", "activation_scale")  # of fp8 weights
 ACTIVATIONS = ("hidden_act", "hidden_activation")
+BASE = "base_model_name_or_path"  # in PEFT's adapter_config.json
 EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 SUPPORTED = Path(__file__).parents[1] / "models/families.py"  # importing it takes seconds
 
@@ -98,6 +99,10 @@ class HeadersOnly(Repository):
 
 def describe_repository(repository: HeadersOnly) -> Facts:
     """Returns the facts of `summarize` about an opened repository."""
+    if repository.optional_file("config.json") is None and (
+        file := repository.optional_file("adapter_config.json")
+    ):
+        return _describe_adapter(read_json(file, nan=True), repository)
     source = read_json(config_file(repository), nan=True)
     stored: Mapping[str, StoredTensor] = {}
     try:
@@ -107,13 +112,36 @@ def describe_repository(repository: HeadersOnly) -> Facts:
         raise
     except (OSError, ValueError) as error:
         loads = f"no: {repository.rename_in(error)}"
+    files = _file_facts(repository.tensors())
+    return describe_config(source, stored) | files | {"loads": loads}
+
+
+def _describe_adapter(source: Mapping[str, Any], repository: HeadersOnly) -> Facts:
+    """Returns the facts in adapter_config.json, whose values may be anything, and its tensors."""
+    loads = "with its base, as in tigon generate and tigon export --merge"
+    try:
+        read_tensors(repository.file("adapter_model.safetensors"))
+    except ConnectionError:
+        raise
+    except (OSError, ValueError) as error:
+        loads = f"no: {repository.rename_in(error)}"
     tensors = repository.tensors()
+    return {
+        "adapter": f"{_plain(source.get('peft_type'))} of {quote(source.get(BASE), 300)}",
+        "rank": f"{_plain(source.get('r'))}, alpha {_plain(source.get('lora_alpha'))}",
+        "parameters": f"{sum(t.count for t in tensors):,}",
+        **_file_facts(tensors),
+        "loads": loads,
+    }
+
+
+def _file_facts(tensors: Sequence[StoredTensor]) -> Facts:
+    """Returns the number and sizes of files, and of tensors by dtype."""
     counts = Counter(tensor.dtype for tensor in tensors)
     sizes = {dtype: sum(t.nbytes for t in tensors if t.dtype == dtype) for dtype in counts}
     kinds = [f"{n} {dtype}, {format_mib(sizes[dtype])}" for dtype, n in counts.most_common()]
     files = f"{len({t.path for t in tensors})} of weights, {sum(sizes.values()):,} bytes"
-    rest = {"files": files, "tensors": "; ".join(kinds) or "none", "loads": loads}
-    return describe_config(source, stored) | rest
+    return {"files": files, "tensors": "; ".join(kinds) or "none"}
 
 
 def describe_config(source: Mapping[str, Any], stored: Mapping[str, StoredTensor]) -> Facts:

@@ -118,7 +118,11 @@ class MicroBatch:
         """Copy with all tensors in pinned memory, from which copies to a GPU are asynchronous."""
         return self._map_tensors(Tensor.pin_memory)
 
-    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Keeps the memory of all tensors until the stream has done what it was given so far."""
+        self._map_tensors(lambda tensor: tensor.record_stream(stream))
+
+    def _map_tensors(self, change: Callable[[Tensor], Any]) -> Self:
         """Copy with `change` applied to every tensor, columns included."""
 
         def changed(value: Any) -> Any:

@@ -21,6 +21,10 @@ _OPENERS = re.compile("|".join(re.escape(opener) for opener, _ in THINKING))
 Message = Mapping[str, Any]
 
 
+class BadRow(ValueError):
+    """A row that cannot be read or encoded, in a source whose first row can."""
+
+
 class EmptyAnswer(ValueError):
     """An answer without content, reasoning or tool calls."""
 
@@ -69,8 +73,7 @@ class ContentCheck:
         for i in learned:
             if all(_is_blank(messages[i].get(k)) for k in ("content", "tool_calls", *REASONING)):
                 raise EmptyAnswer(
-                    f"{names[i]} is an empty answer, without content, reasoning or tool calls: "
-                    "leave the row out (bad_rows=skip skips such rows)"
+                    f"{names[i]} is an empty answer, without content, reasoning or tool calls"
                 )
         variables = sorted((k, repr(v)) for k, v in options.items() if k != "tools")
         context = frozenset(learned), bool(options.get("tools")), *variables

@@ -66,9 +66,13 @@ class FormatEncoder(Encoder):
             if isinstance(format, Format):
                 return replace(source, format=format)
             problem = problem or ValueError(f"{source.name}:{line}: {escape(format)}")
-            if not self.skip_bad_rows or skipped == MAX_BAD_ROWS:
+            if not self.skip_bad_rows:
                 raise problem from format
-        raise problem or ValueError(f"{source.name} has no rows")
+            if skipped == MAX_BAD_ROWS:
+                break
+        if problem is None:
+            raise ValueError(f"{source.name} has no rows")
+        raise ValueError(f"{source.name} has no good row of {skipped + 1}: {problem}")
 
     def detect(self, row: Row, format: Format) -> Format:
         """Finds the format of a row among `formats`; ValueError if none or several fit."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.content_check import EmptyAnswer
+from tigon.data.content_check import BadRow, EmptyAnswer
 from tigon.data.formats import Format, Row
 from tigon.data.sources import MAX_ROW_CHARS, Block, Source, measure
 from tigon.utils.json import escape
@@ -260,7 +260,7 @@ class Encoder:
             if isinstance(examples, ValueError):
                 message = f"{block.name}:{line}: {escape(examples)}"
                 if not self.skip_bad_rows:
-                    raise ValueError(message) from examples
+                    raise BadRow(message) from examples
                 empty = isinstance(examples, EmptyAnswer)
                 report += EncodingReport(skipped=1, errors=(message,), empty=int(empty))
             elif examples:

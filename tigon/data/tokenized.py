@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from tigon.data.cache import cache_root, disk_errors, make_directory, train_extra
+from tigon.data.content_check import BadRow
 from tigon.data.examples import Encoder, EncodingReport, Examples, collect
 from tigon.data.sources import Source
 from tigon.utils.memory import count_cpus
@@ -89,7 +90,7 @@ def _check_parts(sources: Sequence[Source], parts: Sequence[Examples], encoder: 
         source_parts = parts_by_file[source.name,]
         report = sum((part.report for part in source_parts), EncodingReport())
         if report.errors and not encoder.skip_bad_rows:
-            raise ValueError(report.errors[0])
+            raise BadRow(report.errors[0])
         if not any(map(len, source_parts)):
             raise ValueError(f"{source.name} {report.explain_empty()}")
 

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -101,29 +102,19 @@ def note_launches(jobs: dict[Any, Job], fake: type) -> Iterator[None]:
         return outputs(*arguments)
 
     knobs.jit_cache_hook = note
-    driver.set_active(_Driver(active.utils, target))
+    unused = SimpleNamespace(  # a driver that has compiled no kernel yet
+        utils=active.utils,
+        get_current_target=lambda: target,
+        get_current_device=lambda: NO_DEVICE,
+        get_current_stream=lambda device: 0,
+    )
+    driver.set_active(unused)
     try:
         with launch_on_fakes(launch, fake):
             yield
     finally:
         knobs.jit_cache_hook = hook
         driver.set_active(active)
-
-
-class _Driver:
-    """A driver of Triton's that has compiled no kernel yet."""
-
-    def __init__(self, utils: Any, target: Any) -> None:
-        self.utils, self._target = utils, target
-
-    def get_current_target(self) -> Any:
-        return self._target
-
-    def get_current_device(self) -> int:
-        return NO_DEVICE
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
 
 
 def _compile(

@@ -105,7 +105,6 @@ def checkpoint_layout(config: Config, gpus: int) -> tuple[Path | None, list[Layo
 
 def model_shapes(config: Config, source: Path | None) -> Shapes:
     """Returns the shapes of the model that the run starts with, or of its checkpoint `source`."""
-    config = replace(config, memory_budget=None, parallel=None)
     dtype = getattr(torch, config.param_dtype)
     with suppress(ValueError, OSError):  # likewise
         return Shapes(meta_model(config, dtype, source).config, dtype)

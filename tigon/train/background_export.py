@@ -47,9 +47,12 @@ class Exporter(checkpoint.BackgroundWriter):
         the new one is complete. Returns at once with `background` if host memory has room for a
         copy, unless copy=False.
 
-        `values` replace parameters, by name: this rank's shard of each. Raises SaveError if this or
-        the export before it cannot be written.
+        `values` replace parameters, by name: this rank's shard of each. Raises FloatingPointError
+        for weights that `dtype` cannot hold, and SaveError if this or the export before it cannot
+        be written.
         """
+        held = dtype if model.active_adapter is None else None
+        checkpoint.check_finite(model, averages=values, target=target, dtype=held)
         self.wait()
         options: dict[str, Any] = {"tokenizer": tokenizer, "ranks": WriterGroup()}
         if model.active_adapter is not None:  # in the adapter's dtype

@@ -10,11 +10,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from huggingface_hub import get_token
 
 from tigon.data import Loader
-from tigon.kernels.attention.backends import check_training, missed_speed
-from tigon.layers import SoftmaxAttention
+from tigon.kernels.attention.backends import check_training
 from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config
 from tigon.models.pretrained.quantization import count_parameters
@@ -25,7 +23,7 @@ from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
 from tigon.train.compile_step import compile_step
-from tigon.train.config import Config
+from tigon.train.config import Config, check_batch
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.data import as_entries, build_loader, find_entry_sources, set_share_prompts
 from tigon.train.distributed import World
@@ -38,11 +36,10 @@ from tigon.train.model import (
     check_fp8,
     check_sizes,
     compute_dtype,
-    match_fp8_except,
-    named_projections,
     read_model_config,
     sampled_digest,
 )
+from tigon.train.notes import find_layers_without_fp8, find_slow_attention, find_unused_settings
 from tigon.train.optim import (
     Ema,
     InBackward,
@@ -51,7 +48,6 @@ from tigon.train.optim import (
     build_optimizer,
     check_ranks,
 )
-from tigon.train.optim.groups import num_steps
 from tigon.train.overlap import EarlyModel, launch_first_kernel, tokenizer_process
 from tigon.train.prefetch import Prefetcher
 from tigon.train.resume import claim
@@ -70,7 +66,6 @@ from tigon.weights.entries import check_shared
 from tigon.weights.files import read_lock
 
 OTHER_FILES = "has other {} than rank 0: give all hosts the same files"
-GPU_SETTINGS = {"activation_offload": "memory", "optimizer_offload": "memory", "fp8": "time"}
 
 
 @dataclass
@@ -166,22 +161,22 @@ def read_inputs(
         tokenizer.strftime_now = time
         check_context(config, source)
         task.check_frozen_models(tokenizer, source)
-        reason = set_share_prompts(task, source)
+        if (reason := set_share_prompts(task, source)) is not None:
+            world.log_rank0(f"prompts are computed for each answer: {reason}")
         if config.eval_data:  # before data is tokenized
-            find_entry_sources(config, as_entries(config, config.eval_data))
-        tokenizing = tokenizer_process(task, tokenizer) if early is not None else nullcontext()
-    kernel = launch_first_kernel(world.device) if early is not None else nullcontext()
+            try:
+                find_entry_sources(config, as_entries(config, config.eval_data))
+            except FileNotFoundError as error:  # which a ready config may name
+                advice = "give held-out files, eval_fraction=0.05, or eval_data=[] for none"
+                raise FileNotFoundError(f"eval_data: {error}; {advice}") from None
     auto = open_settings(config)
-    with tokenizing as process:
-        with kernel:
+    with nullcontext() if early is None else tokenizer_process(task, tokenizer) as process:
+        with nullcontext() if early is None else launch_first_kernel(world.device):
             config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
         task.config = config
-        if process is not None and early is not None:
+        if early is not None and process is not None:
             early.build(process, task, source, choice)
-            process.join()
     config, data, eval_data = _open_data(task, tokenizer, source)
-    if reason is not None:
-        world.log_rank0(f"prompts are computed for each answer: {reason}")
     state = TrainState()
     with world.raise_on_all_ranks():
         if source is not None:
@@ -240,17 +235,12 @@ def prepare(config: Config, world: World) -> TrainingRun:
     """
     config, world = resolve_parallel(config, world, world.size)
     with world.raise_on_all_ranks():
+        check_batch(config, world.data.size)
         check_ranks(config, world.data.size)
     early = EarlyModel(partial(build_seeded, world))
     inputs = read_inputs(config, world, early=early)
     config, source = inputs.config, inputs.source
-    has_adapter, is_new = config.lora is not None, source is None and world.size > 1
-    with world.raise_on_all_ranks():
-        digest = base_digest(config) if has_adapter or is_new else ""
-        if has_adapter and source is not None:
-            resume.check_base(source, config, digest)
-    if world.size > 1:
-        check_same_models(config, digest if is_new else "", world)
+    base = check_models(config, source, world)
     with world.raise_on_all_ranks():
         model = early.take(config)
         if model is None:
@@ -271,7 +261,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
         world.log_rank0(f"resumed from {source}")
     world.log_rank0(*describe_run(config, world.sizes, world.device, inputs, model))
     run = build_run(inputs, world, model, optimizer, ema)
-    run.prompts, run.benchmarks, run.base = prompts, benchmarks, digest if has_adapter else ""
+    run.prompts, run.benchmarks, run.base = prompts, benchmarks, base
     return run
 
 
@@ -336,22 +326,28 @@ def build_run(
     )
 
 
-def check_same_models(config: Config, digest: str, world: World) -> None:
-    """Raises InputError if ranks have other models than rank 0, as hosts may have under one name.
+def check_models(config: Config, source: Path | None, world: World) -> str:
+    """Returns the digest of an adapter's base; "" without lora.
 
-    `digest`: of the weights that a new run begins with; "" of a run that goes on.
+    Raises ValueError if the run that goes on had another base, and InputError if ranks have other
+    models than rank 0, as hosts may have under one name.
     """
+    has_adapter, is_new = config.lora is not None, source is None and world.size > 1
     models: dict[str, str] = {}
     with world.raise_on_all_ranks():
-        if digest:  # of `init` it is that of the config.json
+        digest = base_digest(config) if has_adapter or is_new else ""
+        if has_adapter and source is not None:
+            resume.check_base(source, config, digest)
+        if is_new:  # of `init` it is that of the config.json
             described = _describe_model(config.model, config.revision) if config.model else ""
             models[config.init or config.model] = digest + described
-        for path in filter(None, (config.reference, config.teacher)):
+        for path in filter(None, (config.reference, config.teacher) if world.size > 1 else ()):
             with suppress(FileNotFoundError):  # its log-probabilities may be in the cache
                 described = sampled_digest(path) + _describe_model(path)
                 models[path] = models.get(path, "") + described
     fault = "reads another model than rank 0 from {}: give all hosts the same files"
     world.check_same(models, fault)
+    return digest if has_adapter else ""
 
 
 def _describe_model(path: str, revision: str | None = None) -> str:
@@ -360,76 +356,6 @@ def _describe_model(path: str, revision: str | None = None) -> str:
     file = repository.optional_file("generation_config.json")  # which samples go by
     generation = b"" if file is None else file.read_bytes()
     return repr((read_config(repository, MODELS)[1], generation))
-
-
-def find_unused_settings(config: Config, steps: int, device: torch.device) -> list[str]:
-    """Returns a note for each setting that has no effect with the others on this device."""
-    notes = []
-    if config.warmup_steps > steps > 0:
-        notes.append(f"lr={config.lr} is not reached: warmup_steps={config.warmup_steps}")
-    decay = num_steps(config.decay_steps, steps)
-    if config.schedule == "wsd" and decay < 2 and steps:
-        notes.append(
-            f"lr does not fall: decay_steps={config.decay_steps} of {steps} steps is {decay}, and "
-            "the first of them still has lr"
-        )
-    if config.eval is not None and not config.eval.tasks:
-        notes.append("eval names no tasks, and measures nothing")
-    if not config.held_out:
-        default = Config.__dataclass_fields__
-        names = [n for n in default if n.startswith("eval_")]
-        if config.eval is not None:
-            names.remove("eval_every")
-        unused = [n for n in names if getattr(config, n) not in (default[n].default, ())]
-        if unused:
-            notes.append(f"without eval_data, nothing comes of {', '.join(unused)}")
-    common = math.lcm(config.eval_every, config.save_every)
-    if config.keep_best and not 0 < common < steps:
-        notes.append(
-            f"keep_best={config.keep_best}: no step before the last is both evaluated and saved; "
-            "give eval_every and save_every a common multiple"
-        )
-    if device.type == "cpu":
-        notes += [
-            f"{name}=true saves no {resource} on a CPU"
-            for name, resource in GPU_SETTINGS.items()
-            if getattr(config, name)
-        ]
-    if config.accumulate_fp32 and config.param_dtype == "float32":
-        notes.append("accumulate_fp32=true changes nothing: float32 weights have float32 sums")
-    if config.spike != Config.spike and not config.spike_sigma:
-        notes.append(f"spike={config.spike} needs spike_sigma, without which nothing is a spike")
-    if config.push_to_hub and get_token() is None:
-        notes.append(
-            f"push_to_hub={config.push_to_hub} needs a token: run `hf auth login`, or set HF_TOKEN"
-        )
-    return notes
-
-
-def find_slow_attention(config: Config, model: CausalLM) -> list[str]:
-    """Returns a note on the backend that attention=auto would take if it were installed, if any."""
-    if config.attention != "auto" or compute_dtype(config, model.device) != torch.bfloat16:
-        return []
-    dims = [layer.head_dim for layer in model.modules() if isinstance(layer, SoftmaxAttention)]
-    if not dims:
-        return []
-    missed = missed_speed(model.device, max(dims), packed=config.packing)
-    return [] if missed is None else [f"attention=auto: {missed}"]
-
-
-def find_layers_without_fp8(config: Config, model: CausalLM) -> list[str]:
-    """Returns a note that names the projections whose sizes fp8 does not support, if any."""
-    if not config.fp8:
-        return []
-    excluded = match_fp8_except(config, model)
-    names = [
-        name for name, layer in named_projections(model) if not layer.fp8 and name not in excluded
-    ]
-    if not names:
-        return []
-    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    sizes = "parts with sizes" if model.shard_specs else "sizes"
-    return [f"fp8=true leaves in bfloat16 what has {sizes} that 16 does not divide: {listed}"]
 
 
 def seed_everything(config: Config, world: World) -> None:

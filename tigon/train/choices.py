@@ -20,7 +20,7 @@ from tigon.models import CausalLM
 from tigon.parallel import MeshSizes
 from tigon.train import checkpoint
 from tigon.train.config import MAX_TOKENS, Config, mesh_sizes
-from tigon.train.distributed import World
+from tigon.train.distributed import InputError, World
 from tigon.train.memory import estimate, format_gib, gpu_memory, held_by_others, memory_budget
 from tigon.train.model import compute_dtype, is_sharded, meta_model, sum_dtype, weights_dtype
 from tigon.train.tasks import Task
@@ -50,7 +50,7 @@ class Way(NamedTuple):
 class StepChoice:
     """Says how a step is computed where settings leave it open, and the memory it then takes."""
 
-    settings: frozenset[str]  # those of BY_MEMORY that were auto
+    auto: frozenset[str]  # the settings of BY_MEMORY that leave it open
     sharding: Sharding
     rows: int  # B
     blocks: int  # recomputed, those of `spaced_blocks`, if that was auto
@@ -65,7 +65,7 @@ class StepChoice:
 
     def apply(self, model: CausalLM) -> None:
         """Sets the model to recompute and offload as chosen."""
-        if "activation_checkpointing" in self.settings:
+        if "activation_checkpointing" in self.auto:
             model.activation_checkpointing = spaced_blocks(self.blocks, self.layers)
             model.activation_offload = self.offload
 
@@ -83,7 +83,7 @@ class StepChoice:
             "sharding": f"sharding={self.sharding}",
             "activation_checkpointing": f"{which} recomputed{offload}",
         }
-        return ", ".join(words[name] for name in BY_MEMORY if name in self.settings)
+        return ", ".join(words[name] for name in BY_MEMORY if name in self.auto)
 
     def __str__(self) -> str:
         memory = f"{format_gib(self.total)} of {format_gib(self.budget)} GiB, estimated"
@@ -239,30 +239,31 @@ def resolve_choices(
 
     Every rank calls this and gets the choice of the first one, for the GPU with the least memory.
     """
-    auto, sizes = open_settings(config), mesh_sizes(config, gpus)
-    memories = [size for size in world.gather(gpu_memory(world.device)) if size is not None]
-    with world.raise_on_all_ranks():
-        if config.memory_budget is not None and not auto:
-            raise ValueError(
+    auto = open_settings(config)
+    if not auto:
+        if config.memory_budget is not None:
+            raise InputError(
                 f"memory_budget={config.memory_budget:g} limits what is chosen by memory, and "
                 f"{', '.join(BY_MEMORY)} are all set: set one of them to auto, or leave it out"
             )
-    if auto and config.memory_budget is None and (held := held_by_others(world.device)):
+        return config, None
+    memories = [size for size in world.gather(gpu_memory(world.device)) if size is not None]
+    if config.memory_budget is None and (held := held_by_others(world.device)):
         world.log_rank0(f"note: other processes hold {format_gib(held)} GiB of the GPU")
     budget = memory_budget(config, min(memories, default=None))
-    if budget is None and auto and device.type == "cuda":
+    if budget is not None:
+        choice = world.share(lambda: _choose(config, task, source, gpus, device, budget))
+        return choice.resolve(config), choice
+    if device.type == "cuda":
         world.log_rank0(
             f"{', '.join(f'{name}=auto' for name in BY_MEMORY if name in auto)}: chosen by the "
             "memory of a GPU, and there is no GPU here: give memory_budget=, in GiB"
         )
-    if budget is None or not auto:
-        with world.raise_on_all_ranks():
-            kept = _previous_way(checkpoint.read_metadata(source)).rows
-        possible = useful_rows(config, sizes, 0, kept)
-        rows = kept if kept in possible else possible[-1]
-        return replace(config, micro_batch_size=rows, sharding=leanest_sharding(config)), None
-    choice = world.share(lambda: _choose(config, task, source, gpus, device, budget))
-    return choice.resolve(config), choice
+    with world.raise_on_all_ranks():
+        kept = _previous_way(checkpoint.read_metadata(source)).rows
+    possible = useful_rows(config, mesh_sizes(config, gpus), 0, kept)
+    rows = kept if kept in possible else possible[-1]
+    return replace(config, micro_batch_size=rows, sharding=leanest_sharding(config)), None
 
 
 def _choose(
@@ -287,9 +288,9 @@ def _choose(
     previous = _previous_way(saved)
     block = sum(p.numel() for p in layers[0].parameters())
     rows = useful_rows(config, sizes, block, previous.rows)
-    ways = [Way(how, n) for how in possible_shardings(config, sizes, compute) for n in rows]
-
-    ways = order_ways(ways, previous if source is not None else None)
+    shardings = possible_shardings(config, sizes, compute)
+    ways = [Way(sharding, n) for sharding in shardings for n in rows]
+    ways = order_ways(ways, None if source is None else previous)
     tokens = -(-config.seq_len // sizes.context)
     all_rows = rows[0]
     if config.micro_batch_size == "auto" and config.batch_size * tokens <= MAX_TOKENS:
@@ -315,7 +316,7 @@ def as_before(choice: StepChoice, saved: Any) -> StepChoice:
     ):
         return choice
     blocks, offload = saved.get("blocks"), saved.get("offload")
-    if "activation_checkpointing" not in choice.settings or not isinstance(blocks, int):
+    if "activation_checkpointing" not in choice.auto or not isinstance(blocks, int):
         return choice
     blocks = min(max(choice.blocks, blocks), choice.layers)
     return replace(choice, blocks=blocks, offload=choice.offload or offload is True)
@@ -326,9 +327,9 @@ def lessen(choice: StepChoice, config: Config, ranks: int) -> StepChoice | None:
     then activations in host memory; None if nothing of these is open."""
     rows = config.batch_size // ranks
     fewer = [n for n in range(1, choice.rows // 2 + 1) if rows % n == 0]
-    if "micro_batch_size" in choice.settings and fewer and not config.optimizer_in_backward:
+    if "micro_batch_size" in choice.auto and fewer and not config.optimizer_in_backward:
         return replace(choice, rows=fewer[-1])
-    if "activation_checkpointing" not in choice.settings:
+    if "activation_checkpointing" not in choice.auto:
         return None
     if choice.blocks < choice.layers:
         more = max(2 * choice.blocks, -(-choice.layers // 4))

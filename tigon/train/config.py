@@ -467,3 +467,16 @@ def micro_batch_rows(config: Config) -> int:
 def mesh_sizes(config: Config, ranks: int) -> MeshSizes:
     """Returns the size of each dimension of the mesh; raises ValueError if the ranks do not fit."""
     return parallel_settings(config).sizes(ranks)
+
+
+def check_batch(config: Config, ranks: int) -> None:
+    """Raises ValueError if so many ranks with different rows cannot share the rows of a step."""
+    rows = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
+    if rest := config.batch_size % (rows * ranks):
+        below = config.batch_size - rest
+        sizes = " or ".join(str(n) for n in (below, below + rows * ranks) if n)
+        of_rank = "" if config.micro_batch_size == "auto" else f"micro_batch_size={rows} x "
+        raise ValueError(
+            f"batch_size={config.batch_size} must be a multiple of {of_rank}{ranks} ranks with "
+            f"different rows: give {sizes}"
+        )

@@ -93,9 +93,13 @@ FAULTS: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (lambda c: not c.run_dir, "run_dir is required: where everything that the run writes goes"),
     (lambda c: not c.data, "data is required: training files, globs or hf://owner/name"),
     (
-        lambda c: bool(c.model) == bool(c.init),
-        "exactly one of model (to fine-tune) and init (from scratch) is needed; there are "
-        "model={c.model} and init={c.init}",
+        lambda c: not (c.model or c.init),
+        "model is required: a directory or hub repository to fine-tune; or init, a config.json to "
+        "train from scratch",
+    ),
+    (
+        lambda c: bool(c.model and c.init),
+        "model={c.model} is to fine-tune, init={c.init} to train from scratch: leave one out",
     ),
     (
         lambda c: c.micro_batch_size != "auto" and c.micro_batch_size * c.seq_len > MAX_TOKENS,

@@ -14,7 +14,8 @@ one memory pool for all graphs: only one pass is under way at a time.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +105,8 @@ class GradientBuffers:
         self.write(self.memory if adds else [None] * len(before))
         if self.memory and not adds:  # autograd allocates new gradients: hooks copy them
             for i, (parameter, _, _) in enumerate(self.holders):
-                hooks.append(parameter.register_post_accumulate_grad_hook(self._copy_hook(i)))
+                copy = partial(self._copy_new, i)
+                hooks.append(parameter.register_post_accumulate_grad_hook(copy))
         try:
             yield
             if not self.memory:
@@ -122,17 +124,12 @@ class GradientBuffers:
             if buffer is not None:
                 setattr(owner, name, buffer)
 
-    def _copy_hook(self, index: int) -> Callable[[Tensor], None]:
-        """Returns a hook that moves a parameter's new gradient into its buffer."""
-        _, owner, name = self.holders[index]
-
-        def copy(_: Tensor) -> None:
-            buffer = self.memory[index]
-            assert buffer is not None
-            buffer.copy_(getattr(owner, name))
-            setattr(owner, name, None)
-
-        return copy
+    def _copy_new(self, index: int, parameter: Tensor) -> None:
+        """Moves a parameter's new gradient into its buffer."""
+        (_, owner, name), buffer = self.holders[index], self.memory[index]
+        assert buffer is not None
+        buffer.copy_(getattr(owner, name))
+        setattr(owner, name, None)
 
     def after_replay(self) -> None:
         """Assigns the gradients that a replayed backward pass wrote, and lets ZeRO reduce them."""
@@ -142,23 +139,26 @@ class GradientBuffers:
 
 
 class CapturedGraph:
-    """Holds the forward and backward graphs of one kind of pass, with static inputs and outputs."""
+    """Holds the forward and backward graphs of one kind of pass, with static inputs and outputs.
+
+    `options` are the decoder's recompute and routing, `pool` the memory that all graphs share,
+    `learned` says which outputs get a gradient, and `adds` whether backward adds to gradients.
+    """
 
     def __init__(
-        self, decoder: Decoder, gradients: GradientBuffers, learned: Collection[int]
+        self,
+        decoder: Decoder,
+        gradients: GradientBuffers,
+        inputs: PassInputs,
+        options: tuple[Recompute, bool],
+        pool: Any,
+        *,
+        learned: Collection[int],
+        adds: bool,
     ) -> None:
-        self.decoder, self.gradients = decoder, gradients
-        self.learned = learned  # which outputs get a gradient
-        self.outputs: list[Tensor] = []
-        self.upstream: list[Tensor | None] = []
+        self.decoder, self.gradients, self.options = decoder, gradients, options
+        self.learned, self.adds = learned, adds
         self.dx: Tensor | None = None
-
-    def capture(
-        self, inputs: PassInputs, pool: Any, options: tuple[Recompute, bool], *, adds: bool
-    ) -> Self:
-        """Captures both graphs in the pool that all share, with the decoder's `options` recompute
-        and routing, and returns itself. `adds`: backward adds to gradients."""
-        self.adds, self.options = adds, options
         x, mask, device = inputs.x, inputs.mask, inputs.x.device
         self.causal, self.longest, self.backend = mask.causal, mask.longest, mask.backend
         self.x = x.detach().clone().requires_grad_(x.requires_grad)
@@ -171,7 +171,6 @@ class CapturedGraph:
         ]
         with self.gradients.capturing(adds=adds):
             self._backward = capture(self._run_backward, device, pool)
-        return self
 
     def _run_forward(self) -> None:
         """Runs the blocks on the graph's static inputs; sets `outputs`."""
@@ -327,10 +326,10 @@ class Graphs:
         self, key: tuple[GraphKey, bool], inputs: PassInputs, options: tuple[Recompute, bool]
     ) -> None:
         """Captures the graph of a kind of pass; where auto cannot, turns graphs off."""
-        kind, adds = key
-        graph = CapturedGraph(self.decoder, self.gradients, frozenset(self.learned[kind]))
+        learned, adds = frozenset(self.learned[key[0]]), key[1]
+        given = self.decoder, self.gradients, inputs, options, self.pool
         try:
-            self.captured[key] = graph.capture(inputs, self.pool, options, adds=adds)
+            self.captured[key] = CapturedGraph(*given, learned=learned, adds=adds)
         except CaptureError as error:
             if not self.auto:
                 raise

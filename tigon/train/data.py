@@ -20,6 +20,7 @@ from tigon.data import (
     find_sources,
     tokenize,
 )
+from tigon.data.content_check import BadRow
 from tigon.data.examples import format_count
 from tigon.data.packing import TruncationStats
 from tigon.data.selection import select_fraction
@@ -102,7 +103,10 @@ def tokenize_entries(
 ) -> list[list[Examples]]:
     """Returns the examples of each entry, by `tokenize`; raises ValueError as that does."""
     sources = find_entry_sources(config, entries, held_out=held_out)
-    return [tokenize(entry, encoder, workers=config.workers, check=check) for entry in sources]
+    try:
+        return [tokenize(entry, encoder, workers=config.workers, check=check) for entry in sources]
+    except BadRow as error:
+        raise ValueError(f"{error}; bad_rows=skip leaves such rows out") from error
 
 
 def find_entry_sources(

@@ -278,6 +278,18 @@ def reshard(model: CausalLM) -> None:
             module.reshard()
 
 
+@contextmanager
+def eval_mode(model: CausalLM) -> Iterator[None]:
+    """Has the model in evaluation mode in the `with` block, and then in training mode again, with
+    the weights freed that forwards have gathered."""
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train()
+        reshard(model)
+
+
 def format_rank_errors(errors: Sequence[str]) -> str:
     """Returns the errors of ranks as lines, one of all ranks once; "" without any."""
     by_text: dict[str, list[int]] = {}

@@ -27,7 +27,7 @@ from tigon.train.build import (
     read_inputs,
     resolve_parallel,
 )
-from tigon.train.config import Config, mesh_sizes, micro_batch_rows, parallel_settings
+from tigon.train.config import Config, check_batch, mesh_sizes, micro_batch_rows, parallel_settings
 from tigon.train.distributed import InputError, World, local
 from tigon.train.launch_meter import PASSES, WARM_UP
 from tigon.train.less_memory import StepMemoryError, first_sentence, within_memory
@@ -104,34 +104,22 @@ def time_steps(run: TrainingRun, steps: int) -> StepTiming:
             flops.append(run.meter.cost(lengths, before) * run.world.sizes.tensor)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     half = slice(steps // 2, None)
-    mean_seconds = fmean(seconds[half])
-    highest = run.world.all_reduce_max(
-        torch.tensor([float(peak), mean_seconds], dtype=torch.double, device="cpu")
-    )
-    return StepTiming(
-        seconds=float(highest[1]),
-        tokens=fmean(tokens[half]),
-        flops=fmean(flops[half]),
-        peak=int(highest[0]),
-    )
+    measured = torch.tensor([fmean(seconds[half]), peak], dtype=torch.double, device="cpu")
+    mean_seconds, highest = run.world.all_reduce_max(measured).tolist()
+    return StepTiming(mean_seconds, fmean(tokens[half]), fmean(flops[half]), int(highest))
 
 
 def dry_run(config: Config, world: World, gpus: int) -> None:
     """Prints the dry run of a run on `gpus` GPUs; InputError if a step does not fit into memory."""
     config, world = resolve_parallel(config, world, gpus)
     sizes = mesh_sizes(config, gpus)
-    ranks = sizes.data
-    rows = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
-    if config.batch_size % (rows * ranks):
-        raise InputError(
-            f"batch_size {config.batch_size} must be a multiple of micro_batch_size "
-            f"{rows} x {ranks} ranks with different rows"
-        )
     with world.raise_on_all_ranks():
-        check_ranks(config, ranks)
-    here = world.device.type == "cuda" or not targets_gpu(config)
-    device = GPU if targets_gpu(config) else world.device
-    inputs = read_inputs(config, world, check_machine=here, sizes=sizes, device=device)
+        check_batch(config, sizes.data)
+        check_ranks(config, sizes.data)
+    for_gpu = config.device != "cpu"  # even if this machine has none
+    runs_here = world.device.type == "cuda" or not for_gpu
+    device = GPU if for_gpu else world.device
+    inputs = read_inputs(config, world, check_machine=runs_here, sizes=sizes, device=device)
     config = inputs.config
     try:
         with world.raise_on_all_ranks():
@@ -141,7 +129,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
         world.log_rank0(*describe_run(config, sizes, device, inputs, model))
         world.log_rank0(*describe_step(config, inputs, model, sizes))
         advised = False
-        if not targets_gpu(config):
+        if not for_gpu:
             world.log_rank0(
                 "memory is estimated for GPUs, and this run is on a CPU: `tigon plan` is for GPUs "
                 "elsewhere"
@@ -154,10 +142,13 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             capacity = gpu_memory(world.device)
             if advised := capacity is not None and result.total > capacity:
                 world.log_rank0(*memory_advice(config, inputs, gpus))
-        if why := timing_obstacle(config, world, gpus):
-            world.log_rank0(f"time of a step: cannot be measured here: {why}")
+        if runs_here and gpus == world.size:
+            world.log_rank0(*time_run(config, inputs, world, advised))
             return
-        world.log_rank0(*time_run(config, inputs, world, advised))
+        why = (
+            f"it has {torch.cuda.device_count()} of {gpus} GPUs" if runs_here else "there is no GPU"
+        )
+        world.log_rank0(f"time of a step: cannot be measured here: {why}")
     finally:
         inputs.data.close()
 
@@ -173,11 +164,8 @@ def describe_step(
         numbers = sum(p.numel() for p in layer.experts.parameters())
         active -= numbers - numbers * layer.per_token // len(layer.experts.down_proj)
     share = f", by {active:,} of the parameters" if active < total else ""
-    lengths = [
-        int(length)
-        for batch in data.micro_batches(first)
-        for length in batch.spans.diff(dim=1).flatten()
-    ]
+    spans = [batch.spans for batch in data.micro_batches(first)]
+    lengths = torch.cat(spans).diff(dim=1).flatten().tolist()
     flops = Cost.of(model)(lengths) / max(1, sum(lengths))
     sequences, _, targets = data.lengths(first)
     if inputs.task.scores:
@@ -193,12 +181,12 @@ def describe_step(
     if group_size > 1:
         groups = "each of " if sizes.data > 1 else ""
         ranks = f" on {groups}{format_count(sizes.data, 'group')} of {group_size} ranks"
-    lines = [
+    return [
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward{share}",
         f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts}{ranks}; "
         f"the first has {sequences.sum():,} tokens{learned}",
+        *describe_communication(config, model, sizes),
     ]
-    return [*lines, *describe_communication(config, model, sizes)]
 
 
 def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
@@ -299,9 +287,8 @@ def memory_advice(config: Config, inputs: RunInputs, gpus: int) -> list[str]:
     """Returns lines with the memory after each change of settings, or of GPUs, that saves some."""
     lines, present = ["less memory:"], estimate_run(config, inputs, gpus).total
     for change in SAVING:
-        changes = change | ({"memory_budget": None} if "activation_checkpointing" in change else {})
         try:
-            other = replace(config, **changes)  # type: ignore[arg-type]
+            other = replace(config, **change)  # type: ignore[arg-type]
             total = present if other == config else estimate_run(other, inputs, gpus).total
         except ValueError:  # also of a model without experts
             continue
@@ -321,20 +308,6 @@ def memory_advice(config: Config, inputs: RunInputs, gpus: int) -> list[str]:
         total = estimate_run(config, inputs, 2 * gpus).total
         lines.append(f"  {total / GIB:8.2f} GiB on {2 * gpus} GPUs")
     return lines
-
-
-def targets_gpu(config: Config) -> bool:
-    """Returns whether the run is for GPUs, even if this machine has none: unless device=cpu."""
-    return config.device != "cpu"
-
-
-def timing_obstacle(config: Config, world: World, gpus: int) -> str | None:
-    """Returns why no step can run on this machine, or None."""
-    if targets_gpu(config) and world.device.type == "cpu":
-        return "there is no GPU"
-    if gpus != world.size:
-        return f"it has {torch.cuda.device_count()} of {gpus} GPUs"
-    return None
 
 
 def time_run(config: Config, inputs: RunInputs, world: World, advised: bool) -> list[str]:

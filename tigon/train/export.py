@@ -1,16 +1,15 @@
-"""Exports weights in Hugging Face format: of a run, of a checkpoint, of an adapter on its base."""
+"""Exports weights in Hugging Face format: of a checkpoint, and of an adapter on its base."""
 
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tigon.hub import Repository
@@ -24,13 +23,11 @@ from tigon.models.pretrained.load import parse_gguf_path
 from tigon.parallel import shard_layers
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.build import TrainingRun
 from tigon.train.config import Config
 from tigon.train.model import (
     add_lora,
     base_digest,
     build_adapted_model,
-    export_dtype,
     model_from_checkpoint_config,
     read_adapter_run_config,
 )
@@ -156,27 +153,22 @@ def convert_checkpoint(
     directory: str,
     *,
     dtype: torch.dtype | None = None,
-    max_shard_size: int | str = "5GB",
-    stacked_experts: bool | None = None,
     merge: bool = False,
     base: str | None = None,
-    gguf: str | None = None,
+    **options: Any,
 ) -> torch.dtype:
     """Exports a checkpoint in Hugging Face format, in a few buffers of memory; returns its dtype.
 
     An adapter's checkpoint is written in PEFT's format, or with `merge` as the model with the
-    adapter added, in memory. `gguf` makes a GGUF file of this type, or of the model's if it is
-    "auto". `base` and errors are those of `load_checkpoint`, and the other options those of
-    save_pretrained.
+    adapter added, in memory. `base` and errors are those of `load_checkpoint`, and `options` those
+    of `save_model`.
     """
-    options: dict[str, Any] = {"max_shard_size": max_shard_size, "stacked_experts": stacked_experts}
-    options["gguf"] = gguf
     lora = read_adapter_run_config(source)
     if merge and lora is None:
         raise ValueError(f"--merge: {source} is no checkpoint of an adapter")
     if base is not None and not merge:
         raise ValueError(f"--base {base}: only --merge needs the base")
-    if gguf and lora is not None and not merge:
+    if options.get("gguf") and lora is not None and not merge:
         raise ValueError(f"{source} is of an adapter, which {directory} cannot hold: add --merge")
     if merge:
         model, tokenizer = load_checkpoint(source, dtype=dtype, base=base)
@@ -205,37 +197,6 @@ def convert_checkpoint(
 def _is_export_file(name: str) -> bool:
     """Returns whether exporting a checkpoint needs this file of it: weights and small files."""
     return name.startswith("weights-") or name.endswith(SMALL)
-
-
-# Exports of a run, as it trains
-
-
-def export_name(config: Config) -> str:
-    """Returns the name of a run's export directory: hf, or adapter for a run with lora."""
-    return "hf" if config.lora is None else "adapter"
-
-
-def step_export_path(config: Config, step: int) -> Path:
-    """Returns the directory of the export after `step`, a multiple of hf_every."""
-    return Path(config.run_dir, f"{export_name(config)}-step-{step:08d}")
-
-
-def export(
-    run: TrainingRun,
-    target: Path,
-    values: Mapping[str, Tensor] | None = None,
-    *,
-    copy: bool = False,
-) -> None:
-    """Exports the run's model, or its `values`, to `target`; with `copy` and async_save while
-    training goes on. Raises FloatingPointError for weights that the export's dtype cannot hold."""
-    dtype = export_dtype(run.config, run.model)
-    held = dtype if run.model.active_adapter is None else None
-    try:
-        checkpoint.check_finite(run.model, ema=None if values is None else run.ema, dtype=held)
-    except FloatingPointError as error:
-        raise FloatingPointError(f"{target} was not written: {error}") from None
-    run.exporter.export(run.model, target, run.tokenizer, dtype=dtype, values=values, copy=copy)
 
 
 # Adapters in PEFT's format

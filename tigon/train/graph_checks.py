@@ -66,8 +66,9 @@ def check_model(model: CausalLM) -> None:
         raise ValueError("cuda_graphs: the model is sharded by FSDP2, which gathers by Python")
     dtype = model.dtype if zero is None else zero.compute
     for name, module in model.named_modules():
-        if isinstance(module, Experts) and training_syncs(
-            module.gate_up_proj.shape, dtype, model.device
+        if isinstance(module, Experts) and any(
+            training_syncs(matrix.shape, dtype, model.device)
+            for matrix in (module.gate_up_proj, module.down_proj)
         ):
             raise ValueError(
                 f"cuda_graphs: {name} asks the GPU how many tokens each expert has, except in "
@@ -90,18 +91,13 @@ class ReplayGuard:
         with_zero_hook = ends if zero else ()  # ZeRO has one hook on each
         self._zero_hooks = [m._forward_pre_hooks for m in with_zero_hook]
         self._hooks = [m._forward_pre_hooks for m in modules if m not in with_zero_hook]
-        self._hooks += [m._forward_hooks for m in modules]
-        self._hooks += [m._backward_hooks for m in modules]
-        self._hooks += [m._backward_pre_hooks for m in modules]
+        for m in modules:
+            self._hooks += [m._forward_hooks, m._backward_hooks, m._backward_pre_hooks]
         self._num_zero_hooks = int(zero)  # on each parameter
         self._parameters = [m._parameters for m in inner if m._parameters]
         self._adapters = [m for m in inner if isinstance(m, Adapters)]
-        rest = [
-            m
-            for part in decoder.children()
-            if part not in decoder.embeddings
-            for m in part.modules()
-        ]
+        parts = [part for part in decoder.children() if part not in decoder.embeddings]
+        rest = [m for part in parts for m in part.modules()]
         self._tensors = [d for m in rest for d in (m._parameters, m._buffers) if d]
 
     def has_hooks(self) -> bool:

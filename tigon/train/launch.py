@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 from tigon.train.build import prepare
-from tigon.train.config import SECTIONS, Config, mesh_sizes, parallel_settings
+from tigon.train.config import SECTIONS, Config, check_batch, mesh_sizes, parallel_settings
 from tigon.train.config_file import dump, load
 from tigon.train.distributed import (
     InputError,
@@ -73,9 +73,8 @@ def _main(arguments: list[str]) -> None:
     # No abbreviations: settings may be given as --key value
     parser = argparse.ArgumentParser("tigon.train", USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
-    for flag in ("--dry-run", "--print-config", "--help"):
-        parser.add_argument(flag, action="store_true")
-    parser.add_argument("-h", action="store_true", dest="help")
+    for flags in (["--dry-run"], ["--print-config"], ["-h", "--help"]):
+        parser.add_argument(*flags, action="store_true")
     options, rest = parser.parse_known_args(arguments)
     if options.help:
         print(help_text())
@@ -92,7 +91,7 @@ def _main(arguments: list[str]) -> None:
         if count is not None and not (show or alone):
             check_count(count, config.device)
             if config.parallel != "auto":
-                mesh_sizes(config, count)
+                check_batch(config, mesh_sizes(config, count).data)
     except (ValueError, OSError) as error:
         sys.exit(refusal(error))
     if show:
@@ -111,11 +110,11 @@ def refusal(error: Exception) -> str | int:
     """Returns what sys.exit gets for wrong settings: a text on one rank of a host, as a launcher
     gives all the same, and on every rank that was started by hand."""
     record_error(str(error))
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    if LAUNCHED in os.environ or (launched and os.environ.get("LOCAL_RANK", "0") != "0"):
+    by_agent = "TORCHELASTIC_RUN_ID" in os.environ
+    if LAUNCHED in os.environ or (by_agent and os.environ.get("LOCAL_RANK", "0") != "0"):
         return 1
     rank = os.environ.get("RANK", "0")
-    return f"tigon.train: {'' if launched or rank == '0' else f'rank {rank}: '}{error}"
+    return f"tigon.train: {'' if by_agent or rank == '0' else f'rank {rank}: '}{error}"
 
 
 def launch(config: Config, plan: int | None = None) -> str | int:
@@ -130,7 +129,8 @@ def launch(config: Config, plan: int | None = None) -> str | int:
         ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
         pick_device(device)
         if config.parallel != "auto":
-            mesh_sizes(config, ranks if plan is None else max(plan, ranks))
+            sizes = mesh_sizes(config, ranks if plan is None else max(plan, ranks))
+            check_batch(config, sizes.data)
     except ValueError as error:
         return refusal(error)
     signals = Signals(silent=os.environ.get("RANK", "0") != "0")

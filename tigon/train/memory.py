@@ -44,17 +44,8 @@ CONTEXT, SHARE = 2 * GIB, 0.04
 CUBLAS = 2 * 32 * 2**20
 
 KINDS = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "average of weights",
-    "gathered weights",
-    "activations",
-    "logits and loss",
-    "communication",
-    "teacher",
-    "reference",
-    "other",
+    *("parameters", "gradients", "optimizer", "average of weights", "gathered weights"),
+    *("activations", "logits and loss", "communication", "teacher", "reference", "other"),
 )
 
 
@@ -71,16 +62,16 @@ class Estimate:
 
 
 def estimate(
-    model: CausalLM, task: Task, config: Config, world: int, compute: torch.dtype
+    model: CausalLM, task: Task, config: Config, gpus: int, compute: torch.dtype
 ) -> Estimate:
     """Returns the memory of the first rank, for a whole model on the meta device.
 
-    The model cannot be used afterwards: hooks stay on it. `world` is the number of GPUs, `compute`
-    the dtype of the computation. Experts are assumed to be balanced. Raises ValueError if the
-    model cannot be sharded as configured.
+    The model cannot be used afterwards: hooks stay on it. `compute` is the dtype of the
+    computation. Experts are assumed to be balanced. Raises ValueError if the model cannot be
+    sharded as configured.
     """
     param_dtype = getattr(torch, config.param_dtype)
-    sizes = mesh_sizes(config, world)
+    sizes = mesh_sizes(config, gpus)
     sharded = is_sharded(config, sizes.fsdp_ranks, compute)
     keep_rank_zero(model, sizes)
     set_fp8(model, config)
@@ -124,15 +115,15 @@ def simulate_step(
 ) -> Ledger:
     """Returns the ledger of a step on the meta device, with at most two micro-batches: the second
     one runs while gradients of the first are alive. `sharded` is the dtype of sharded weights."""
-    ledger, world, rows = Ledger(), sizes.shards, micro_batch_rows(config)
+    ledger, ranks, rows = Ledger(), sizes.shards, micro_batch_rows(config)
     tracker = MemoryTracker(ledger, model_tensors(model))
     tracker.label_forward(model.lm_head, "logits and loss")
     sharding_tracker: FSDPTracker | ZeRO2Tracker | None = None
     if sharded is not None and config.sharding == "gradients":
-        sharding_tracker = ZeRO2Tracker(model, tracker, world, sum_dtype(config), sharded)
+        sharding_tracker = ZeRO2Tracker(model, tracker, ranks, sum_dtype(config), sharded)
     elif sharded is not None:
         one = config.batch_size == rows * sizes.data
-        shares = shard_counts(model, world)
+        shares = shard_counts(model, ranks)
         sharding_tracker = FSDPTracker(
             model, tracker, shares, model.dtype, sharded,
             one_backward=one, keep_shards=not config.optimizer_in_backward,
@@ -151,9 +142,9 @@ def simulate_step(
     if frozen is not None:
         track_frozen_model(frozen, tracker, config, sizes, compute)
     model.train()
+    rows = min(rows, -(-config.batch_size // sizes.data))
     with use("triton"), tracker:
         for index in range(last + 1):
-            rows = min(rows, -(-config.batch_size // sizes.data))
             inputs = task.resolve(model, dummy_batch(rows, config.seq_len, task))
             sums = task.sums(model, inputs)
             if sharding_tracker is not None:

@@ -142,22 +142,22 @@ def model_tensors(model: nn.Module) -> list[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
-def padded_numel(parameter: Tensor, world: int) -> int:
+def padded_numel(parameter: Tensor, ranks: int) -> int:
     """Returns the number of elements with the padding that makes all ranks' shards equally long."""
     rows = parameter.shape[0]  # 0 where a tensor rank has no row of a narrow one
-    return -(-rows // world) * world * (parameter.numel() // rows) if rows else 0
+    return -(-rows // ranks) * ranks * (parameter.numel() // rows) if rows else 0
 
 
-def shard_bytes(parameter: Tensor, world: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of one rank's shard of a parameter in `dtype`, over `world` ranks."""
-    if world == 1:
+def shard_bytes(parameter: Tensor, ranks: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of one rank's shard of a parameter in `dtype`, over so many ranks."""
+    if ranks == 1:
         return -(-parameter.numel() * dtype.itemsize // BLOCK) * BLOCK
-    return padded_numel(parameter, world) * dtype.itemsize // world
+    return padded_numel(parameter, ranks) * dtype.itemsize // ranks
 
 
-def unsharded_bytes(model: CausalLM, world: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of all weights, padded for `world` ranks."""
-    return sum(padded_numel(p, world) for p in model.parameters()) * dtype.itemsize
+def unsharded_bytes(model: CausalLM, ranks: int, dtype: torch.dtype) -> int:
+    """Returns the bytes of all weights, padded for so many ranks."""
+    return sum(padded_numel(p, ranks) for p in model.parameters()) * dtype.itemsize
 
 
 def sharded_experts(module: nn.Module) -> Iterator[Experts]:
@@ -167,26 +167,26 @@ def sharded_experts(module: nn.Module) -> Iterator[Experts]:
             yield inner
 
 
-def shard_counts(model: CausalLM, world: int) -> dict[nn.Parameter, int]:
-    """Returns over how many ranks FSDP2 shards each parameter: fewer than `world` for experts."""
-    worlds = dict.fromkeys(model.parameters(), world)
-    every = world if model.tensor_ranks is None else world * model.tensor_ranks.size
+def shard_counts(model: CausalLM, ranks: int) -> dict[nn.Parameter, int]:
+    """Returns over how many ranks FSDP2 shards each parameter: fewer for experts."""
+    counts = dict.fromkeys(model.parameters(), ranks)
+    every = ranks if model.tensor_ranks is None else ranks * model.tensor_ranks.size
     for experts in sharded_experts(model):
         assert experts.shard is not None
-        worlds |= dict.fromkeys(experts.parameters(), every // experts.shard.ranks.size)
-    return worlds
+        counts |= dict.fromkeys(experts.parameters(), every // experts.shard.ranks.size)
+    return counts
 
 
 class FSDPGroup:
-    """Holds the sizes of an FSDP2 group over `world` ranks, and its buffers in a step."""
+    """Holds the sizes of an FSDP2 group over so many ranks, and its buffers in a step."""
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], world: int, dtype: torch.dtype, sums: torch.dtype
+        self, parameters: Sequence[nn.Parameter], ranks: int, dtype: torch.dtype, sums: torch.dtype
     ) -> None:
-        self.world, self.sums = world, sums
+        self.ranks, self.sums = ranks, sums
         self.trained = [p for p in parameters if p.requires_grad]
-        self.numel = sum(padded_numel(p, world) for p in self.trained)
-        self.gathered_bytes = sum(padded_numel(p, world) for p in parameters) * dtype.itemsize
+        self.numel = sum(padded_numel(p, ranks) for p in self.trained)
+        self.gathered_bytes = sum(padded_numel(p, ranks) for p in parameters) * dtype.itemsize
         self.gathered: Tensor | None = None  # the unsharded weights
         self.prefetched: Tensor | None = None  # the buffer of the next gather
         self.accumulated: Tensor | None = None  # unsharded gradients
@@ -217,7 +217,7 @@ class FSDPTracker:
         self,
         model: CausalLM,
         tracker: MemoryTracker,
-        ranks: Mapping[nn.Parameter, int],
+        shares: Mapping[nn.Parameter, int],
         dtype: torch.dtype,
         param_dtype: torch.dtype,
         *,
@@ -226,9 +226,9 @@ class FSDPTracker:
         kind: str | None = None,
     ) -> None:
         def group_of(parameters: Sequence[nn.Parameter]) -> FSDPGroup:
-            shared = ranks[parameters[0]]
-            sums = reduction_dtype(dtype, {param_dtype}, shared, one_backward=one_backward)
-            return FSDPGroup(parameters, shared, dtype, sums)
+            count = shares[parameters[0]]
+            sums = reduction_dtype(dtype, {param_dtype}, count, one_backward=one_backward)
+            return FSDPGroup(parameters, count, dtype, sums)
 
         self.param_dtype, self.tracker, self.kind = param_dtype, tracker, kind
         self.keep_shards = keep_shards  # of gradients, until backward ends
@@ -280,7 +280,7 @@ class FSDPTracker:
         """Gathers a group before its forward, unless backward recomputes it and has it already."""
         if group.gathered is not None:
             return
-        if group.world > 1 and group.prefetched is None:
+        if group.ranks > 1 and group.prefetched is None:
             self.buffer = self._allocate(group.gathered_bytes, COMMUNICATION)
         self._gather(group)
 
@@ -308,7 +308,7 @@ class FSDPTracker:
             self._gather(group)
         at = self.groups.index(group)
         before = self.groups[at - 1] if at else None
-        if before is None or before.world == 1 or before.in_backward:
+        if before is None or before.ranks == 1 or before.in_backward:
             return
         if before.prefetched is None and before.gathered is None:
             before.prefetched = self._allocate(before.gathered_bytes, COMMUNICATION)
@@ -334,9 +334,9 @@ class FSDPTracker:
     def _reduce(self, group: FSDPGroup) -> None:
         """Makes a group's shard of its gradients, in the dtype of the weights."""
         group.accumulated = None
-        size = group.numel // group.world
+        size = group.numel // group.ranks
         group.shard = self._allocate(size * group.sums.itemsize, GRADIENTS)
-        if group.world == 1:  # the buffer is divided by 1 before it is copied
+        if group.ranks == 1:  # the buffer is divided by 1 before it is copied
             self._allocate(group.numel * group.sums.itemsize, COMMUNICATION)
         if self.param_dtype != group.sums:
             group.shard = self._allocate(size * self.param_dtype.itemsize, GRADIENTS)
@@ -357,11 +357,11 @@ class ZeRO2Tracker:
         self,
         model: Any,
         tracker: MemoryTracker,
-        world: int,
+        ranks: int,
         sums: torch.dtype,
         param_dtype: torch.dtype,
     ) -> None:
-        self.tracker, self.world, self.sums, self.param_dtype = tracker, world, sums, param_dtype
+        self.tracker, self.ranks, self.sums, self.param_dtype = tracker, ranks, sums, param_dtype
         self.reduce = True  # the gradients of this micro-batch
         self.added: dict[nn.Parameter, Tensor] = {}  # gradients in `sums`, if that is another dtype
         self.in_flight: deque[tuple[list[Tensor], list[Tensor]]] = deque()
@@ -409,12 +409,12 @@ class ZeRO2Tracker:
             grad = self.added.pop(p, None)
             grad = p.grad if grad is None else grad
             p.grad = None
-            each = -(-p.shape[0] // self.world)
-            if grad is None or each * self.world != len(p):  # padded with zeros
-                shape = (each * self.world, *p.shape[1:])
+            each = -(-p.shape[0] // self.ranks)
+            if grad is None or each * self.ranks != len(p):  # padded with zeros
+                shape = (each * self.ranks, *p.shape[1:])
                 grad = self.tracker.relabel(p.new_empty(shape, dtype=self.sums), COMMUNICATION)
             gradients.append(grad)
-            if self.world > 1:
+            if self.ranks > 1:
                 part = p.new_empty((each, *p.shape[1:]), dtype=self.sums)
                 parts.append(self.tracker.relabel(part, GRADIENTS))
             else:  # nothing is sent

@@ -200,7 +200,7 @@ def apply_model_settings(model: CausalLM, config: Config) -> CausalLM:
             raise ValueError(f"router_aux_loss_coef={coef}, but {name} has no {lacks}")
         routing: dict[str, Any] = {"output_router_logits": coef > 0, "router_aux_loss_coef": coef}
         model.config = replace(model.config, **routing)
-    if config.activation_checkpointing != "auto":  # else memory.resolve_checkpointing chooses
+    if config.activation_checkpointing != "auto":  # else `StepChoice.apply` sets it
         model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
     set_fp8(model, config)
@@ -218,12 +218,8 @@ def set_fp8(model: CausalLM, config: Config) -> None:
         local_shape = layer.weight_meta.shape
         spec = model.shard_specs.get(f"{name}.weight")
         shape = local_shape if spec is None else spec.shape
-        layer.fp8 = (
-            config.fp8
-            and name not in excluded
-            and supports_fp8(shape)
-            and supports_fp8(local_shape)
-        )
+        fits = supports_fp8(shape) and supports_fp8(local_shape)
+        layer.fp8 = config.fp8 and name not in excluded and fits
 
 
 def meta_model(config: Config, dtype: torch.dtype, source: Path | None = None) -> CausalLM:

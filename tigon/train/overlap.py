@@ -42,12 +42,13 @@ class EarlyModel:
         self, process: Any, task: Task, source: Path | None, choice: StepChoice | None
     ) -> None:
         """Builds the model and compiles its kernels, unless the process has found data that are
-        wrong. What is wrong with the model is said when it is built again, after that."""
+        wrong, and waits for it. What is wrong with the model is said when it is built again."""
         if not process.exitcode:
             with suppress(ValueError, OSError, ImportError), compile_step(task, source, choice):
                 self._built = task.config, self._build(task.config, source, choice)
                 with train_extra():  # takes a second, and comes next
                     import datasets  # noqa: F401
+        process.join()
 
     def take(self, config: Config) -> CausalLM | None:
         """Returns the model, and forgets it, if it was built with these settings; else None."""
@@ -115,9 +116,8 @@ def _tokenize(task: Task, tokenizer: Tokenizer) -> None:
                 corpora = tokenize_entries(config, entries, encoder, held_out=held_out, check=False)
                 wrong = any(part.report.errors for parts in corpora for part in parts)
                 if wrong and not encoder.skip_bad_rows:
-                    break
-        else:
-            status = 0
+                    return
+        status = 0
     finally:
         os._exit(status)
 

@@ -6,13 +6,10 @@ CUDA stream: a step waits for data only if making it takes longer than training 
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
 from typing import Self
 
 import torch
-from torch import Tensor
 
 from tigon.data import Loader, MicroBatch
 
@@ -60,8 +57,8 @@ class Prefetcher:
         if copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(copied)
-            for tensor in (t for batch in batches for t in tensors(batch)):
-                tensor.record_stream(stream)  # allocated on the copy stream
+            for batch in batches:
+                batch.record_stream(stream)  # allocated on the copy stream
         self.seconds = time.perf_counter() - start_time
         return batches
 
@@ -87,13 +84,3 @@ class Prefetcher:
             # The allocator reuses pinned memory only after the copies from it
             batches = [batch.pin_memory().to(self.device) for batch in batches]
             return batches, self._stream.record_event()
-
-
-def tensors(batch: MicroBatch) -> Iterator[Tensor]:
-    """Yields all tensors of a micro-batch."""
-    for f in fields(batch):
-        value = getattr(batch, f.name)
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, dict):
-            yield from value.values()

@@ -15,7 +15,7 @@ from tigon.models import CausalLM
 from tigon.models.config import eos_ids
 from tigon.tokenizer import Tokenizer
 from tigon.train.config import Config
-from tigon.train.distributed import World, reshard
+from tigon.train.distributed import World, eval_mode
 from tigon.utils.config import prefix_errors
 
 MAX_PROMPTS = 64  # one batch
@@ -68,8 +68,8 @@ def generate(
     """
     ids, mask = tokenizer.pad([prompt.ids for prompt in prompts])
     greedy: dict[str, Any] = {"do_sample": False, "num_return_sequences": 1, "stop_strings": None}
-    model.eval()
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+    devices = [world.device] if world.device.type == "cuda" else []
+    with eval_mode(model), torch.random.fork_rng(devices):
         sequences = model.generate(
             ids.to(world.device),
             attention_mask=mask.to(world.device),
@@ -78,8 +78,6 @@ def generate(
             cache_implementation="dynamic",  # the same steps on all ranks, and little memory
             **greedy,
         )
-    model.train()
-    reshard(model)
     end_ids = set(eos_ids(model.config, model.generation_config))
     rows = sequences[:, ids.shape[1] :].tolist()
     texts = [tokenizer.decode([*takewhile(lambda i: i not in end_ids, row)]) for row in rows]

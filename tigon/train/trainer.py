@@ -18,12 +18,11 @@ from torch import Tensor
 from tigon import report
 from tigon.data import Loader
 from tigon.data.examples import format_count
-from tigon.train import checkpoint, guard, publish, resume
+from tigon.train import checkpoint, guard, publish
 from tigon.train.benchmarks import Interrupted
 from tigon.train.build import TrainingRun
 from tigon.train.callbacks import Callback, CallbackHandler, NamedSets, PredictionsWriter
-from tigon.train.distributed import InputError, World, reshard, sync_gradients
-from tigon.train.export import export, export_name, step_export_path
+from tigon.train.distributed import InputError, World, eval_mode, sync_gradients
 from tigon.train.less_memory import within_memory
 from tigon.train.logging import (
     RunLog,
@@ -35,6 +34,14 @@ from tigon.train.logging import (
 from tigon.train.optim import clip, learning_rate
 from tigon.train.profile import Profiler
 from tigon.train.samples import generate
+from tigon.train.saving import (
+    Deadline,
+    checkpoint_metadata,
+    export,
+    export_name,
+    save,
+    step_export_path,
+)
 from tigon.train.tasks import MicroBatchLoss, StepInputs
 
 SAVE_FAILED = 1000  # more than the number of any signal
@@ -64,7 +71,7 @@ def train(run: TrainingRun) -> int:
     with world.signals, run.saver, run.exporter, run.prefetcher:
         if pending:
             export(run, step_export_path(config, run.start), copy=True)
-        due = config.eval_every > 0 and run.start % config.eval_every == 0
+        due = is_due(config.eval_every, run.start)
         if not finished and (due or read_known_eval_loss(run, run.start) is not None):
             evaluate_once(run, run.start, log)
             finished = run.state.is_out_of_patience(config.patience)
@@ -96,9 +103,8 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
         world.progress.step = done
         passes = partial(forward_backward, run, step + state.offset)
         values, scale = within_memory(run, done, passes)
-        evaluates = config.eval_every > 0 and done % config.eval_every == 0 and done < run.steps
-        exports = config.hf_every > 0 and done % config.hf_every == 0
-        saves = config.save_every > 0 and done % config.save_every == 0
+        evaluates = is_due(config.eval_every, done) and done < run.steps
+        exports, saves = is_due(config.hf_every, done), is_due(config.save_every, done)
         local_loss = values.pop("local_loss")  # for messages, and in no row of metrics.jsonl
         bad_step = guard.check_step(run, step, values, local_loss)
         bad_weights: guard.BadStep | None = None
@@ -136,6 +142,11 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
     return step
 
 
+def is_due(every: int, step: int) -> bool:
+    """Returns whether `step` is a multiple of `every`, as of save_every; never for 0."""
+    return every > 0 and step % every == 0
+
+
 # One optimizer step, over all micro-batches and ranks.
 
 
@@ -152,8 +163,8 @@ def forward_backward(run: TrainingRun, data_step: int) -> tuple[dict[str, float]
     all_inputs = [task.resolve(model, rows) for rows in run.prefetcher(data_step)]
     # One denominator for all micro-batches and ranks: a mean of their means would weigh wrongly
     sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs])
-    due = run.config.hook_every > 0 and (step + 1) % run.config.hook_every == 0
-    callbacks = callback_handler(run, task.callbacks if due else [], step + 1, training=True)
+    watching = task.callbacks if is_due(run.config.hook_every, step + 1) else []
+    callbacks = callback_handler(run, watching, step + 1, training=True)
     results, norm, scale = [], None, None
     for i, inputs in enumerate(all_inputs):
         sync_gradients(model, i == len(all_inputs) - 1)
@@ -304,12 +315,11 @@ def measure_held_out(run: TrainingRun, data: Loader, step: int) -> dict[str, flo
                     raise Interrupted
                 yield task.resolve(model, rows.to(world.device), training=False)
 
-    model.eval()
-    sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs()])
     sets = NamedSets.of(config, data, world.device)
     results = []
     writer = PredictionsWriter(Path(config.run_dir), step, run.tokenizer, world)
-    with writer if config.predictions else nullcontext() as file:
+    with eval_mode(model), writer if config.predictions else nullcontext() as file:
+        sums = all_reduce_sums(world, [task.sums(model, inputs) for inputs in all_inputs()])
         recorders = [recorder for recorder in (file, sets) if recorder is not None]
         # The user's last: they may change what they are shown
         callbacks = callback_handler(run, [*recorders, *task.callbacks], step, training=False)
@@ -318,8 +328,6 @@ def measure_held_out(run: TrainingRun, data: Loader, step: int) -> dict[str, flo
             result = task.evaluate(model, inputs, sums)
             callbacks.on_pass(result.output, inputs.request, i, inputs.micro_batch)
             results.append(replace(result, output=None))
-    model.train()
-    reshard(model)
     metrics = reduce_losses(run, results) | ({} if sets is None else sets.metrics_to_log(world))
     del metrics["local_loss"]
     values = {f"eval_{name}": value for name, value in to_host(metrics).items()}
@@ -335,21 +343,20 @@ def evaluate_once(run: TrainingRun, step: int, log: RunLog) -> None:
     try:
         row = evaluate(run, step)
     except Interrupted:
-        run.model.train()
-        reshard(run.model)
         return
-    if row is not None:
-        texts = []
-        if run.prompts:
-            tokens = run.config.sample_tokens
-            texts = generate(run.model, run.prompts, run.tokenizer, tokens, run.world)
-        # Whether the run ends here must not depend on a fault of one rank
-        loss = torch.tensor(row.get("eval_loss", math.inf), dtype=torch.double, device="cpu")
-        loss = run.world.same_loss(loss)
-        run.state.note_evaluation(step, float(loss))
-        if run.config.hf_best and run.state.best_step == step > 0:
-            export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
-        log.log(row, texts)  # last: a run that is killed in the export evaluates again
+    if row is None:
+        return
+    texts = []
+    if run.prompts:
+        tokens = run.config.sample_tokens
+        texts = generate(run.model, run.prompts, run.tokenizer, tokens, run.world)
+    # Whether the run ends here must not depend on a fault of one rank
+    loss = torch.tensor(row.get("eval_loss", math.inf), dtype=torch.double, device="cpu")
+    loss = run.world.same_loss(loss)
+    run.state.note_evaluation(step, float(loss))
+    if run.config.hf_best and run.state.best_step == step > 0:
+        export(run, Path(run.config.run_dir, f"{export_name(run.config)}-best"))
+    log.log(row, texts)  # last: a run that is killed in the export evaluates again
 
 
 def read_known_eval_loss(run: TrainingRun, step: int) -> float | None:
@@ -359,7 +366,7 @@ def read_known_eval_loss(run: TrainingRun, step: int) -> float | None:
     return run.world.share(lambda: read_eval_loss(path, step))
 
 
-# Before the first step, checkpoints, and after the last step.
+# Before the first step, and after the last.
 
 
 def open_task(run: TrainingRun) -> None:
@@ -373,78 +380,12 @@ def open_task(run: TrainingRun) -> None:
         raise InputError(str(error)) from None
 
 
-def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
-    """Returns what every checkpoint of the run says of its settings and data, the base of an
-    adapter, the time that chat templates write, and how prompts are packed."""
-    metadata = resume.run_metadata(run.config, run.data)
-    metadata |= {"base": run.base} if run.base else {}
-    if run.tokenizer.strftime_now is not None:
-        metadata |= {"strftime_now": run.tokenizer.strftime_now.isoformat()}
-    if run.task.share_prompts:  # on which the rows of a step depend
-        metadata |= {"share_prompts": True}
-    return metadata
-
-
-def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any], *, last: bool) -> None:
-    """Saves a checkpoint after `step` steps, in the background with async_save, once exports are on
-    the disk, for which a run that has received a signal does not wait. `last`: no step follows,
-    which would change the weights, so that they are not copied."""
-    if run.in_backward is not None:
-        run.in_backward.check()  # weights of a backward that failed must not be saved
-    if not run.world.any(run.world.signals.received > 0):  # a signal leaves little time
-        run.exporter.wait()  # a run that resumes from here does not look for earlier exports
-    log.sync()
-    start_time = time.perf_counter()
-    progress = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
-    if run.choice is not None:  # which may have become smaller since the first step
-        progress |= {"choice": run.choice.facts()}
-        progress |= {"config": metadata["config"] | {"micro_batch_size": run.choice.rows}}
-    values = run.model, run.optimizer, run.tokenizer, metadata | progress, run.ema
-    run.saver.save(step, *values, copy=not last)
-    log.saved(step, time.perf_counter() - start_time, whole=run.saver.pending is None)
-
-
-class Deadline:
-    """Decides for all ranks whether a checkpoint fits into `stop_seconds` after SIGTERM."""
-
-    def __init__(self, run: TrainingRun):
-        self.run, self.seconds = run, run.config.stop_seconds
-        self._warned = False
-
-    def warn_once(self, step_seconds: float) -> None:
-        """Logs, once, that a step of `step_seconds` and a checkpoint as the last one take longer
-        than stop_seconds, if they do; before the first checkpoint does nothing."""
-        needed = step_seconds + self.run.saver.seconds
-        if self._warned or not self.run.saver.seconds or not 0 < self.seconds < needed:
-            return
-        self._warned = True
-        self.run.world.log_rank0(
-            f"note: a step and a checkpoint take {needed:.0f} s, longer than stop_seconds="
-            f"{self.seconds:g}: SIGTERM would end the run without a checkpoint"
-        )
-
-    def allows_save(self, step: int) -> bool:
-        """Returns whether a checkpoint that begins now would be complete in time; logs if not."""
-        world = self.run.world
-        local = [self.run.saver.expected(), -world.signals.left(self.seconds)]
-        seconds = torch.tensor(local, dtype=torch.double, device="cpu")
-        needed, over = world.all_reduce_max(seconds).tolist()
-        if needed + over <= 0:
-            return True
-        world.log_rank0(
-            f"no checkpoint of step {step}: it would take about {needed:.0f} s, and "
-            f"{max(0.0, -over):.0f} s are left of stop_seconds={self.seconds:g}"
-        )
-        return False
-
-
 def export_pending(run: TrainingRun) -> bool:
     """Returns whether an export of hf_every after `run.start` is due and missing."""
     config, step = run.config, run.start
+    due = is_due(config.hf_every, step) and not step_export_path(config, step).exists()
     latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
-    due = config.hf_every > 0 and step > 0 and step % config.hf_every == 0
-    due = due and latest is not None and checkpoint.step_of(latest) == step
-    due = due and not step_export_path(config, step).exists()
+    due = due and step > 0 and latest is not None and checkpoint.step_of(latest) == step
     return run.world.any(due and run.world.main)  # as the first rank sees it
 
 

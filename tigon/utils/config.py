@@ -122,13 +122,12 @@ def build_settings(cls: type[T], values: Mapping[str, Any]) -> T:
             by_group.setdefault(first, {})[rest] = value
         else:
             plain[key] = value
+    hints = field_types(cls)
     for name, inside in by_group.items():
         if plain.get(name) is not None and not is_dataclass(plain[name]):
             key = next(iter(inside))
             pair = f"{name}={quote(plain[name])} and {name}.{key}={quote(inside[key])}"
             raise ConfigError(f"{pair} contradict each other: give one of them")
-    hints = field_types(cls)
-    for name, inside in by_group.items():
         plain[name] = build_settings(_find_dataclass(hints[name]), inside)
     return cls(**plain)
 

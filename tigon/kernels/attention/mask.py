@@ -105,8 +105,9 @@ class AttentionMask:
     def _in_chunks(self, size: int, batch: int, device: torch.device, first: int) -> Self:
         """Builds the mask of `chunks`: each chunk is a sequence."""
         options: dict[str, Any] = {"past": self.past, "key_mask": self.key_mask}
-        segments, real = self.segment_ids, self.key_mask
-        bounds, longest = self.cu_seq_lens, self.longest
+        segments, bounds, longest = self.segment_ids, self.cu_seq_lens, self.longest
+        # Between bounds that the caller gave tokens are all real or all padding
+        real = self.key_mask if bounds is None else None
         if segments is None:
             segments = torch.zeros(batch, self.keys, dtype=torch.int64, device=device)
             bounds, longest = torch.arange(batch + 1, device=device) * self.keys, self.keys

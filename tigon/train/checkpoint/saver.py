@@ -79,12 +79,13 @@ class BackgroundWriter:
 def check_finite(
     model: nn.Module,
     optimizer: Optimizer | None = None,
-    ema: Ema | None = None,
+    averages: Mapping[str, Tensor] | None = None,
     *,
+    target: Path,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Raises FloatingPointError, naming the first, if a weight, a state or an average is NaN or
-    infinite, or would be in `dtype`.
+    """Raises FloatingPointError, which says that `target` was not written, if a weight, a state or
+    an average is NaN or infinite, or would be in `dtype`.
 
     In a process group every rank calls this and all raise the same error. It takes one collective,
     and one wait for the device.
@@ -94,8 +95,7 @@ def check_finite(
         for name, p in model.named_parameters():
             states = optimizer.state.get(p, {}).items()
             tensors |= {f"{kind} of {name}": s for kind, s in states if isinstance(s, Tensor)}
-    if ema is not None:
-        tensors |= {f"average of {name}": value for name, value in ema.values.items()}
+    tensors |= {f"average of {name}": value for name, value in (averages or {}).items()}
     parts = {name: local(t) for name, t in tensors.items()}
     parts = {name: t for name, t in parts.items() if t.is_floating_point() and t.numel()}
     most = math.inf if dtype is None else torch.finfo(dtype).max
@@ -107,7 +107,7 @@ def check_finite(
     bad = [name for name, t in parts.items() if not all_finite([t], t.device, most=most)]
     names = sorted({name for of_rank in WriterGroup().gather(bad) for name in of_rank})
     where = "" if dtype is None else f" in {dtype}"
-    raise FloatingPointError(f"not finite{where}: {list_first(names)}")
+    raise FloatingPointError(f"{target} was not written: not finite{where}: {list_first(names)}")
 
 
 def fits_in_memory(needed: int, world: World) -> bool:
@@ -174,10 +174,7 @@ class Saver(BackgroundWriter):
         self.wait()
         self._start_time = time.monotonic()
         target = self.directory / f"step-{step:08d}"
-        try:
-            check_finite(model, optimizer, ema)
-        except FloatingPointError as error:
-            raise FloatingPointError(f"{target} was not written: {error}") from None
+        check_finite(model, optimizer, None if ema is None else ema.values, target=target)
         state = full_state(model, optimizer, ema)
         content = {
             "step": step,

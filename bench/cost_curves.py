@@ -321,7 +321,7 @@ def plot(record: Record, kind: str, title: str, path: Path) -> None:
         axes.set_ylim(bottom=0.0)
         axes.xaxis.label.set_size(7)
         axes.spines[["top", "right"]].set_visible(False)
-    whole.axes[0].legend(fontsize=6)
+    whole.axes[1].legend(fontsize=6)  # where there is room
     whole.suptitle(f"{title} of a training step; {record['machine']}, bf16", fontsize=8)
     harness.save_picture(whole, path)
 

@@ -1,6 +1,7 @@
 """Bad settings and bad data end a run with one line, and before anything is written."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -80,6 +81,15 @@ def test_data_of_another_kind_says_what_it_is(fails, tmp_path):
     path.write_text('{"dialog": [{"role": "user", "content": "a"}]}\n')
     renamed = "columns={messages: dialog}"
     fails(r"by columns=, 'messages' is called 'dialog' \(an entry of", renamed)
+
+
+def test_rows_that_do_not_fill_a_step_are_noted(workspace, tmp_path, capsys):
+    main(["--dry-run", *workspace.settings("x", run_dir=tmp_path / "run", batch_size=1024)])
+    said = capsys.readouterr().out
+    rows = re.search(r"^data: .* tokens, (\d+) rows", said, re.M)[1]
+    assert f"note: batch_size=1024 is more than the {rows} rows of the data, so an epoch" in said
+    main(["--dry-run", *workspace.settings("x", run_dir=tmp_path / "run", batch_size=rows)])
+    assert "so an epoch" not in capsys.readouterr().out
 
 
 def test_settings_without_effect_are_noted(workspace, tmp_path):

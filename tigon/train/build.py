@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tigon.data import Loader
+from tigon.data.examples import format_count
 from tigon.kernels.attention.backends import check_training
 from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config
@@ -290,6 +291,11 @@ def describe_run(
         f"on {sizes.ranks} x {device.type}{layout}"
     )
     yield f"steps: {inputs.start} to {steps}{epoch}"
+    if per_epoch == 1 and (rows := inputs.data.report().rows) < config.batch_size:
+        yield (
+            f"note: batch_size={config.batch_size} is more than the {format_count(rows, 'row')} "
+            "of the data, so an epoch is one step: a smaller batch_size or seq_len gives more"
+        )
     if inputs.source is None and (vocabulary := read_vocabulary(config)) is not None:
         yield from vocabulary.describe(read_model_config(config).vocab_size)
     if inputs.choice is not None:

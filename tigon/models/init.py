@@ -1,6 +1,8 @@
 """Random initialization of weights, as transformers has it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,10 @@ from tigon.layers import NF4Weight
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import module_buffers, stored_buffers
 from tigon.models.pretrained.quantization import quantized_layers, store_nf4
+from tigon.utils.memory import count_rank_cpus
 from tigon.weights import ShardSpec, local_rows
+
+CHUNK = 1 << 20  # values that are drawn from a seed of their own; another number, other weights
 
 
 @torch.no_grad()
@@ -17,8 +22,9 @@ def init_weights(model: LanguageModel) -> None:
     """Initialize all weights in place: a module's own `init_weights` is called if it has one; else
     its matrices are drawn from normal(0, initializer_range), and biases (or what its `zero_init`
     names), stored buffers and the padding row are zeros."""
+    seeds = _draw_seeds()
     for module in model.modules():
-        _init(module, model)
+        _init(module, model, seeds)
 
 
 @torch.no_grad()
@@ -30,13 +36,13 @@ def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> Non
     `model` are quantized from them.
     """
     parameters, shard_specs = dict(model.named_parameters()), model.shard_specs
-    buffers = stored_buffers(model)
+    buffers, seeds = stored_buffers(model), _draw_seeds()
     quantized = {name: weight for name, _, weight in quantized_layers(model)}
     for path, module in full_model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)) and not module_buffers(module):
             continue
         module.to_empty(device="cpu", recurse=False)
-        _init(module, full_model)
+        _init(module, full_model, seeds)
         for kind, values in module.named_parameters(recurse=False):
             name = f"{path}.{kind}"
             if (weight := quantized.get(name)) is not None:
@@ -57,7 +63,7 @@ def copy_local(name: str, parameter: Tensor, spec: ShardSpec | None, values: Ten
     rows.copy_(shard.view(-1, *rows.shape[1:])[first : first + len(rows)])
 
 
-def _init(module: nn.Module, model: LanguageModel) -> None:
+def _init(module: nn.Module, model: LanguageModel, seeds: Iterator[int]) -> None:
     """Initializes the parameters of one module, without submodules and a tied head."""
     init: Callable[[], None] | None = getattr(module, "init_weights", None)
     if init is not None:
@@ -71,8 +77,33 @@ def _init(module: nn.Module, model: LanguageModel) -> None:
         elif name in ones:
             nn.init.ones_(p)
         elif not (module is model.lm_head and model.ties_head):
-            nn.init.normal_(p, std=model.config.initializer_range)
+            _draw_normal(p, model.config.initializer_range, seeds)
     for buffer in module_buffers(module).values():
         buffer.zero_()
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
         module.weight[module.padding_idx].zero_()
+
+
+def _draw_seeds() -> Iterator[int]:
+    """Yields the seeds of a model's chunks, from one that torch's generator draws.
+
+    They are consecutive, since a generator of the CPU takes 32 bits of its seed: if each were
+    drawn, two of the 67,000 chunks of 70B weights would be equal in two models of five.
+    """
+    yield from count(int(torch.randint(1 << 32, (), device="cpu")))
+
+
+def _draw_normal(weight: Tensor, std: float, seeds: Iterator[int]) -> None:
+    """Fills a weight from Normal(0, std). On the CPU, where torch draws with one thread, several
+    draw chunks of rows: the same values, however many threads there are."""
+    if weight.device.type != "cpu":
+        weight.normal_(std=std)
+        return
+    rows = max(1, CHUNK * len(weight) // weight.numel())
+
+    @torch.inference_mode()  # a thread has a mode of its own, and this one may write to any tensor
+    def draw(chunk: Tensor, seed: int) -> None:
+        chunk.normal_(std=std, generator=torch.Generator().manual_seed(seed))
+
+    with ThreadPoolExecutor(count_rank_cpus()) as pool:
+        list(pool.map(draw, weight.split(rows), seeds))

@@ -1,6 +1,7 @@
 """Random weights: the same from any number of threads, and module by module, as ranks that share a
 model draw them."""
 
+import itertools
 from typing import Any
 
 import pytest
@@ -47,6 +48,18 @@ def test_any_threads_draw_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> N
     few, many = states
     for key, value in few.items():
         assert torch.equal(value, many[key]), key
-    drawn = torch.cat([x.flatten() for x in few.values() if x.dim() > 1])
-    assert drawn.std().item() == pytest.approx(0.5, rel=0.02)
-    assert len(drawn.unique()) > 0.9 * len(drawn)  # every chunk has numbers of its own
+    values = torch.cat([x.flatten() for x in few.values() if x.dim() > 1])
+    assert values.std().item() == pytest.approx(0.5, rel=0.02)
+    assert len(values.unique()) > 0.9 * len(values)  # every chunk has numbers of its own
+
+
+def test_rows_that_a_rank_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "CHUNK", 100)
+    whole, part = torch.zeros(40, 25), torch.zeros(40, 25)
+    marks = torch.zeros(40, dtype=torch.bool)
+    marks[9:18] = True
+    init._draw_normal(whole, 1.0, itertools.count(7), torch.ones_like(marks))
+    init._draw_normal(part, 1.0, itertools.count(7), marks)
+    assert whole.count_nonzero() == 1000
+    whole[:8] = whole[20:] = 0  # a chunk has four rows
+    assert torch.equal(part, whole)

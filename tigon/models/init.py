@@ -1,6 +1,6 @@
 """Random initialization of weights, as transformers has it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
@@ -24,16 +24,16 @@ def init_weights(model: LanguageModel) -> None:
     names), stored buffers and the padding row are zeros."""
     seeds = _draw_seeds()
     for module in model.modules():
-        _init(module, model, seeds)
+        _init(module, model, seeds, {})
 
 
 @torch.no_grad()
 def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> None:
     """Gives a sharded model the weights that `init_weights` draws for the unsharded one.
 
-    `full_model` is the unsharded model on the meta device. Every rank draws all weights on the
-    CPU, one module after the other, so that memory for one module is enough. 4-bit weights of
-    `model` are quantized from them.
+    `full_model` is the unsharded model on the meta device. Every rank draws on the CPU, one module
+    after the other, so that memory for one module is enough, and only chunks that have rows which
+    it keeps. 4-bit weights of `model` are quantized from them.
     """
     parameters, shard_specs = dict(model.named_parameters()), model.shard_specs
     buffers, seeds = stored_buffers(model), _draw_seeds()
@@ -41,8 +41,12 @@ def init_sharded_weights(model: LanguageModel, full_model: LanguageModel) -> Non
     for path, module in full_model.named_modules():
         if not any(True for _ in module.parameters(recurse=False)) and not module_buffers(module):
             continue
+        marks = {}
+        for kind, values in module.named_parameters(recurse=False):
+            if (name := f"{path}.{kind}") in parameters:
+                marks[kind] = _mark_rows(name, parameters[name], shard_specs.get(name), values)
         module.to_empty(device="cpu", recurse=False)
-        _init(module, full_model, seeds)
+        _init(module, full_model, seeds, marks)
         for kind, values in module.named_parameters(recurse=False):
             name = f"{path}.{kind}"
             if (weight := quantized.get(name)) is not None:
@@ -60,11 +64,22 @@ def copy_local(name: str, parameter: Tensor, spec: ShardSpec | None, values: Ten
     """Copies this rank's shard of the values into the parameter."""
     shard = values if spec is None else spec.take(values)
     rows, first = local_rows(name, parameter)
-    rows.copy_(shard.view(-1, *rows.shape[1:])[first : first + len(rows)])
+    rows.copy_(shard[first : first + len(rows)])
 
 
-def _init(module: nn.Module, model: LanguageModel, seeds: Iterator[int]) -> None:
-    """Initializes the parameters of one module, without submodules and a tied head."""
+def _mark_rows(name: str, parameter: Tensor, spec: ShardSpec | None, values: Tensor) -> Tensor:
+    """Marks the rows of the values of which `copy_local` takes any."""
+    every_row = torch.arange(len(values), device="cpu")
+    rows = spec.take(every_row) if spec is not None and spec.dim == 0 else every_row
+    local, first = local_rows(name, parameter)
+    return torch.isin(every_row, rows[first : first + len(local)])
+
+
+def _init(
+    module: nn.Module, model: LanguageModel, seeds: Iterator[int], marks: Mapping[str, Tensor]
+) -> None:
+    """Initializes the parameters of one module, without submodules and a tied head. Of those in
+    `marks` rows without a mark may stay as they are."""
     init: Callable[[], None] | None = getattr(module, "init_weights", None)
     if init is not None:
         init()
@@ -77,7 +92,8 @@ def _init(module: nn.Module, model: LanguageModel, seeds: Iterator[int]) -> None
         elif name in ones:
             nn.init.ones_(p)
         elif not (module is model.lm_head and model.ties_head):
-            _draw_normal(p, model.config.initializer_range, seeds)
+            every_row = torch.ones(len(p), dtype=torch.bool, device="cpu")
+            _draw_normal(p, model.config.initializer_range, seeds, marks.get(name, every_row))
     for buffer in module_buffers(module).values():
         buffer.zero_()
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -93,17 +109,19 @@ def _draw_seeds() -> Iterator[int]:
     yield from count(int(torch.randint(1 << 32, (), device="cpu")))
 
 
-def _draw_normal(weight: Tensor, std: float, seeds: Iterator[int]) -> None:
+def _draw_normal(weight: Tensor, std: float, seeds: Iterator[int], marks: Tensor) -> None:
     """Fills a weight from Normal(0, std). On the CPU, where torch draws with one thread, several
-    draw chunks of rows: the same values, however many threads there are."""
+    draw chunks of rows: the same values, however many threads there are. Chunks without a row in
+    `marks` stay as they are."""
     if weight.device.type != "cpu":
         weight.normal_(std=std)
         return
     rows = max(1, CHUNK * len(weight) // weight.numel())
 
     @torch.inference_mode()  # a thread has a mode of its own, and this one may write to any tensor
-    def draw(chunk: Tensor, seed: int) -> None:
-        chunk.normal_(std=std, generator=torch.Generator().manual_seed(seed))
+    def draw(chunk: Tensor, mark: Tensor, seed: int) -> None:
+        if mark.any():
+            chunk.normal_(std=std, generator=torch.Generator().manual_seed(seed))
 
     with ThreadPoolExecutor(count_rank_cpus()) as pool:
-        list(pool.map(draw, weight.split(rows), seeds))
+        list(pool.map(draw, weight.split(rows), marks.split(rows), seeds))

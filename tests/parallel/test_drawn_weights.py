@@ -3,20 +3,25 @@
 import ctypes
 import gc
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.parallel.test_load_memory import CONFIG
 from tests.support.small import EXPERTS, write_model
 from tests.train.conftest import workspace
 from tests.train.ranks import Ranks, train_on
+from tigon import Qwen3Moe
+from tigon.models import init
 from tigon.train import load, main, start
 from tigon.train.config import Parallel
 from tigon.train.distributed import local
 from tigon.train.model import build_model
+from tigon.weights import local_rows
 
 __all__ = ["workspace"]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -39,6 +44,39 @@ def test_any_ranks_begin_with_the_same_weights(workspace: Any) -> None:
         for key in ("loss", "grad_norm"):
             one, four = (workspace.metrics(f"{name}-{ways}", key) for ways in ("one", "four"))
             assert len(one) == 2 and four == pytest.approx(one, rel=1e-5), (name, key)
+
+
+def compare_shards(settings: list[str], parallel: dict[str, int]) -> None:
+    """Asserts that this rank has its part of what one process draws, and draws not much more."""
+    init.CHUNK, draw_normal, marked, rows = 256, init._draw_normal, 0, 0
+
+    def count_rows(weight: Tensor, std: float, seeds: Iterator[int], marks: Tensor) -> None:
+        nonlocal marked, rows
+        marked, rows = marked + int(marks.sum()), rows + len(marks)
+        draw_normal(weight, std, seeds, marks)
+
+    config = load(None, settings)
+    torch.manual_seed(config.seed)
+    values = json.loads(Path(config.init).read_text())
+    whole = dict(Qwen3Moe.from_config(values, device="cpu").named_parameters())
+    init._draw_normal = count_rows
+    with start("cpu", parallel=Parallel(**parallel)) as world:
+        model = build_model(config, world)
+        for name, parameter in model.named_parameters():
+            memory, first = local_rows(name, parameter)
+            spec = model.shard_specs.get(name)
+            shard = whole[name] if spec is None else spec.take(whole[name])
+            assert torch.equal(memory, shard[first : first + len(memory)]), name
+        assert 0.2 < marked / rows < (0.3 if parallel == {"fsdp": 4} else 0.6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"fsdp": 4}, {"tensor": 2, "expert": 4}], ids=str)
+def test_each_rank_draws_its_part(workspace: Any, parallel: dict[str, int]) -> None:
+    base = write_model(workspace.root / f"parts-{len(parallel)}", **EXPERTS | {"num_experts": 8})
+    ends = {"init": base / "config.json", "tokenizer": base, "model": "", "dtype": "float32"}
+    settings = workspace.settings("parts", **ends, batch_size=8, micro_batch_size=1)
+    Ranks(4, compare_shards, settings, parallel).finish()
 
 
 def peaks(directory: str, large: list[str], small: list[str], parallel: dict[str, int]) -> None:

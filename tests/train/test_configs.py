@@ -51,7 +51,7 @@ LOSSES = {  # between which the first two are
     "dpo": (0.69, 0.7),  # log 2 at first
     "kto": (0.49, 0.51),  # a half at first
     "orpo": (4, 8),
-    "reward": (0.4, 1),
+    "reward": (0.3, 1.5),  # log 2 at a margin of 0
     "grpo": (-2, 2),
     "distill": (0.5, 2),
 }

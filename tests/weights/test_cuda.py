@@ -64,7 +64,7 @@ def test_a_load_uses_what_was_pinned_ahead(tmp_path: Path, monkeypatch: pytest.M
     def blocks() -> int:
         return torch.cuda.host_memory_stats()["num_host_alloc"]
 
-    monkeypatch.setattr(load, "_threads", lambda: 2)
+    monkeypatch.setattr(load, "count_rank_cpus", lambda: 2)
     torch.cuda.synchronize()
     torch._C._host_emptyCache()
     begun, until = blocks(), time.monotonic() + 60

@@ -99,7 +99,7 @@ def test_no_buffer_is_filled_before_it_was_copied(
     checkpoint = Checkpoint.open(Repository(tmp_path))
     layout = {n: (TensorSlice.whole(n, shape),) for n, shape in shapes.items()}
     parameters = {n: on_gpu(*shape, dtype=dtype) for n, shape in shapes.items()}
-    monkeypatch.setattr(load, "_threads", lambda: 3)
+    monkeypatch.setattr(load, "count_rank_cpus", lambda: 3)
     load_into(parameters, layout, checkpoint)
     assert 1 <= len(Stream.made) <= 3  # a thread may find that nothing is left
     assert sum(len(stream.queued) for stream in Stream.made) >= 34000 // size
@@ -124,7 +124,7 @@ def test_a_failing_read_waits_for_what_is_on_its_way(
 
     monkeypatch.setattr(os, "close", closing)
     out: dict[str, Any] = {"w": on_gpu(300, 50, dtype=torch.float32)}
-    monkeypatch.setattr(load, "_threads", lambda: 1)
+    monkeypatch.setattr(load, "count_rank_cpus", lambda: 1)
     with pytest.raises(ValueError, match="ended at byte 30000"):
         load_into(out, {"w": (TensorSlice.whole("w", (300, 50)),)}, checkpoint)
     (stream,) = Stream.made
@@ -142,7 +142,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch, gpu: None) -> Iterator[list[Any]]:
         return buffer
 
     monkeypatch.setattr(load, "pinned_buffer", one)
-    monkeypatch.setattr(load, "_threads", lambda: 3)
+    monkeypatch.setattr(load, "count_rank_cpus", lambda: 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     yield found
     assert all(not thread.is_alive() and ref() is None for _, thread, ref in found)

@@ -155,7 +155,7 @@ def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         empty(3000, 1000, dtype=torch.bfloat16),
         {"w": (TensorSlice.whole("w", (3000, 1000)),)},
     )
-    monkeypatch.setattr(load, "_threads", lambda: 8)
+    monkeypatch.setattr(load, "count_rank_cpus", lambda: 8)
     monkeypatch.setattr(read.torch, "empty", counted)
     load_into({"w": out}, layout, checkpoint, staging_bytes=2 << 20)
     monkeypatch.undo()

@@ -55,6 +55,11 @@ def count_cpus() -> int:
     return len(count(0)) if count else os.cpu_count() or 1
 
 
+def count_rank_cpus() -> int:
+    """Counts the CPUs of this process, shared with the ranks of its host; at least 1."""
+    return max(1, count_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def _cgroup_limit() -> int:
     """Returns the bytes that this process's control group may have; UNKNOWN without a limit."""
     with suppress(OSError, ValueError):  # there is none, or it is the word max

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from tigon.utils.json import escape
-from tigon.utils.memory import count_cpus
+from tigon.utils.memory import count_rank_cpus
 from tigon.weights.checkpoint import Checkpoint
 from tigon.weights.decoded import DecodedTensor
 from tigon.weights.entries import WriterGroup
@@ -310,13 +310,8 @@ def prepin_staging(device: torch.device, staging_bytes: int = STAGING_BYTES) -> 
 
 def _shares(staging_bytes: int) -> tuple[int, int]:
     """The number of reading threads, and the bytes of each thread's buffers."""
-    workers = min(_threads(), max(1, staging_bytes // LEAST_SHARE))
+    workers = min(THREADS, count_rank_cpus(), max(1, staging_bytes // LEAST_SHARE))
     return workers, min(SHARE, staging_bytes // workers)
-
-
-def _threads() -> int:
-    """The number of threads: this process's CPUs, shared with the ranks of its host."""
-    return max(1, min(THREADS, count_cpus() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _read_all(spans: Sequence[ReadSpan | DecodedSpan], workers: int, staging: int) -> None:

@@ -10,8 +10,7 @@ products of training, which is higher.
 
     python -m bench fp8_curves   # some five minutes
 
-What a task loses: `python -m bench recipes --set fp8=true --out bench/out/recipes-fp8.json`,
-beside the record without it.
+What a task loses is in bench/fp8_recipes.py.
 """
 
 import gc

@@ -26,6 +26,7 @@ from bench import (
     evaluation,
     fp8,
     fp8_curves,
+    fp8_recipes,
     gated_delta,
     generate,
     generate_families,
@@ -58,7 +59,7 @@ BENCHES = (kernels, moe, attention, padding, generate, cpu, compare, train_step)
 BENCHES += (train_curves, preference, distillation, recipes, checkpoint, parallel, adapters)
 BENCHES += (generate_multi, one_shot_sum, long_sums, estimates, trainer, optimizers, scaling)
 BENCHES += (gated_delta, neighbours, serve, evaluation, generate_families, choices, epilogues)
-BENCHES += (fp8, fp8_curves, cost_curves, end_to_end, killed_run)
+BENCHES += (fp8, fp8_curves, fp8_recipes, cost_curves, end_to_end, killed_run)
 
 
 def test_families_go_on_where_they_were_cut_off(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -22,6 +22,7 @@ from bench import (
     distillation_side,
     end_to_end,
     fp8_curves,
+    fp8_recipes,
     padding,
     preference,
     preference_side,
@@ -82,6 +83,11 @@ def tiny_preference(patch: Patch, root: Path) -> list[str]:
     patch.setattr(preference_side, "ways", lambda _, best=None: [way] * (not best))
     patch.setattr(processes, "spawn", in_process(patch, preference_side))
     return ["--tiny"]
+
+
+def tiny_fp8_recipes(patch: Patch, root: Path) -> list[str]:
+    given = tiny_recipes(patch, root)
+    return [x.replace("float32", "bfloat16") for x in given]
 
 
 def tiny_distillation(patch: Patch, root: Path) -> list[str]:
@@ -184,6 +190,16 @@ def check_recipes(record: Record) -> None:
         assert row["steps"] == 2 and row["last"]["eval_loss"] < row["first"]["eval_loss"]
 
 
+def check_fp8_recipes(record: Record) -> None:
+    assert list(record["runs"]) == list(fp8_recipes.RUNS)
+    for task in fp8_recipes.TASKS:
+        known, own = (fp8_recipes.shares(record, task, kind) for kind in fp8_recipes.SETTINGS)
+        assert len(own) == len(known) == len(fp8_recipes.SEEDS)
+    losses = [run["sft"]["eval_loss"] for run in record["runs"].values()]
+    assert len(set(losses)) == len(losses)
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
 def check_curves(record: Record) -> None:
     curves = record["curves"]
     assert list(curves) == list(train_curves.SIDES)
@@ -232,6 +248,7 @@ RUNS: Runs = {
     preference: (tiny_preference, check_preference),
     distillation: (tiny_distillation, check_distillation),
     fp8_curves: (pass_tiny, check_fp8_curves),
+    fp8_recipes: (tiny_fp8_recipes, check_fp8_recipes),
     recipes: (tiny_recipes, check_recipes),
     train_curves: (pass_tiny, check_curves),
     cost_curves: (tiny_cost_curves, check_cost_curves),

@@ -9,9 +9,10 @@ higher; a peer's may be, as torch's AdamW rounds small updates of bf16 weights a
 at random. Files are in the page cache and Python's bytecode is compiled beforehand; caches of
 compiled kernels and of data are empty for each side.
 
-A side that the record has at this commit, with as many steps, is not measured again: a run that is
-cut off goes on with the same command. So a record may have sides of several commits, and each row
-of the table names its own.
+Sides take turns, and of several rounds the one with the median time counts. A round that the record
+has at this commit, with as many steps, is not measured again: a run that is cut off goes on with
+the same command. So a record may have sides of several commits, and each row of the table names its
+own.
 
     python -m bench end_to_end --only "1B full" --steps 60
     python -m bench end_to_end --tiny            # tiny models on the CPU
@@ -171,18 +172,28 @@ def read_progress(last: Record, wall: float) -> Record:
     return {"phases": phases, "steps": last["steps"]}
 
 
-def missing(job: Job, case: str, side: str) -> bool:
-    known = job.record["cases"].get(case, {}).get(side)
-    if known is None or "error" in known or job.options.again:
-        return True
-    same = (job.record["commit"], job.options.steps)
-    return (known["commit"], known["asked"]) != same
+def rounds_of(job: Job, case: str, side: str) -> list[Record]:
+    """The rounds of a side at this commit and with as many steps, but for those that failed."""
+    known = job.record["cases"].get(case, {}).get(side, {})
+    same = {"commit": job.record["commit"], "asked": job.options.steps}
+    rounds = [known, *known.get("others", ())]
+    return [of for of in rounds if "error" not in of and same.items() <= of.items()]
+
+
+def middle(rounds: list[Record]) -> Record:
+    """The round with the median time, with the others beside it; the last one if it failed."""
+    known = [{k: v for k, v in found.items() if k != "others"} for found in rounds]
+    if "error" not in known[-1]:
+        known.sort(key=lambda found: found["wall"])
+    found = known.pop(-1 if "error" in known[-1] else len(known) // 2)
+    return found | ({"others": known} if known else {})
 
 
 def measure(job: Job, root: Path) -> None:
+    asked, rounds = job.options.sides.split(";"), job.options.rounds
     for name in job.only:
-        sides = [side for side in job.options.sides.split(";") if missing(job, name, side)]
-        if not sides:
+        done = {side: 0 if job.options.again else len(rounds_of(job, name, side)) for side in asked}
+        if min(done.values()) >= rounds:
             progress(f"{name}: is measured")
             continue
         with ThreadPoolExecutor() as pool:
@@ -190,10 +201,11 @@ def measure(job: Job, root: Path) -> None:
             write_files(job, root, CASES[name])
             imports.result()
         job.add()  # the GPU's memory goes back
-        for side in sides:
-            progress(f"{name}: {side}")
+        for number, side in ((n, side) for n in range(rounds) for side in asked if done[side] <= n):
+            progress(f"{name}: {side}, round {number + 1} of {rounds}")
+            known = rounds_of(job, name, side)[:number]
             found = run_side(job, root, name, side)
-            job.record["cases"].setdefault(name, {})[side] = found
+            job.record["cases"].setdefault(name, {})[side] = middle([*known, found])
             job.add()
             print(markdown(HEAD, [row(name, side, found)]), flush=True)
 
@@ -237,7 +249,10 @@ def row(case: str, side: str, found: Record) -> list[str]:
         return [*names, harness.failure(found) + "".join(came)]
     parts = seconds_of(found)
     cells = [f"{speed(found):,.0f}", figure(peak(found)), figure(found["first_step"])]
-    return [*names, *cells, figure(found["wall"]), *(figure(parts[p]) for p in PARTS)]
+    walls, wall = [of["wall"] for of in (found, *found.get("others", ()))], figure(found["wall"])
+    if len(walls) > 1:
+        wall += f" ({figure(min(walls))} to {figure(max(walls))} in {len(walls)} rounds)"
+    return [*names, *cells, wall, *(figure(parts[p]) for p in PARTS)]
 
 
 def best_peer(sides: Record) -> Record | None:
@@ -348,6 +363,7 @@ OPTIONS = (
     ("--steps", {"type": int, "default": 200, "help": "optimizer steps of a side"}),
     ("--limit", {"type": float, "help": "seconds that a side may take; default: by its steps"}),
     ("--root", {"type": Path, "default": Path(tempfile.gettempdir(), "end_to_end")}),
+    ("--rounds", {"type": int, "default": 3, "help": "of a side; they take turns"}),
     ("--again", {"action": "store_true", "help": "measure what the record has"}),
 )
 BENCH = Bench(

@@ -1,6 +1,7 @@
 """Whether a target is met: judged by the best peer, of one record, with digits enough."""
 
 import re
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -43,6 +44,28 @@ def test_ends_beside_the_best_peer() -> None:
     assert len(end_to_end.verdicts("8B LoRA", sides)) == 3
     sides[end_to_end.OURS]["eval_loss"] = 9.5
     assert end_to_end.verdicts("8B LoRA", sides)[3].startswith("WRONG")
+
+
+def test_ends_have_the_median_of_rounds() -> None:
+    phases = dict.fromkeys(end_to_end_side.PHASES, 1.0)
+    side = {"tokens": 60, "allocated_gib": 1.0, "first_step": 1.0, "phases": phases, "gaps": []}
+    job: Any = SimpleNamespace(
+        options=SimpleNamespace(steps=4), record={"commit": "a", "cases": {}}
+    )
+    sides = job.record["cases"].setdefault("1B full", {})
+    for wall in (20.0, 12.0, 15.0):
+        known = end_to_end.rounds_of(job, "1B full", "TRL")
+        found = side | {"wall": wall, "commit": "a", "asked": 4}
+        sides["TRL"] = end_to_end.middle([*known, found])
+    assert len(end_to_end.rounds_of(job, "1B full", "TRL")) == 3
+    row = end_to_end.row("1B full", "TRL", sides["TRL"])
+    assert row[3] == "4" and row[6] == "15.0 (12.0 to 20.0 in 3 rounds)"
+    late = {"error": "not done", "commit": "a", "asked": 4}
+    sides["TRL"] = end_to_end.middle([*end_to_end.rounds_of(job, "1B full", "TRL"), late])
+    assert end_to_end.row("1B full", "TRL", sides["TRL"])[3] == "not done"
+    assert len(end_to_end.rounds_of(job, "1B full", "TRL")) == 3
+    job.record["commit"] = "b"
+    assert end_to_end.rounds_of(job, "1B full", "TRL") == []
 
 
 def test_ends_say_what_their_rows_are_of() -> None:

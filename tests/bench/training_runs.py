@@ -211,7 +211,18 @@ def check_curves(record: Record) -> None:
 
 def tiny_end_to_end(_: Patch, path: Path) -> list[str]:
     sides = f"{end_to_end.OURS};{end_to_end.TRL}"
-    more = ["--only", "1B LoRA", "--sides", sides, "--steps", "3", "--root", str(path)]
+    more = [
+        "--only",
+        "1B LoRA",
+        "--sides",
+        sides,
+        "--steps",
+        "3",
+        "--rounds",
+        "1",
+        "--root",
+        str(path),
+    ]
     return ["--tiny", *more]
 
 

@@ -44,7 +44,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "dropout": {"lora.dropout": 0.3},
     "reward": {"task": "reward", "data": "reward.jsonl", "eval_data": "[]"},
 }
-LEARNS = {"lora": 0.15, "dora": 0.15, "ends": 0.1, "ends-dora": 0.1, "experts": 0.04, "nf4": 0.1}
 IDS = torch.arange(3, 40)[None]
 Make = Callable[..., list[str]]
 
@@ -58,7 +57,8 @@ def settings(workspace: Workspace) -> Make:
     preferences.write(workspace.root / "reward.jsonl", rows)
 
     def make(kind: str, run: str, **changes: Any) -> list[str]:
-        given = {"eval_data": workspace.held_out} | SETTINGS | KINDS[kind] | changes
+        evaluates = {"eval_data": workspace.held_out, "eval_every": 4}
+        given = evaluates | SETTINGS | KINDS[kind] | changes
         given |= {k: workspace.root / given[k] for k in ("model", "data") if k in KINDS[kind]}
         if not (workspace.root / kind).exists() and run != kind:
             main(make(kind, kind))
@@ -75,8 +75,9 @@ def test_it_learns_and_checkpoints_have_the_adapter_alone(workspace, settings, k
     assert said is not None
     total, frozen = (int(number.replace(",", "")) for number in said.groups())
     assert total - frozen == sum(t.numel() for t in stored.values())
-    losses = workspace.metrics(kind, "loss")
-    assert losses[-1] < losses[0] - LEARNS.get(kind, 0)
+    # Of the same rows before and after; pairs have no held-out ones here
+    losses = workspace.metrics(kind, "loss" if kind == "reward" else "eval_loss")
+    assert losses[-1] < losses[0] - 0.05
     for name in (*stored, *tensors(step(workspace, kind, 4), "optimizer")):
         assert ".lora_" in name or ".modules_to_save." in name or "magnitude" in name, name
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in stored}

@@ -211,8 +211,8 @@ def check_curves(record: Record) -> None:
 
 def tiny_end_to_end(_: Patch, path: Path) -> list[str]:
     sides = f"{end_to_end.OURS};{end_to_end.TRL}"
-    more = ["--only", "1B LoRA", "--sides", sides, "--root", str(path)]
-    return ["--tiny", *"--steps 3 --rounds 1".split(), *more]
+    more = ["--steps", "3", "--rounds", "1", "--root", str(path)]
+    return ["--tiny", "--only", "1B LoRA", "--sides", sides, *more]
 
 
 def check_end_to_end(record: Record) -> None:

@@ -120,15 +120,16 @@ def test_several_choices(server: Server, tokenizer: Tokenizer) -> None:
     assert one["choices"][0]["text"] == texts[0]
 
 
-def written(server: Server, count: int = 60) -> str:
+WRITTEN = {"prompt": "the model", "max_tokens": 60, "temperature": 1.0, "seed": 9, "top_k": 0}
+
+
+def written(server: Server) -> str:
     """A text with characters of several bytes and broken ones."""
-    body = {"prompt": "the model", "max_tokens": count, "temperature": 1.0, "seed": 8, "top_k": 0}
-    return server.post(TEXT, **body)["choices"][0]["text"]
+    return server.post(TEXT, **WRITTEN)["choices"][0]["text"]
 
 
 def test_stop_strings_never_show(server: Server) -> None:
-    body = {"prompt": "the model", "max_tokens": 60, "temperature": 1.0, "seed": 8, "top_k": 0}
-    text = written(server)
+    text, body = written(server), WRITTEN
     assert len(text) > 20
     for start in range(3, 17, 3):
         stop = text[start : start + 4]

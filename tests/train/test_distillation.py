@@ -158,7 +158,8 @@ def test_a_teacher_with_nan_is_named(workspace, tmp_path, value):
 def test_teacher_rows_without_a_token_are_left_out(workspace, tmp_path, tied):
     """As if transformers had cut them off, on one rank and on two that divide the vocabulary."""
     transformers = pytest.importorskip("transformers")
-    larger = write_model(tmp_path / "larger", vocab_size=400, tie_word_embeddings=tied)
+    changes = {"vocab_size": 400, "tie_word_embeddings": tied, "initializer_range": 0.2}
+    larger = write_model(tmp_path / "larger", **changes)
     cut = transformers.AutoModelForCausalLM.from_pretrained(larger)
     cut.resize_token_embeddings(321)
     cut.save_pretrained(tmp_path / "cut")
@@ -170,7 +171,7 @@ def test_teacher_rows_without_a_token_are_left_out(workspace, tmp_path, tied):
     train_on(2, workspace.settings(names[2], **same, teacher=larger, **{"parallel.tensor": 2}))
     for key in ("loss", "kl", "grad_norm"):
         expected, alone, divided = (workspace.metrics(name, key) for name in names)
-        assert len(expected) == 2 and alone == expected
+        assert len(expected) == 2 and alone == expected and min(expected) > 0.01
         assert divided == pytest.approx(expected, rel=1e-4)
 
 

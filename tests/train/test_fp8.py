@@ -29,7 +29,7 @@ def test_thirty_steps_reach_the_loss_of_bf16(workspace):
     expected, found = (workspace.metrics(run, "loss") for run in ("bf16", "fp8"))
     assert len(found) == 30 and found != expected
     assert mean(expected[-5:]) < 0.8 * expected[0]  # it has learned
-    assert mean(found[-5:]) == pytest.approx(mean(expected[-5:]), rel=0.01)
+    assert mean(found[-5:]) == pytest.approx(mean(expected[-5:]), rel=0.02)
 
 
 def test_ranks_and_recomputed_blocks_match(workspace):

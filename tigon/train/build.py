@@ -40,7 +40,7 @@ from tigon.train.model import (
     read_model_config,
     sampled_digest,
 )
-from tigon.train.notes import find_layers_without_fp8, find_slow_attention, find_unused_settings
+from tigon.train.notes import find_slow_attention, find_unused_settings, find_wide_layers
 from tigon.train.optim import (
     Ema,
     InBackward,
@@ -302,7 +302,7 @@ def describe_run(
         yield str(inputs.choice)
     yield from (f"note: {text}" for text in find_slow_attention(config, model))
     yield from (f"note: {text}" for text in find_unused_settings(config, steps, device))
-    yield from (f"note: {text}" for text in find_layers_without_fp8(config, model))
+    yield from (f"note: {text}" for text in find_wide_layers(config, model))
 
 
 def build_run(

@@ -9,7 +9,7 @@ import torch
 from huggingface_hub import get_token
 
 from tigon.kernels.attention.backends import missed_speed
-from tigon.layers import SoftmaxAttention
+from tigon.layers import Experts, SoftmaxAttention
 from tigon.models import CausalLM
 from tigon.train.config import Config
 from tigon.train.model import compute_dtype, match_fp8_except, named_projections
@@ -76,16 +76,24 @@ def find_slow_attention(config: Config, model: CausalLM) -> list[str]:
     return [] if missed is None else [f"attention=auto: {missed}"]
 
 
-def find_layers_without_fp8(config: Config, model: CausalLM) -> list[str]:
-    """Returns a note that names the projections whose sizes fp8 does not support, if any."""
+def find_wide_layers(config: Config, model: CausalLM) -> list[str]:
+    """Returns notes on the projections that keep their 16 bits with fp8, or with a base in fewer
+    bits: experts, and for fp8 those of sizes that it does not support."""
+    quantize = None if config.lora is None else config.lora.quantize
+    notes = []
+    if any(isinstance(module, Experts) for module in model.modules()):
+        given = {"fp8=true": config.fp8, f"lora.quantize={quantize}": quantize}
+        notes += [f"{name} leaves the experts in 16 bits" for name, value in given.items() if value]
     if not config.fp8:
-        return []
+        return notes
     excluded = match_fp8_except(config, model)
     names = [
         name for name, layer in named_projections(model) if not layer.fp8 and name not in excluded
     ]
-    if not names:
-        return []
-    listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    sizes = "parts with sizes" if model.shard_specs else "sizes"
-    return [f"fp8=true leaves in bfloat16 what has {sizes} that 16 does not divide: {listed}"]
+    if names:
+        listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        sizes = "parts with sizes" if model.shard_specs else "sizes"
+        notes.append(
+            f"fp8=true leaves in bfloat16 what has {sizes} that 16 does not divide: {listed}"
+        )
+    return notes

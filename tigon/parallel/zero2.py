@@ -22,6 +22,7 @@ is copied:
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -184,13 +185,11 @@ class Zero2:
             for weight in group.weights:
                 weight.whole.requires_grad_(weight.rows.requires_grad)
                 weight.register(weight.whole)
-            # The garbage collector sees no cycle through hooks on gradients: weak references
-            zero, its = weakref.proxy(self), weakref.proxy(group)
             for weight in set(group.trained) - self.hooked:
                 self.hooked.add(weight)
-                weight.whole.register_post_accumulate_grad_hook(
-                    lambda whole, zero=zero, group=its: zero._accumulated(group, whole)
-                )
+                # The garbage collector sees no cycle through a hook on gradients: it has proxies
+                hook = partial(Zero2._accumulated, weakref.proxy(self), weakref.proxy(group))
+                weight.whole.register_post_accumulate_grad_hook(hook)
 
     def _begin(self) -> None:
         """Gathers weights before a forward pass of the model; RuntimeError if a backward failed."""

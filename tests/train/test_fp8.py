@@ -11,7 +11,7 @@ from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on
 from tigon.train import load, main
 from tigon.train.model import apply_model_settings, check_fp8, named_projections
-from tigon.train.notes import find_wide_layers
+from tigon.train.notes import find_unquantized_layers
 
 BF16 = {"dtype": "bfloat16"}
 CPU = torch.device("cpu")
@@ -71,23 +71,23 @@ def test_which_layers():
     others = [m for m in model.modules() if getattr(m, "fp8", False)]
     assert len(others) == len(names)
     experts = "leaves the experts in 16 bits"
-    assert find_wide_layers(settings(), model) == [f"fp8=true {experts}"]
+    assert find_unquantized_layers(settings(), model) == [f"fp8=true {experts}"]
     adapter = settings(fp8="false", **{"lora.rank": 4, "lora.quantize": "nf4"})
-    assert find_wide_layers(adapter, model) == [f"lora.quantize=nf4 {experts}"]
+    assert find_unquantized_layers(adapter, model) == [f"lora.quantize=nf4 {experts}"]
 
     some = settings(fp8_except='["model.layers.0.*", "down_proj", "*shared_expert*"]')
     model = apply_model_settings(model, some)
     assert [n for n, layer in named_projections(model) if layer.fp8] == names[4:6]
-    assert find_wide_layers(some, model) == [f"fp8=true {experts}"]
+    assert find_unquantized_layers(some, model) == [f"fp8=true {experts}"]
     with pytest.raises(ValueError, match=r"fp8_except='q_proj' matches no projection.*qkv_proj"):
         apply_model_settings(model, settings(fp8_except='["o_proj", "q_proj"]'))
 
     odd = apply_model_settings(small("llama", intermediate_size=40), settings())
-    assert find_wide_layers(settings(), odd) == [
+    assert find_unquantized_layers(settings(), odd) == [
         "fp8=true leaves in bfloat16 what has sizes that 16 does not divide: "
         "model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj"
     ]
-    assert find_wide_layers(settings(fp8="false"), odd) == []
+    assert find_unquantized_layers(settings(fp8="false"), odd) == []
 
 
 def test_bf16_evaluation_and_frozen_weights():

@@ -120,9 +120,12 @@ class MicroBatch:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Keeps the memory of all tensors until the stream has done what it was given so far."""
-        self._map_tensors(lambda tensor: tensor.record_stream(stream))
+        values = [getattr(self, f.name) for f in fields(self)]
+        for value in values + [v for m in values if isinstance(m, Mapping) for v in m.values()]:
+            if isinstance(value, Tensor):
+                value.record_stream(stream)
 
-    def _map_tensors(self, change: Callable[[Tensor], Any]) -> Self:
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Copy with `change` applied to every tensor, columns included."""
 
         def changed(value: Any) -> Any:

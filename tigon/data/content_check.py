@@ -21,10 +21,6 @@ _OPENERS = re.compile("|".join(re.escape(opener) for opener, _ in THINKING))
 Message = Mapping[str, Any]
 
 
-class BadRow(ValueError):
-    """A row that cannot be read or encoded, in a source whose first row can."""
-
-
 class EmptyAnswer(ValueError):
     """An answer without content, reasoning or tool calls."""
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike
 
-from tigon.data.content_check import BadRow, EmptyAnswer
+from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import Format, Row
 from tigon.data.sources import MAX_ROW_CHARS, Block, Source, measure
 from tigon.utils.json import escape
@@ -197,6 +197,10 @@ class Examples:
 def format_count(number: int, noun: str) -> str:
     """Writes a number with its noun, such as "1 row" or "2,000 rows"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+class BadRow(ValueError):
+    """A row that cannot be read or encoded, in a source whose first row can."""
 
 
 class Encoder:

@@ -25,8 +25,7 @@ from typing import Any
 import numpy as np
 
 from tigon.data.cache import cache_root, disk_errors, make_directory, train_extra
-from tigon.data.content_check import BadRow
-from tigon.data.examples import Encoder, EncodingReport, Examples, collect
+from tigon.data.examples import BadRow, Encoder, EncodingReport, Examples, collect
 from tigon.data.sources import Source
 from tigon.utils.memory import count_cpus
 from tigon.utils.paths import write_text

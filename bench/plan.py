@@ -32,7 +32,7 @@ from bench.cost_points import POINTS, SIZES, Point
 from bench.harness import RESULTS, Record, figure, markdown, save, write_docs
 from bench.layouts import EXPERTS, LLAMA_8B
 from bench.layouts_side import TIGON
-from bench.plan_scenarios import SCENARIOS, planned, scenario
+from bench.plan_scenarios import GPU, SCENARIOS, planned, scenario
 from bench.train_cases import CASES, MODELS, OURS, settings
 from tigon.models import MODELS as FAMILIES
 from tigon.plan import Constants, Job, Layout, Shapes, estimate_memory, find_gpu
@@ -40,7 +40,7 @@ from tigon.plan.cost import BF16, Step, delta_operations, estimate_step
 from tigon.plan.gpu import CONSTANTS
 from tigon.train import load
 
-GPU, OTHER = "h200", "h100"  # fitted to; by its data sheet
+OTHER = "h100"  # its constants are by its data sheet
 MACHINES = {GPU: "nvidia-h200", OTHER: "nvidia-h100-80gb-hbm3"}
 SETTINGS = ["param_dtype=bfloat16", "optimizer=adamw_bf16", "model=none", "run_dir=none"]
 SETTINGS += ["data=none", "task=pretrain", "tokenizer=none"]

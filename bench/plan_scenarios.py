@@ -9,7 +9,7 @@ from tigon.data.examples import format_count
 from tigon.plan import LayoutPlan, make_plan, read_job
 from tigon.plan.report import format_reasons, table_rows
 
-GPU = "h200"  # of all plans
+GPU = "h200"  # that plans are for, and that constants are fitted to
 
 
 def config(dim: int, mlp: int, layers: int, heads: int) -> Record:

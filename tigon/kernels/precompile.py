@@ -102,13 +102,13 @@ def note_launches(jobs: dict[Any, Job], fake: type) -> Iterator[None]:
         return outputs(*arguments)
 
     knobs.jit_cache_hook = note
-    unused = SimpleNamespace(  # a driver that has compiled no kernel yet
+    stub = SimpleNamespace(  # a driver that has compiled no kernel yet
         utils=active.utils,
         get_current_target=lambda: target,
         get_current_device=lambda: NO_DEVICE,
         get_current_stream=lambda device: 0,
     )
-    driver.set_active(unused)
+    driver.set_active(stub)
     try:
         with launch_on_fakes(launch, fake):
             yield

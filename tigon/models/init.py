@@ -92,8 +92,7 @@ def _init(
         elif name in ones:
             nn.init.ones_(p)
         elif not (module is model.lm_head and model.ties_head):
-            every_row = torch.ones(len(p), dtype=torch.bool, device="cpu")
-            _draw_normal(p, model.config.initializer_range, seeds, marks.get(name, every_row))
+            _draw_normal(p, model.config.initializer_range, seeds, marks.get(name))
     for buffer in module_buffers(module).values():
         buffer.zero_()
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
@@ -109,14 +108,16 @@ def _draw_seeds() -> Iterator[int]:
     yield from count(int(torch.randint(1 << 32, (), device="cpu")))
 
 
-def _draw_normal(weight: Tensor, std: float, seeds: Iterator[int], marks: Tensor) -> None:
+def _draw_normal(weight: Tensor, std: float, seeds: Iterator[int], marks: Tensor | None) -> None:
     """Fills a weight from Normal(0, std). On the CPU, where torch draws with one thread, several
     draw chunks of rows: the same values, however many threads there are. Chunks without a row in
-    `marks` stay as they are."""
+    `marks`, if any are given, stay as they are."""
     if weight.device.type != "cpu":
         weight.normal_(std=std)
         return
     rows = max(1, CHUNK * len(weight) // weight.numel())
+    if marks is None:
+        marks = torch.ones(len(weight), dtype=torch.bool, device="cpu")
 
     @torch.inference_mode()  # a thread has a mode of its own, and this one may write to any tensor
     def draw(chunk: Tensor, mark: Tensor, seed: int) -> None:

@@ -26,8 +26,8 @@ from tigon.utils.yaml import parse_yaml
 ALIASES = Path(__file__).with_name("aliases.yaml")  # settings of other trainers
 # Keys by which other trainers' configs choose the class of a group, as in optimizer._component_
 CLASS_KEYS = (
-    *("_component_", "_target_", "enable", "enabled", "mode", "name", "path", "source", "type"),
-)
+    "_component_", "_target_", "enable", "enabled", "mode", "name", "path", "source", "type",
+)  # fmt: skip
 DATA_ENDINGS = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 DATA = ("data", "eval_data")  # settings whose entries may be groups
 _ENTRY = re.compile(r"^(eval_)?data\[\d+\]\.")  # of a name, as in data[0].path

@@ -105,7 +105,7 @@ class GradientBuffers:
         self.write(self.memory if adds else [None] * len(before))
         if self.memory and not adds:  # autograd allocates new gradients: hooks copy them
             for i, (parameter, _, _) in enumerate(self.holders):
-                copy = partial(self._copy_new, i)
+                copy = partial(self._copy_gradient, i)
                 hooks.append(parameter.register_post_accumulate_grad_hook(copy))
         try:
             yield
@@ -124,7 +124,7 @@ class GradientBuffers:
             if buffer is not None:
                 setattr(owner, name, buffer)
 
-    def _copy_new(self, index: int, parameter: Tensor) -> None:
+    def _copy_gradient(self, index: int, parameter: Tensor) -> None:
         """Moves a parameter's new gradient into its buffer."""
         (_, owner, name), buffer = self.holders[index], self.memory[index]
         assert buffer is not None

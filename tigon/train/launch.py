@@ -110,11 +110,11 @@ def refusal(error: Exception) -> str | int:
     """Returns what sys.exit gets for wrong settings: a text on one rank of a host, as a launcher
     gives all the same, and on every rank that was started by hand."""
     record_error(str(error))
-    by_agent = "TORCHELASTIC_RUN_ID" in os.environ
-    if LAUNCHED in os.environ or (by_agent and os.environ.get("LOCAL_RANK", "0") != "0"):
+    elastic = "TORCHELASTIC_RUN_ID" in os.environ
+    if LAUNCHED in os.environ or (elastic and os.environ.get("LOCAL_RANK", "0") != "0"):
         return 1
     rank = os.environ.get("RANK", "0")
-    return f"tigon.train: {'' if by_agent or rank == '0' else f'rank {rank}: '}{error}"
+    return f"tigon.train: {'' if elastic or rank == '0' else f'rank {rank}: '}{error}"
 
 
 def launch(config: Config, plan: int | None = None) -> str | int:
@@ -263,9 +263,9 @@ def summarize(failures: Mapping[int, ProcessFailure]) -> tuple[int, str | None]:
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
         code, time = item[1].exitcode, item[1].timestamp
-        ended_by_agent = code in (-signal.SIGTERM, *STOPPED)
+        ended_elastic = code in (-signal.SIGTERM, *STOPPED)
         # A rank that was killed records nothing, and others may fail of it within the second
-        return ended_by_agent, not (code < 0 and time <= first + 2), time
+        return ended_elastic, not (code < 0 and time <= first + 2), time
 
     rank, failure = min(failures.items(), key=order)
     code, text = failure.exitcode, failure.error_file_data["message"]

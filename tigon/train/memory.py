@@ -44,9 +44,9 @@ CONTEXT, SHARE = 2 * GIB, 0.04
 CUBLAS = 2 * 32 * 2**20
 
 KINDS = (
-    *("parameters", "gradients", "optimizer", "average of weights", "gathered weights"),
-    *("activations", "logits and loss", "communication", "teacher", "reference", "other"),
-)
+    "parameters", "gradients", "optimizer", "average of weights", "gathered weights",
+    "activations", "logits and loss", "communication", "teacher", "reference", "other",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,11 @@ def simulate_step(
             tracker.phase = "activations"
             if sharding_tracker is not None:
                 sharding_tracker.end()
-            for parameter in freed if count == 1 and index < last else ():
-                parameter.grad = None
-                if isinstance(sharding_tracker, ZeRO2Tracker):
-                    sharding_tracker.added.pop(parameter, None)
+            if count == 1 and index < last:  # a graph's second pass is that of the next step
+                for parameter in freed:
+                    parameter.grad = None
+                    if isinstance(sharding_tracker, ZeRO2Tracker):
+                        sharding_tracker.added.pop(parameter, None)
     return ledger
 
 

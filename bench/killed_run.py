@@ -15,7 +15,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -26,7 +25,7 @@ import torch
 from bench import end_to_end_files as files
 from bench import harness
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, verdict
-from bench.processes import end_with_parent, environment
+from bench.processes import environment, python_command
 from tigon.train import checkpoint
 from tigon.train.logging import read_metrics
 
@@ -70,9 +69,8 @@ def command(arguments: list[str], log: Path, seconds: float, killed: Path | None
     end = time.monotonic() + seconds
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tigon", *arguments],
+            python_command("-m", "tigon", *arguments),
             env=environment(), stdout=out, stderr=out, start_new_session=True,
-            preexec_fn=end_with_parent,
         )  # fmt: skip
         try:
             while process.poll() is None and time.monotonic() < end:

@@ -1,8 +1,8 @@
 """A side of a benchmark in a process of its own, or in one for each rank."""
 
-import ctypes
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,7 +17,6 @@ from typing import Any
 
 from bench.harness import ROOT, Job, Record
 
-PDEATHSIG = 1  # of prctl
 GRACE = 5.0  # seconds that ranks have to end after one has failed
 NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": 1}
 
@@ -29,11 +28,16 @@ def environment(tree: Path = ROOT, **more: object) -> dict[str, str]:
     return os.environ | {name: str(value) for name, value in own.items()}
 
 
-def end_with_parent() -> None:
-    """Lets this process be killed when the one that started it ends, however it does: a side that
-    outlives its benchmark takes the GPU's time from the next one."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PDEATHSIG, signal.SIGKILL)
+def python_command(*arguments: str) -> list[str]:
+    """That of a process which Linux kills when the one that started it ends, however it does: a
+    side that outlives its benchmark takes the GPU's time from the next one.
+
+    By a program before Python, as a `preexec_fn` waits forever for a lock that another thread held
+    when the process was forked.
+    """
+    setpriv = shutil.which("setpriv")
+    before = [setpriv, "--pdeathsig", "KILL"] if setpriv else []
+    return [*before, sys.executable, *arguments]
 
 
 def say(kind: str, **found: Any) -> None:
@@ -51,12 +55,11 @@ def lines(
     options = {"env": environment()} | options
     with (log or Path(os.devnull)).open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            python_command(*arguments),
             stdout=file if log else subprocess.PIPE,
             stderr=file if log else None,
             text=True,
             start_new_session=True,
-            preexec_fn=end_with_parent,
             **options,
         )
     timer = Timer(seconds, end, [process])
@@ -124,10 +127,10 @@ def run_ranks(script: Path, gpus: int, root: Path, arguments: list[str], seconds
     out.unlink(missing_ok=True)
     for rank in range(gpus):
         own = shared | ({"RANK": rank, "LOCAL_RANK": rank} if gpus > 1 else {})
-        command = [sys.executable, str(script), str(out), *arguments]
+        command = python_command(str(script), str(out), *arguments)
         with (root / f"rank-{rank}.txt").open("w") as log:
-            given: Any = {"env": environment(**own), "preexec_fn": end_with_parent}
-            ranks.append(subprocess.Popen(command, stdout=log, stderr=log, **given))
+            env = environment(**own)
+            ranks.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
     first = failed(ranks, seconds)
     if first is None and out.exists():
         return json.loads(out.read_text())

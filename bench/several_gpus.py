@@ -24,7 +24,7 @@ import torch
 
 from bench import harness, parallel, scaling
 from bench.harness import RESULTS, ROOT, Record, progress
-from bench.processes import end_with_parent
+from bench.processes import python_command
 
 SUMS, TESTS = "tests/parallel/test_one_shot_sum.py", "tests/gpu/test_tensor_cuda.py"
 FIRST = "bfloat16 or test_tokens or backward or zero or muon"
@@ -59,9 +59,8 @@ def run(arguments: Sequence[str], log: Path, seconds: float) -> int | None:
     """Its exit code; None: it was not at its end after so many seconds."""
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, *arguments], cwd=ROOT, stdout=out, stderr=out,
-            start_new_session=True, preexec_fn=end_with_parent,
-        )  # fmt: skip
+            python_command(*arguments), cwd=ROOT, stdout=out, stderr=out, start_new_session=True
+        )
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:

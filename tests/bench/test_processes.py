@@ -1,5 +1,6 @@
 """Sides that are processes of their own: how they end, and which checkout they import."""
 
+import os
 import subprocess
 import sys
 import time
@@ -29,6 +30,14 @@ def test_sides_that_end_badly_are_recorded(tmp_path: Path) -> None:
     began = time.monotonic()
     assert processes.run_ranks(side, 2, tmp_path, [], 50)["error"] == "AssertionError: no memory"
     assert time.monotonic() - began < 20
+
+
+def test_processes_start_beside_threads() -> None:
+    """No Python runs between fork and exec, where it would wait for what other threads hold."""
+    forks: list[bool] = []
+    os.register_at_fork(after_in_parent=lambda: forks.append(True))
+    assert not list(processes.lines(["-c", ""], 60))
+    assert not forks
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")

@@ -16,7 +16,7 @@ from tigon.models import MODELS, CausalLM, build, load_weights, materialize
 from tigon.models.adapters.adapters import init_adapter
 from tigon.models.adapters.lora import savable_modules
 from tigon.models.config import torch_dtype
-from tigon.models.init import init_sharded_weights
+from tigon.models.init import DRAWS, init_sharded_weights
 from tigon.models.moe import MoEConfig
 from tigon.models.pretrained.load import (
     as_sequence_classifier,
@@ -111,9 +111,9 @@ def read_model_config(config: Config, source: Path | None = None) -> Any:
 
 def base_digest(config: Config) -> str:
     """Returns a digest of samples of the base model's weights, wherever its files are; of `init`
-    one of its config.json and the seed."""
+    one of its config.json, the seed, and the version of what a seed draws."""
     if config.init:
-        return hash_files([_init_path(config)], config.seed)
+        return hash_files([_init_path(config)], config.seed, DRAWS)
     return sampled_digest(config.model, config.revision)
 
 

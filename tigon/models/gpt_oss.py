@@ -20,6 +20,7 @@ class GptOssConfig(MoEConfig, WindowedConfig):
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
+    full_every = 2
     default_theta = 150000.0
     default_rope = {
         "rope_type": "yarn",
@@ -47,9 +48,6 @@ class GptOssConfig(MoEConfig, WindowedConfig):
     attention_bias: bool = True
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
-
-    def slides(self, layer: int) -> bool:
-        return layer % 2 == 0
 
 
 class GptOssBlock(PreNormBlock):

@@ -6,7 +6,7 @@ Paper: arXiv 2508.10925; checked against transformers' modeling_gpt_oss.
 from dataclasses import dataclass
 
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
-from tigon.layers import Attention, SparseMoE
+from tigon.layers import SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
 from tigon.models.decoder import PreNormBlock
@@ -54,9 +54,7 @@ class GptOssBlock(PreNormBlock):
     """A `PreNormBlock` with sinks in attention, and with experts in place of the MLP."""
 
     norm_cast = "after_weight"
-
-    def make_mixer(self, c: GptOssConfig, layer: int) -> Attention:
-        return self.make_attention(c, layer, sinks=True)
+    attention_options = {"sinks": True}
 
     def make_mlp(self, c: GptOssConfig, layer: int) -> SparseMoE:
         act = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 from tests.train.adapters import weights
 from tests.train.checkpoints import assert_equal
+from tigon.settings.load import load
 from tigon.train import main, overlap
 from tigon.train.build import load_tokenizer
-from tigon.train.config_file import load
 from tigon.train.distributed import start
-from tigon.train.tasks import find_task
+from tigon.train.tasks import TASKS
 
 LORA = {"lora.rank": 2, "lora.dropout": 0.2}
 
@@ -144,7 +144,7 @@ def test_processes_end_with_the_run(workspace, monkeypatch):
     monkeypatch.setattr(overlap, "tokenize_entries", lasts)
     monkeypatch.setattr(overlap, "SMALL", 0)
     with start("cpu") as world:
-        task = find_task("sft")(config, world)
+        task = TASKS["sft"](config, world)
         began = time.monotonic()
         with (
             pytest.raises(ValueError, match="stop"),

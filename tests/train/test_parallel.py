@@ -10,8 +10,8 @@ from tests.support.small import write_model
 from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import TORCHRUN, Ranks, train_on
 from tigon.parallel import MeshSizes
+from tigon.settings.config import Parallel, mesh_sizes
 from tigon.train import load, main, prepare, start, train
-from tigon.train.config import Parallel, mesh_sizes
 from tigon.train.model import check_sizes
 
 

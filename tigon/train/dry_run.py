@@ -19,6 +19,13 @@ from tigon.models import CausalLM, materialize
 from tigon.models.pretrained.quantization import count_parameters
 from tigon.parallel import MeshSizes
 from tigon.report import format_duration
+from tigon.settings.config import (
+    Config,
+    check_batch,
+    mesh_sizes,
+    micro_batch_rows,
+    parallel_settings,
+)
 from tigon.train.build import (
     RunInputs,
     TrainingRun,
@@ -27,7 +34,6 @@ from tigon.train.build import (
     read_inputs,
     resolve_parallel,
 )
-from tigon.train.config import Config, check_batch, mesh_sizes, micro_batch_rows, parallel_settings
 from tigon.train.distributed import InputError, World, local
 from tigon.train.launch_meter import PASSES, WARM_UP
 from tigon.train.less_memory import StepMemoryError, first_sentence, within_memory

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from tigon.data import Loader
+from tigon.settings.config import Config, Parallel
 from tigon.tokenizer import chat_template
 from tigon.train import checkpoint
-from tigon.train.config import Config, Parallel
 from tigon.train.distributed import World
 from tigon.train.state import TrainState
 from tigon.weights.files import LockedError, lock_file, remove_leftovers

@@ -69,7 +69,7 @@ def bad_rows(folder: Path) -> Path:
     return path
 
 
-WRONG = [(kind, broken) for kind in ("no such file", "a bad row") for broken in (False, True)]
+WRONG = [(kind, broken) for kind in ("an empty file", "a bad row") for broken in (False, True)]
 
 
 @pytest.mark.parametrize(("kind", "broken"), [*WRONG, ("good", True)])
@@ -84,8 +84,9 @@ def test_errors_are_the_same(workspace, side_by_side, tmp_path, capfd, kind, bro
                 (changes["model"] / file.name).write_bytes(file.read_bytes())
     if kind == "a bad row":
         changes["data"] = bad_rows(tmp_path)
-    elif kind == "no such file":
-        changes["data"] = tmp_path / "absent.jsonl"
+    elif kind == "an empty file":
+        changes["data"] = tmp_path / "empty.jsonl"
+        changes["data"].touch()
     said = {}
     for on in (False, True):
         with pytest.raises(SystemExit) as stop:

@@ -381,6 +381,17 @@ def test_runs_with_graphs_take_more_steps_in_a_dry_run(workspace, monkeypatch, g
     assert counts == [dry_run.STEPS if graphs is None else dry_run.MANY_STEPS]
 
 
+def test_dry_run_says_how_many_steps_are_left(workspace, capsys) -> None:
+    settings = workspace.settings("dry-left", steps=2)
+    main(settings)
+    main(["--dry-run", *settings, "resume=auto"])
+    said = capsys.readouterr().out
+    assert "dry-left is finished: it goes on with more steps, epochs or patience" in said
+    assert "a step, measured: " not in said and "about" not in said
+    main(["--dry-run", *settings, "resume=auto", "steps=5"])
+    assert "\n3 more steps: about " in capsys.readouterr().out
+
+
 def test_dry_run_checks_like_a_run(workspace, tmp_path: Path) -> None:
     for changes, message in (
         ({"data": tmp_path / "none.jsonl"}, "none.jsonl"),

@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from dataclasses import dataclass, fields
+from pathlib import Path
 
 import yaml
 
@@ -70,8 +71,8 @@ def read_command(arguments: list[str]) -> TrainCommand | None:
 
 
 def check_files(config: Config) -> None:
-    """Raises OSError or ValueError for files of data, or a model to start from, that are not here;
-    what is on the hub is not asked for."""
+    """Raises OSError or ValueError for files of data, or a model to start from, that are not here,
+    and for a run_dir of another run; what is on the hub is not asked for."""
     for i, entry in enumerate((*config.data, *config.eval_data)):
         path = entry if isinstance(entry, str) else entry.path
         try:
@@ -82,8 +83,18 @@ def check_files(config: Config) -> None:
                 raise
             advice = "give held-out files, eval_fraction=0.05, or eval_data=[] for none"
             raise FileNotFoundError(f"eval_data: {error}; {advice}") from None
-    if config.model and not config.resume:  # a checkpoint is all that a run needs to go on
-        Repository(config.model, revision=config.revision)
+    if not config.resume:
+        check_new_run(Path(config.run_dir))
+        if config.model:  # a run that goes on needs its checkpoint alone
+            Repository(config.model, revision=config.revision)
+
+
+def check_new_run(path: Path) -> None:
+    """Raises FileExistsError if the directory has a run, which is not to be resumed."""
+    metrics = path / "metrics.jsonl"
+    trained = metrics.exists() and metrics.stat().st_size > 0
+    if trained or any(path.glob("checkpoints/step-*")):
+        raise FileExistsError(f"{path} is not empty: give resume=auto, or another run_dir")
 
 
 def refusal(error: Exception) -> str | int:

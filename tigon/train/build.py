@@ -90,6 +90,11 @@ class RunInputs:
         """Returns the number of optimizer steps of the whole run."""
         return count_steps(self.config, self.data)
 
+    @property
+    def finished(self) -> bool:
+        """Returns whether no step is left: all are done, or the run is out of patience."""
+        return self.start >= self.steps or self.state.is_out_of_patience(self.config.patience)
+
     def check_model(self, model: CausalLM) -> None:
         """Raises ValueError if the data has tokens beyond the model's vocabulary; adds the tokens
         that end a turn to the model's eos_token_id."""

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.train.test_choices import CHOICE, LAYERS, given, outlined
+from tigon.settings.load import load
 from tigon.train import build, dry_run, main, trainer
 from tigon.train.choices import StepChoice, lessen
-from tigon.train.config_file import load
 from tigon.train.distributed import InputError, World
 from tigon.train.less_memory import StepMemoryError, within_memory
 

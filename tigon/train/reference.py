@@ -24,7 +24,7 @@ from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
 from tigon.models import MODELS
 from tigon.models.pretrained.load import read_config
-from tigon.train.config import Config, micro_batch_rows
+from tigon.settings.config import Config, micro_batch_rows
 from tigon.train.distributed import World
 from tigon.train.model import base_digest, compute_dtype, sampled_digest
 from tigon.utils.json import read_json

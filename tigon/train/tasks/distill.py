@@ -18,8 +18,8 @@ from tigon.kernels.loss.terms import KL, CrossEntropy, LossTerm
 from tigon.models import MODELS, Batch, CausalLM
 from tigon.models import CausalLMOutput as Output
 from tigon.models.pretrained.load import read_config
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
-from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import (
     check_frozen,
@@ -45,7 +45,6 @@ class Distill(CrossEntropyTask):
     the metrics of fine-tuning.
     """
 
-    learns = "chats with a teacher, or its stored distributions"
     serves = frozenset(("beta", "teacher", "temperature", "cross_entropy_weight"))
 
     def __init__(self, config: Config, world: World):

@@ -39,7 +39,6 @@ def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any], *, 
     start_time = time.perf_counter()
     progress = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
     if run.choice is not None:  # which may have become smaller since the first step
-        progress |= {"choice": run.choice.facts()}
         progress |= {"config": metadata["config"] | {"micro_batch_size": run.choice.rows}}
     values = run.model, run.optimizer, run.tokenizer, metadata | progress, run.ema
     run.saver.save(step, *values, copy=not last)

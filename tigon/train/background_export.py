@@ -44,7 +44,7 @@ class Exporter(checkpoint.BackgroundWriter):
         options: dict[str, Any] = {"tokenizer": tokenizer, "ranks": WriterGroup()}
         if model.active_adapter is not None:  # in the adapter's dtype
             tensors, describe = prepare_adapter(model, **options)
-            write = write_adapter
+            write: Any = write_adapter
         else:
             tensors, describe = prepare_save(model, dtype=dtype, values=values, **options)
             write = write_model

@@ -166,6 +166,7 @@ def read_inputs(
         tokenizer = load_tokenizer(config, source)
         tokenizer.strftime_now = time
         check_context(config, source)
+        task.digests.update(checkpoint.read_metadata(source).get("digests", {}))
         task.check_frozen_models(tokenizer, source)
         if (reason := set_share_prompts(task, source)) is not None:
             world.log_rank0(f"prompts are computed for each answer: {reason}")

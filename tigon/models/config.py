@@ -36,6 +36,13 @@ _SILENT = """
 """  # the last line is read as rope_parameters and dtype
 SILENT = set(_SILENT.split())
 
+# hidden_act of config.json -> the name of a kernel
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DROPOUT = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 
@@ -225,7 +232,10 @@ class ModelConfig:
     @property
     def mlp_activation(self) -> Activation:
         """The MLPs' activation: `hidden_activation` if the config has it, else `hidden_act`."""
-        return activation(getattr(self, "hidden_activation", self.hidden_act))
+        name = getattr(self, "hidden_activation", self.hidden_act)
+        if name not in ACTIVATIONS:
+            raise ConfigError(f"hidden_act={quote(name)} is not one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
 
     def rotates(self, layer: int) -> bool:
         """Whether the layer has RoPE: here every layer has, and families have other rules."""
@@ -412,18 +422,3 @@ def parse_dtype(dtype: Any) -> torch.dtype:
     if name not in DTYPES:
         raise TypeError(f"dtype must be a floating one ({', '.join(DTYPES)}), not {dtype!r}")
     return getattr(torch, name)
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-
-
-def activation(hidden_act: str) -> Activation:
-    """Maps config.json's `hidden_act` to the name of a kernel, or raises ConfigError."""
-    if hidden_act not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act={quote(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[hidden_act]

@@ -19,7 +19,6 @@ from tigon.layers import QuantizedWeight
 from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
 from tigon.models.config import ConfigError, ModelConfig, parse_dtype, torch_dtype, vocabulary_keys
-from tigon.models.init import init_weights
 from tigon.models.pretrained.gguf import GGUFModel
 from tigon.models.pretrained.match import (
     check_counts,
@@ -429,23 +428,3 @@ def _default_dtype(config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
     plain = (i for i in checkpoint.tensors.values() if not isinstance(i, DecodedTensor))
     floating = (i.dtype for i in plain if i.dtype.is_floating_point)
     return next(floating, torch.float32)
-
-
-def from_config(
-    cls: type[M],
-    config: Mapping[str, Any] | ModelConfig,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> M:
-    """Builds a model with random weights: matrices are drawn from Normal(0, initializer_range),
-    biases and the padding row are zeros, norms are ones."""
-    if not isinstance(config, ModelConfig):
-        config = parse_config(cls, config)
-    if not isinstance(config, cls.config_class):
-        raise ConfigError(f"{cls.__name__} is not for model_type {config.model_type!r}")
-    model = build_on_meta(cls, config, dtype or torch.get_default_dtype())
-    if device.type != "meta":
-        materialize(model, device)
-        init_weights(model)
-    return model

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.examples import join
 from tests.support.small import CHATML, write_tokenizer
 from tigon.data import Entry, Examples, find_sources, read
 from tigon.tokenizer import Tokenizer
@@ -41,6 +42,6 @@ def encode(tmp_path, tokenizer):
         path = tmp_path / "a.jsonl"
         path.write_text("".join(f"{line}\n" for line in lines))
         sources = find_sources(Entry(str(path), columns=columns or {}))
-        return read(sources, pickle.loads(pickle.dumps(encoder)))
+        return join(read(sources, pickle.loads(pickle.dumps(encoder))))
 
     return run

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tests.data.rows import Count, File, Killed, write_rows
+from tests.support.examples import join
 from tigon.data import (
     Examples,
     Loader,
     MicroBatch,
     Mixture,
     Stream,
-    join,
     pack_documents,
     pack_examples,
     tokenize,

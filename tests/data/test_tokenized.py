@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from tests.data.rows import Count, File, Killed, write_rows
+from tests.support.examples import join
 from tests.train.ranks import Ranks
 from tigon.cli import main as tigon
-from tigon.data import Block, Examples, Format, cache, clean_cache, join, tokenize, tokenized
+from tigon.data import Block, Examples, Format, cache, clean_cache, tokenize, tokenized
 from tigon.utils import paths
 from tigon.weights import files
 
@@ -82,7 +83,7 @@ def test_cache_holds_what_encoding_gives(tmp_path, workers, groups):
     ]
     assert np.concatenate([part.targets for part in parts]).tolist() == counts
     assert max(part.highest for part in parts) == expected.tokens.max()
-    assert len({part.identity() for part in parts}) == len(parts) == 6 + 12 + 5
+    assert len({part.key for part in parts}) == len(parts) == 6 + 12 + 5
     assert not parts[0].tokens.flags.owndata  # mapped
 
 
@@ -97,7 +98,7 @@ def test_data_is_tokenized_once_for_its_content(source, tmp_path, root):
     again = tokenize([source], encoder)
     other = tokenize([File(str(moved), Format())], encoder)
     assert encoder.calls == made
-    assert [p.identity() for p in first] == [p.identity() for p in (*again[:1], *other[1:])]
+    assert [p.key for p in first] == [p.key for p in (*again[:1], *other[1:])]
     assert other[0].location(0).startswith(f"{moved}:")
     tokenize([source], Count(option=1))
     assert len(directories(root)) == 2

@@ -65,7 +65,7 @@ def test_lists_are_padded_to_the_longest(tmp_path, monkeypatch, encoder, way, si
     elif way == "cache":
         windows = Mixture([tokenize(files, encoder, workers=0)], size=2)
     else:
-        windows = Mixture([[read([source], encoder) for source in files]], size=2)
+        windows = Mixture([read(files, encoder)], size=2)
     pack = partial(pack_examples, seq_len=4)
     (batch,) = Loader(windows, pack, batch_size=4, micro_batch_size=4).micro_batches(0)
     windows.close()
@@ -86,7 +86,7 @@ def test_other_columns_have_one_shape(tmp_path, encoder):
     """ValueError that names the file, instead of numpy's within training."""
     parts = []
     for source in write_files(tmp_path, (2,), (2,)):
-        examples = read([source], encoder)
+        (examples,) = read([source], encoder)
         other = np.zeros((len(examples.tokens), len(parts) + 1))
         parts.append(replace(examples, per_token={"x": other}))
     with pytest.raises(ValueError, match=r"1.jsonl: values of x have shape \(2,\), .* \(1,\)"):

@@ -13,10 +13,10 @@ from tests.support.small import write_model
 from tests.train.ranks import Ranks
 from tigon.integrations import lm_eval as module
 from tigon.integrations.lm_eval import TigonLM
-from tigon.integrations.ranks import OtherRankError
 from tigon.integrations.tasks import evaluate_tasks, flatten_metrics, load_tasks
 from tigon.train import start
 from tigon.train.distributed import reshard, shard
+from tigon.weights.entries import RankError
 
 NAMES = ["choices,texts,answers"]
 
@@ -88,7 +88,7 @@ def fails(lm: TigonLM, root: Path, rank: int) -> str:
     module.log_likelihoods = broken if rank == 1 else score
     try:
         measure(lm, root)
-    except (ValueError, OtherRankError) as error:
+    except (ValueError, RankError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
@@ -110,6 +110,4 @@ def test_ranks_answer_as_one_process(root: Path, count: int) -> None:
     assert all(rank["stopped"] for rank in ranks)
     errors = [rank["error"] for rank in ranks]
     assert errors[1] == "ValueError: out of luck"
-    assert {*errors[:1], *errors[2:]} == {
-        "OtherRankError: another rank has failed in an evaluation"
-    }
+    assert {*errors[:1], *errors[2:]} == {"RankError: another rank has failed in an evaluation"}

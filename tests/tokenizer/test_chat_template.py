@@ -1,17 +1,14 @@
-import enum
 import json
 import shutil
+import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal, Optional, Union
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
-from transformers.utils import get_json_schema
 
 from tests.tokenizer.chat_templates import TEMPLATES
 from tigon.tokenizer import Tokenizer
-from tigon.tokenizer.tool_schema import tool_schema
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "<é> & 'b'"}}}
 CHATS = {
@@ -58,11 +55,6 @@ OPTIONS = {
 }
 
 
-class Unit(enum.Enum):
-    CELSIUS = "c"
-    FAHRENHEIT = "f"
-
-
 def add(a: int, b: float = 1.5, *, names: list[str] | None = None) -> dict[str, int]:
     """
     Adds two numbers,
@@ -78,29 +70,6 @@ def add(a: int, b: float = 1.5, *, names: list[str] | None = None) -> dict[str, 
         The sum
     """
     return {}
-
-
-def many(
-    a: Union[int, str, None],  # noqa: UP007
-    b: Optional[list[dict[str, float]]],  # noqa: UP045
-    c: Literal["x", "y", 3],
-    d: tuple[int, str],
-    e: Unit,
-    f: list | dict[str, int],
-    g: Any = None,
-) -> "Path":
-    """Many types.
-
-    Args:
-        a: A
-        b: B
-        c: C
-        d: D
-        e: E
-        f: F
-        g: G (choices: ["p ", "q"])
-    """
-    return Path()
 
 
 def outcome(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -128,33 +97,18 @@ def test_text_equals_transformers(byte_level, template, tools, options):
     assert options == "both" or any(text != "an error" for text in texts.values())
 
 
-@pytest.mark.parametrize("function", [add, many])
-def test_tool_schema_equals_transformers(function):
-    # As JSON, because templates write the keys in their order
-    assert json.dumps(tool_schema(function)) == json.dumps(get_json_schema(function))
+def test_a_tool_of_another_type(byte_level):
+    tokenizer = Tokenizer.from_pretrained(byte_level)
+    with pytest.raises(ValueError, match="a tool must be a function or its JSON schema, got 5"):
+        tokenizer.apply_chat_template(CHATS["one"], tools=[5], chat_template="{{ tools }}")
 
 
-@pytest.mark.parametrize(
-    ("doc", "hints", "message"),
-    [
-        (None, {"a": int}, "tool f has no docstring"),
-        ("Does.", {"a": int}, "tool f does not describe a"),
-        ("Does.\n\nArgs:\n    a: A", {}, "argument a of tool f has no type hint"),
-        ("Does.\n\nArgs:\n    a: A", {"a": Path}, "argument a of tool f has type .*Path"),
-    ],
-)
-def test_a_function_that_makes_no_tool(doc, hints, message):
-    def f(a: Any) -> None: ...
-
-    f.__doc__, f.__annotations__ = doc, hints
-    with pytest.raises(ValueError, match=message):
-        tool_schema(f)
-
-
-def test_a_tool_of_another_type():
-    wrong = 5
-    with pytest.raises(ValueError, match="a tool must be a function or its JSON schema"):
-        tool_schema(wrong)
+def test_a_function_as_a_tool_needs_transformers(byte_level, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    with pytest.raises(ImportError, match=r"pip install 'tigon\[transformers\]'"):
+        Tokenizer.from_pretrained(byte_level).apply_chat_template(
+            CHATS["one"], tools=[add], chat_template="{{ tools }}"
+        )
 
 
 @pytest.mark.parametrize(

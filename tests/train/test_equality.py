@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.examples import join
 from tests.support.numbers import relative_error
 from tests.train.layouts import load_weights, train_all, train_once
 from tests.train.ranks import Ranks
 from tests.train.weights import write_weighted
-from tigon.data import join
 from tigon.train import data
 
 STEPS = 10

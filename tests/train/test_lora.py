@@ -19,7 +19,7 @@ from tests.train.ranks import Ranks, train_on
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
 from tigon.models.pretrained.quantization import quantize_model, quantized_layers
-from tigon.train import checkpoint, load, main
+from tigon.train import checkpoint, load, main, model
 from tigon.train.build import read_inputs
 from tigon.train.distributed import start
 from tigon.train.dry_run import estimate_run
@@ -189,6 +189,17 @@ def test_other_weights_under_the_base_s_name(workspace, settings, tmp_path, caps
     assert command(["export", str(source), str(tmp_path / "adapter")]) == 0
     save_file(whole, base / "model.safetensors", {"format": "pt"})
     load_checkpoint(source)
+
+
+def test_a_base_that_its_seed_draws_otherwise(workspace, settings, monkeypatch):
+    drawn = {"init": workspace.model / "config.json", "tokenizer": workspace.model, "model": ""}
+    main(settings("drawn", **drawn, steps=1))
+    again = settings("drawn", **drawn, steps=2, resume="auto")
+    monkeypatch.setattr(model, "DRAWS", 0)
+    with pytest.raises(SystemExit, match=r"config.json has now: put the file back .* that drew"):
+        main(again)
+    monkeypatch.undo()
+    main(again)
 
 
 @pytest.fixture

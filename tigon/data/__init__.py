@@ -4,7 +4,7 @@ from tigon.data.cache import cache_root, clean_cache
 from tigon.data.collate import MicroBatch
 from tigon.data.encode import ChatEncoder, TextEncoder, TopEncoder, read_texts
 from tigon.data.encode_answers import LabelledEncoder, PairEncoder, RewardedEncoder
-from tigon.data.examples import Encoder, EncodingReport, Example, Examples, collect, join, read
+from tigon.data.examples import Encoder, EncodingReport, Example, Examples, collect, read
 from tigon.data.formats import Format
 from tigon.data.loader import Loader
 from tigon.data.mixture import Mixture, Window
@@ -18,6 +18,6 @@ __all__ = [
     "Block", "ChatEncoder", "Encoder", "EncodingReport", "Entry", "Example", "Examples", "Format",
     "LabelledEncoder", "Loader", "MicroBatch", "Mixture", "PackedRows", "PairEncoder",
     "RewardedEncoder", "Source", "Stream", "TextEncoder", "TopEncoder", "Window", "cache_root",
-    "clean_cache", "collect", "find_sources", "join", "pack_documents", "pack_examples", "read",
+    "clean_cache", "collect", "find_sources", "pack_documents", "pack_examples", "read",
     "read_texts", "tokenize",
 ]  # fmt: skip

@@ -3,7 +3,6 @@
 # N tokens, E examples, G groups of examples
 """
 
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -118,7 +117,7 @@ class Examples:
     per_example: Mapping[str, np.ndarray] = field(default_factory=dict)  # [E, ...] each
     groups: np.ndarray | None = None  # int64 [G + 1], offsets into the examples; None: no groups
     report: EncodingReport = EncodingReport()
-    key: str = ""  # of what is in the cache, in place of a checksum
+    key: str = ""  # in the cache; changes with the content
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -140,10 +139,6 @@ class Examples:
         """The highest token, of a teacher's too; -1 without any."""
         columns = [self.tokens, *(self.per_token[n] for n in TOKEN_COLUMNS if n in self.per_token)]
         return max(int(column.max(initial=-1)) for column in columns)
-
-    def identity(self) -> str:
-        """A name that changes with the content: its key in the cache, or `fingerprint`."""
-        return self.key or f"{self.fingerprint():08x}"
 
     def slice_groups(self, start: int, stop: int) -> "Examples":
         """The examples of groups `start` to `stop` - 1, as views; the first has the report."""
@@ -184,14 +179,6 @@ class Examples:
         """The "file:line" of the example that holds token `position`."""
         file, line = self.origin[self.index(np.asarray(position))]
         return f"{self.files[file]}:{line}"
-
-    def fingerprint(self) -> int:
-        """A checksum that changes with any token, value of a column, or group."""
-        value = zlib.crc32(self.tokens.tobytes())
-        for columns in (self.per_token, self.per_example):
-            for name in sorted(columns):
-                value = zlib.crc32(columns[name].tobytes(), value)
-        return value if self.groups is None else zlib.crc32(self.groups.tobytes(), value)
 
 
 def format_count(number: int, noun: str) -> str:
@@ -294,8 +281,9 @@ def _check_size(row: Row | ValueError) -> Row | ValueError:
     return ValueError(f"has {size:,} characters, and {limit}: divide the row, or leave it out")
 
 
-def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
-    """Encodes all rows of the sources in memory; ValueError for a source without any example."""
+def read(sources: Iterable[Source], encoder: Encoder) -> list[Examples]:
+    """Encodes all rows of the sources in memory, one item for each block; ValueError for a source
+    without any example."""
     pieces: list[Examples] = []
     for source in sources:
         opened = encoder.open(source)
@@ -304,38 +292,7 @@ def read(sources: Iterable[Source], encoder: Encoder) -> Examples:
             report = sum((part.report for part in parts), EncodingReport())
             raise ValueError(f"{source.name} {report.explain_empty()}")
         pieces += parts
-    return join(pieces)
-
-
-def join(pieces: Sequence[Examples]) -> Examples:
-    """Concatenate examples; where one lacks a column, fill in the value in FILL_VALUES."""
-    files = tuple(dict.fromkeys(file for piece in pieces for file in piece.files))
-    origins = []
-    for piece in pieces:
-        indices = np.array([files.index(file) for file in piece.files], dtype=np.int32)
-        origins.append(np.stack([indices[piece.origin[:, 0]], piece.origin[:, 1]], axis=1))
-
-    def ends(offsets: Iterable[np.ndarray]) -> np.ndarray:
-        return np.concatenate([[0], np.cumsum(np.concatenate([np.diff(o) for o in offsets]))])
-
-    def columns(kind: str) -> dict[str, np.ndarray]:
-        names = dict.fromkeys(name for piece in pieces for name in getattr(piece, kind))
-        arrays = {name: [piece.column(kind, name) for piece in pieces] for name in names}
-        return {name: np.concatenate(pad_columns(name, values)) for name, values in arrays.items()}
-
-    grouped = any(piece.groups is not None for piece in pieces)
-    return Examples(
-        np.concatenate([piece.tokens for piece in pieces]),
-        ends(piece.offsets for piece in pieces),
-        np.concatenate(origins),
-        files,
-        columns("per_token"),
-        columns("per_example"),
-        ends(np.arange(len(p) + 1) if p.groups is None else p.groups for p in pieces)
-        if grouped
-        else None,
-        sum((piece.report for piece in pieces), EncodingReport()),
-    )
+    return pieces
 
 
 def collect(

@@ -248,7 +248,7 @@ class Mixture(WindowSource):
 
     def identity(self) -> str:
         """Returns a digest of the groups and of their order."""
-        parts = [part.identity() for part in self.corpus.parts]
+        parts = [part.key for part in self.corpus.parts]
         order = self.sizes, self.weights
         return hashlib.blake2b(repr((parts, order)).encode(), digest_size=16).hexdigest()
 

@@ -163,8 +163,11 @@ def read_documents(
     sources = find_sources(patterns)
     if _is_chat(sources[0]):
         chats = read(sources, ChatEncoder(tokenizer, must_end=False))
-        spans = [slice(*span) for span in pairwise(chats.offsets)]
-        documents = [(chats.tokens[span], chats.supervised[span]) for span in spans]
+        documents = [
+            (part.tokens[start:stop], part.supervised[start:stop])
+            for part in chats
+            for start, stop in pairwise(part.offsets)
+        ]
         said = (run for ids, scored in documents for run in _runs(ids, scored))
         return documents, sum(_count_bytes(tokenizer, run) for run in said)
     texts = [text for source in sources for text in read_texts(source)]

@@ -11,15 +11,13 @@ import torch.distributed as dist
 
 from tigon.eval.likelihood import gathers_weights
 from tigon.models import CausalLM
+from tigon.weights import WriterGroup
+from tigon.weights.entries import RankError
 
 IDLE, RUNS, FAILED = range(3)  # what a rank says before a pass
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
-
-
-class OtherRankError(RuntimeError):
-    """Says that another rank has failed, whose error is the one to read."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,7 @@ class DataRanks:
 
     def gather(self, value: T) -> list[T]:
         """Returns every process's value, on all of them."""
-        if self.group is None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [value] if self.group is None else WriterGroup(self.group).gather(value)
 
     def largest(self, number: int) -> int:
         """Returns the largest of all processes' numbers."""
@@ -83,14 +77,17 @@ def equal_passes(model: CausalLM, ranks: DataRanks) -> Iterator[None]:
 
     Before each pass the ranks say whether they run one, so that none waits for another's weights.
     """
-    if ranks.group is None or not gathers_weights(model):
-        with _raise_on_all(ranks):
+    if ranks.group is None:
+        yield
+        return
+    if not gathers_weights(model):
+        with WriterGroup(ranks.group).sync_errors():
             yield
         return
 
     def announce(*_: Any) -> None:
         if ranks.largest(RUNS) == FAILED:
-            raise OtherRankError("another rank has failed in an evaluation")
+            raise RankError("another rank has failed in an evaluation")
 
     hook = model.register_forward_pre_hook(announce, prepend=True)
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
@@ -101,27 +98,14 @@ def equal_passes(model: CausalLM, ranks: DataRanks) -> Iterator[None]:
             with torch.no_grad():
                 model(token, logits_to_keep=1)
         if state == FAILED:
-            raise OtherRankError("another rank has failed in an evaluation")
-    except OtherRankError:
+            raise RankError("another rank has failed in an evaluation")
+    except RankError:
         raise
     except BaseException:  # also what another hook raises, of all ranks alike
         ranks.largest(FAILED)
         raise
     finally:
         hook.remove()
-
-
-@contextmanager
-def _raise_on_all(ranks: DataRanks) -> Iterator[None]:
-    """Raises OtherRankError on the other ranks if the block raises on one."""
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        anywhere = ranks.group is not None and ranks.largest(failed) > 0
-    if anywhere:
-        raise OtherRankError("another rank has failed in an evaluation")
 
 
 @contextmanager

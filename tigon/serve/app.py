@@ -153,7 +153,7 @@ class Completion:
                     events += map(event, self.reply.chunks(choice, piece))
             if events:
                 yield b"".join(events)
-        yield b"".join([*map(event, self.reply.closing()), event("[DONE]")])
+        yield b"".join([*map(event, self.reply.closing()), b"data: [DONE]\n\n"])
 
 
 async def _wait_for_end(receive: Receive) -> None:

@@ -10,7 +10,14 @@ from tigon.generation.settings import SAMPLING, GenerationSettings, resolve_sett
 from tigon.models import CausalLM
 from tigon.serve.batch import TOP
 from tigon.tokenizer import Tokenizer
-from tigon.utils.config import ConfigError, check_type, find_misspelled, read_settings, setting
+from tigon.utils.config import (
+    ConfigError,
+    build_settings,
+    check_type,
+    find_misspelled,
+    read_settings,
+    setting,
+)
 from tigon.utils.json import quote
 
 MAX_STOPS = 16
@@ -139,10 +146,7 @@ def read_request(kind: type[Request], body: Mapping[str, Any]) -> Request:
             values |= read_settings(kind, {name: value})
         except ConfigError as error:
             raise RequestError(str(error), name) from None
-    options = values.pop("stream_options.include_usage", None)
-    if "stream_options" in body and body["stream_options"] is not None:
-        values["stream_options"] = StreamOptions(bool(options))
-    request = kind(**values)
+    request = build_settings(kind, values)
     _check_together(request)
     return request
 

@@ -21,14 +21,9 @@ def error_body(error: RequestError) -> dict[str, Any]:
     return {"error": values}
 
 
-def dump(body: dict[str, Any]) -> str:
-    """Returns the JSON of a body, in one line."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-
-
-def event(body: dict[str, Any] | str) -> bytes:
+def event(body: dict[str, Any]) -> bytes:
     """Returns an event of a stream."""
-    return f"data: {body if isinstance(body, str) else dump(body)}\n\n".encode()
+    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 @dataclass

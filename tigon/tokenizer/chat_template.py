@@ -1,9 +1,9 @@
 """Renders chat templates to the same text as transformers, and lists the times they write."""
 
-import ast
 import json
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
@@ -18,7 +18,6 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from tigon.tokenizer.tool_schema import tool_schema
 from tigon.utils.config import prefix_errors
 from tigon.utils.json import escape
 
@@ -59,14 +58,15 @@ def render(
     documents: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = False,
     continue_final_message: bool = False,
-    strftime_now: datetime | None = None,
+    strftime_now: Callable[[str], str] | None = None,
     **variables: Any,
 ) -> Rendered:
     """Renders a conversation by a chat template.
 
-    `strftime_now` is the time that the template's function of this name formats; None is now.
+    `strftime_now` formats the time for the template's function of this name, by default now.
     Raises ValueError with the template's message if the template refuses the conversation.
     """
+    clock = strftime_now or (lambda format: now().strftime(format))
     try:
         chat = [_template_message(message) for message in messages]
         if continue_final_message:
@@ -76,9 +76,9 @@ def render(
         variables = _plain(variables) | {
             "messages": chat,
             "add_generation_prompt": add_generation_prompt,
-            "tools": None if tools is None else [_plain(tool_schema(tool)) for tool in tools],
+            "tools": None if tools is None else [_plain(_tool_schema(tool)) for tool in tools],
             "documents": None if documents is None else _plain(list(documents)),
-            "strftime_now": lambda format: (strftime_now or now()).strftime(format),
+            "strftime_now": lambda format: clock(format),
         }
     except RecursionError:
         raise ValueError("what the chat template takes is nested too deeply") from None
@@ -272,6 +272,21 @@ def _template_message(message: Message) -> dict[str, Any]:
     return {"thinking": reasoning, **plain, "reasoning_content": reasoning}
 
 
+def _tool_schema(tool: Any) -> Any:
+    """Returns the JSON schema of a tool: of a function what transformers makes of its type hints
+    and docstring, else the tool itself; ValueError if it is neither function nor schema."""
+    if isinstance(tool, Mapping):
+        return tool
+    if not callable(tool):
+        raise ValueError(f"a tool must be a function or its JSON schema, got {tool!r:.100}")
+    try:
+        from transformers.utils import get_json_schema
+    except ImportError:
+        text = "a function as a tool needs pip install 'tigon[transformers]'"
+        raise ImportError(f"{text}: or give its JSON schema") from None
+    return get_json_schema(tool)
+
+
 def _plain(value: Any) -> Any:
     """Copies a value as plain JSON types, without a subclass' methods; ValueError for others."""
     if value is None or type(value) in (str, bool, int, float):
@@ -319,64 +334,28 @@ def _cut_at_mark(text: str, final_text: str) -> str:
     return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
 
 
-EXACT = "%Y-%m-%dT%H:%M:%S.%f"  # the format of a template that computes its format
-_PROBE_TIMES = datetime(2001, 2, 3, 4, 5, 6, 7), datetime(2012, 11, 10, 9, 8, 7, 6)
 _USER = {"role": "user", "content": "?"}
-_PROBE_CHATS = [_USER], [{"role": "system", "content": "?"}, _USER]
+_SYSTEM, _ANSWER = ({**_USER, "role": role} for role in ("system", "assistant"))
+_PROBE_CHATS = [_USER], [_SYSTEM, _USER], [_USER, _ANSWER, _USER]
 _PROBE_TOOLS = None, [{"type": "function", "function": {"name": "f", "description": "?"}}]
 
 
 def template_times(
-    template: str,
-    special_tokens: Mapping[str, str],
-    variables: Mapping[str, Any],
-    time: datetime | None,
+    template: str, variables: Mapping[str, Any], time: datetime | None
 ) -> dict[str, str]:
-    """Formats the time in each format that the template passes to strftime_now, by format.
+    """Returns the time, by default now, in each format that the template asks strftime_now for, by
+    format.
 
-    Empty if `variables` pin the time: short chats depend on it without them, and not with them.
-    `time=None` is the present time.
+    It is asked in short chats, so that a template whose `variables` pin the time asks for none.
     """
-    formats = list(_strftime_formats(template))
-    if not formats:
-        return {}
-    if (
-        variables
-        and _depends_on_time(template, special_tokens)
-        and not _depends_on_time(template, {**special_tokens, **variables})
-    ):
-        return {}
+    times: dict[str, str] = {}
     time = time or now()
-    return {format: time.strftime(format) for format in formats}
 
+    def note(format: str) -> str:
+        times[format] = time.strftime(format)
+        return times[format]
 
-def _strftime_formats(template: str) -> Iterator[str]:
-    """Yields the format of each use of strftime_now, except for `strftime_now is defined`."""
-    try:
-        tokens = [t[1:] for t in _environment().lex(template) if t[1] != "whitespace"]
-    except jinja2.TemplateSyntaxError:  # it cannot be rendered
-        return
-    for i, token in enumerate(tokens):
-        if token == ("name", "strftime_now"):
-            match tokens[i + 1 : i + 4]:
-                case [("name", "is"), *_]:
-                    continue
-                case [("operator", "("), ("string", text), ("operator", ")")]:
-                    yield ast.literal_eval(text)
-                case _:
-                    yield EXACT
-
-
-def _depends_on_time(template: str, variables: Mapping[str, Any]) -> bool:
-    """Whether the text of any short chat depends on the time."""
     for messages, tools in product(_PROBE_CHATS, _PROBE_TOOLS):
-        try:
-            texts = {
-                render(template, messages, tools=tools, strftime_now=time, **variables).text
-                for time in _PROBE_TIMES
-            }
-        except ValueError:
-            continue
-        if len(texts) > 1:
-            return True
-    return False
+        with suppress(ValueError):  # the template refuses the chat
+            render(template, messages, tools=tools, strftime_now=note, **variables)
+    return times

@@ -267,8 +267,9 @@ class Tokenizer:
     ) -> list[int] | str:
         """Renders a conversation, and returns its token ids, or with tokenize=False its text.
 
-        Tools are functions or JSON schemas; chat_template is a template or the name of one;
-        `variables` are those that the template reads (enable_thinking, date_string, ...).
+        Tools are JSON schemas, or functions where transformers is installed; chat_template is a
+        template or the name of one; `variables` are those that the template reads (enable_thinking,
+        date_string, ...).
         """
         check_messages(messages)
         text = render(
@@ -379,10 +380,10 @@ class Tokenizer:
     def template_times(self) -> dict[str, str]:
         """Returns what strftime_now writes, by format; empty if variables pin the time."""
         times: dict[str, str] = {}
+        variables = self.special_tokens | self.chat_template_kwargs
         for template in self._templates():
-            times |= template_times(
-                template, self.special_tokens, self.chat_template_kwargs, self.strftime_now
-            )
+            if "strftime_now" in template:
+                times |= template_times(template, variables, self.strftime_now)
         return times
 
     def end_of_turn(
@@ -447,7 +448,7 @@ class Tokenizer:
         if reserved := (RESERVED - {"documents"}) & variables.keys():
             raise TypeError(f"not supported with a chat template: {', '.join(sorted(reserved))}")
         variables = self.special_tokens | self.chat_template_kwargs | variables
-        return variables | {"strftime_now": self.strftime_now}
+        return variables | {"strftime_now": self.strftime_now and self.strftime_now.strftime}
 
     def _templates(self) -> list[str]:
         templates = self.chat_template or {}

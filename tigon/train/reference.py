@@ -144,7 +144,7 @@ def _key(
         *(config.seq_len, config.packing, config.truncate, config.max_length, *of_rows),
         compute_dtype(config, device),
     )
-    data = [part.identity() for part in corpus.parts]
+    data = [part.key for part in corpus.parts]
     text = repr((VERSION, data, settings, weights))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

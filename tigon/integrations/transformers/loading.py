@@ -4,25 +4,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tigon.integrations.transformers import model as classes
-from tigon.integrations.transformers.model import CLASS_NAMES, TigonPreTrainedModel
-from tigon.integrations.transformers.native import load_native, warn_of_attention
+from tigon.integrations.transformers.model import CLASS_NAMES, TigonPreTrainedModel, find_class
 from tigon.models.causal_lm import CausalLM
 from tigon.models.pretrained.names import MULTIMODAL, TEXT_ALONE
-
-# Of transformers' configs, what changes no layer
-FIELDS = frozenset(
-    (
-        *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"),
-        *("router_aux_loss_coef",),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "return_dict"),
-        *("id2label", "label2id", "problem_type"),
-    )
-)
 
 
 def as_transformers(
@@ -39,49 +27,21 @@ def as_transformers(
         raise TypeError(
             f"{type(model).__name__} is no model of Tigon: load one with tigon.from_pretrained"
         )
-    cls = find_class(model)
-    return cls.from_native(model, tigon_options=tigon_options)
+    return find_class(model).from_native(model, tigon_options=tigon_options)
 
 
-def find_class(model: CausalLM) -> type[TigonPreTrainedModel]:
-    """The class under transformers' name of a native model; ValueError if there is none."""
-    name = model.config.transformers_class
-    if name not in CLASS_NAMES:
-        raise ValueError(
-            f"transformers has no class for text alone of model_type {model.config.model_type!r}: "
-            "train it with tigon train"
-        )
-    return getattr(classes, name)
-
-
-def from_pretrained(
-    path_or_repo: str | os.PathLike[str],
-    *,
-    dtype: torch.dtype | str = "auto",
-    device_map: Any = None,
-    num_labels: int | None = None,
-    config: PreTrainedConfig | None = None,
-    tigon_options: Mapping[str, Any] | None = None,
-    attn_implementation: str | None = None,
-    **options: Any,
-) -> TigonPreTrainedModel:
+def from_pretrained(path_or_repo: str | os.PathLike[str], **options: Any) -> TigonPreTrainedModel:
     """Loads a checkpoint as a transformers model, in evaluation mode; see `as_transformers`.
 
     `device_map` names one device, by default the CPU, or is "auto" where there is one accelerator.
     With `num_labels` it is a sequence classifier, whose head is random unless the checkpoint has
-    one. Other keywords are those of `tigon.from_pretrained`, but for quantize, and of the config's
-    fields those that change no layer, such as use_cache; so may `config`, transformers' one.
-    `attn_implementation` names kernels of transformers, and has no effect but a warning:
-    `attention` names Tigon's. Raises TypeError for an unknown keyword, and ValueError for
+    one. Other keywords are `tigon_options`, those of `tigon.from_pretrained`, but for quantize, and
+    of the config's fields those that change no layer, such as use_cache; so may `config`,
+    transformers' one. `attn_implementation` names kernels of transformers, and has no effect but a
+    warning: `attention` names Tigon's. Raises TypeError for an unknown keyword, and ValueError for
     quantization, for several devices and for a config of another model.
     """
-    warn_of_attention(attn_implementation, config)
-    options |= {"dtype": dtype, "device_map": device_map, "num_labels": num_labels}
-    changes = {name: options.pop(name) for name in FIELDS & {*options}}
-    native = load_native(path_or_repo, **options)
-    model = find_class(native).from_native(native, config, tigon_options=tigon_options)
-    model.config.update(changes)
-    return model
+    return TigonPreTrainedModel.from_pretrained(path_or_repo, **options)
 
 
 # transformers' Auto classes

@@ -44,6 +44,15 @@ from tigon.models.moe import MoEConfig
 from tigon.models.targets import Targets
 
 OPTIONS = PASS - BATCH - TARGETS  # keywords that choose the outputs
+# Of transformers' configs, what changes no layer
+FIELDS = frozenset(
+    (
+        *("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"),
+        *("router_aux_loss_coef",),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "return_dict"),
+        *("id2label", "label2id", "problem_type"),
+    )
+)
 
 
 class TigonPreTrainedModel(PreTrainedModel):
@@ -117,10 +126,15 @@ class TigonPreTrainedModel(PreTrainedModel):
         warn_of_attention(attn_implementation, config)
         if config is not None and issubclass(cls, TigonForSequenceClassification):
             options["num_labels"] = config.num_labels
+        changes = {name: options.pop(name) for name in FIELDS & {*options}}
         native = load_native(path_or_repo, **options)
-        if (name := native.config.transformers_class) != cls.__name__:
-            raise ValueError(f"{native.config.source.name!r} is a {name}, no {cls.__name__}")
-        return cls.from_native(native, config, tigon_options=tigon_options)
+        found = find_class(native)
+        if not issubclass(found, cls):
+            name = native.config.source.name
+            raise ValueError(f"{name!r} is a {found.__name__}, no {cls.__name__}")
+        model = found.from_native(native, config, tigon_options=tigon_options)
+        model.config.update(changes)
+        return model
 
     def save_pretrained(  # type: ignore[override]
         self, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
@@ -391,6 +405,17 @@ def _class_names() -> dict[str, tuple[type[CausalLM], type[TigonPreTrainedModel]
 
 
 CLASS_NAMES = _class_names()
+
+
+def find_class(model: CausalLM) -> type[TigonPreTrainedModel]:
+    """The class under transformers' name of a native model; ValueError if there is none."""
+    name = model.config.transformers_class
+    if name not in CLASS_NAMES:
+        raise ValueError(
+            f"transformers has no class for text alone of model_type {model.config.model_type!r}: "
+            "train it with tigon train"
+        )
+    return globals().get(name) or __getattr__(name)
 
 
 def __getattr__(name: str) -> Any:

@@ -363,7 +363,7 @@ def _describe_model(path: str, revision: str | None = None) -> str:
     repository = Repository(path, revision=revision)
     file = repository.optional_file("generation_config.json")  # which samples go by
     generation = b"" if file is None else file.read_bytes()
-    return repr((read_config(repository, MODELS)[1], generation))
+    return repr((read_config(repository, MODELS), generation))
 
 
 def seed_everything(config: Config, world: World) -> None:

@@ -157,6 +157,6 @@ def model_digest(config: Config) -> str:
     if not path:
         path, revision = config.model, config.revision
         quantize = None if config.lora is None else config.lora.quantize
-    model_config = read_config(Repository(path, revision=revision), MODELS)[1]
+    model_config = read_config(Repository(path, revision=revision), MODELS)
     text = f"{model_config} {sampled_digest(path, revision)} {quantize}"
     return hashlib.sha256(text.encode()).hexdigest()

@@ -97,7 +97,7 @@ class Distill(CrossEntropyTask):
         """Raises ValueError unless both vocabularies have the same size, or the teacher's head only
         has further rows beyond the `last` token, which are dropped."""
         own = model.config.vocab_size
-        other = read_config(Repository(self.config.teacher), MODELS)[1].vocab_size
+        other = read_config(Repository(self.config.teacher), MODELS).vocab_size
         if other == own or last < own < other:
             return
         hint = ""

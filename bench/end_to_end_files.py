@@ -16,7 +16,7 @@ import torch
 
 import tigon
 from bench.compare_side import TINY
-from bench.train_cases import MODELS
+from bench.train_cases import MODELS, fill_ours
 from tests.support import small
 from tigon.tokenizer import Tokenizer
 
@@ -96,10 +96,10 @@ def write_model(directory: Path, request: Request) -> None:
     sizes = {key: value for key, value in TINY.items() if request.tiny and key in shape}
     sizes |= {"vocab_size": VOCABULARY} if request.tiny else {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
     # transformers reads it from config.json too, where the tokenizer has none
     shape = shape | sizes | {"eos_token_id": 2, "dtype": "bfloat16"}
     model = getattr(tigon, family).from_config(shape, dtype=torch.bfloat16, device=device)
+    fill_ours(model)
     tokenizer = Tokenizer.from_pretrained(directory.parent / "tokenizer")
     model.save_pretrained(directory, tokenizer=tokenizer)
 

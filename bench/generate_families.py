@@ -45,9 +45,6 @@ SMALL = TINY | TINY_SHARED | {"num_hidden_layers": 4}  # one of which is full at
 LIBRARIES = {name: name for name in ("transformers", "triton", "causal-conv1d")}
 LIBRARIES["FLA"] = "fla-core"
 DOUBT = 0.1  # of the logits' deviations, in the mean over tokens
-# Times the embeddings of bench/train_cases.py. Without it the first layers' branches are most of
-# the stream, and where two experts are nearly tied rounding decides about all that follows
-LOUD = 100.0
 BANDWIDTH_ON_CPU = 1e10  # with --tiny, where nothing is measured
 
 
@@ -82,10 +79,6 @@ def build(name: str, tiny: bool) -> dict[str, Any]:
     fill_ours(ours)
     attention = Options("eager" if kind in NO_SDPA else "sdpa")
     theirs = peer_model(shape, kind, attention, device, False).eval()
-    # Neither where a tied head would see nothing but its own token, nor where branches are small
-    if not (shape["tie_word_embeddings"] or tiny):
-        for model in (ours, theirs):
-            model.model.embed_tokens.weight.data.mul_(LOUD)
     return {OURS: ours, THEIRS: theirs}
 
 

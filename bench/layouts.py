@@ -6,11 +6,13 @@ bench/layouts_side.py.
 """
 
 import json
+import string
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any
 
@@ -20,7 +22,7 @@ from bench.layouts_side import CONTEXT_PEER, FIRST, TIGON
 from bench.processes import run_ranks
 from bench.train_cases import MODELS
 from tests.support.small import EXPERTS as SMALL_EXPERTS
-from tests.support.small import LLAMA, WORDS, write_tokenizer
+from tests.support.small import LLAMA, write_tokenizer
 from tigon.plan import Layout
 
 SCRIPT = harness.ROOT / "bench/layouts_side.py"
@@ -51,10 +53,11 @@ class Side:
 
 
 def write_inputs(root: Path, tiny: bool) -> None:
-    """A tokenizer, and more text than any side reads."""
+    """A tokenizer, and more text than any side reads: with few tokens, ranks would have more or
+    less than their part of the experts that these choose."""
     write_tokenizer(root / "tokenizer")
-    count = 2_000 if tiny else 8 * TOKENS * (FIRST + STEPS)
-    text = " ".join(WORDS[i % len(WORDS)] for i in range(count))
+    count = 4_000 if tiny else 16 * TOKENS * (FIRST + STEPS)
+    text = "".join(Random(0).choices(string.printable, k=count))
     (root / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bench.compare_side import laps
 from bench.harness import Record, installed
-from bench.train_cases import Options, adamw, draw, is_drawn, peer_model
+from bench.train_cases import Options, adamw, draw, is_drawn, names_of, peer_model
 from tigon.kernels.attention import backends
 from tigon.train import load, start
 from tigon.train.build import read_inputs
@@ -43,13 +43,14 @@ def fill(model: Any) -> None:
     """Each parameter's own rows of what its names draw, as `fill_ours`; other norms change
     nothing."""
     layout = model.layout(stacked_experts=True)  # as transformers draws them
+    names = names_of(layout)
     for name, parameter in model.named_parameters():
         own = local(parameter)
         parts = dict.fromkeys((part.name, part.shape) for part in layout[name])
         if not any(is_drawn(*part) for part in parts):
             own.fill_(1.0)
             continue
-        whole = torch.cat([draw(*part, own.device) for part in parts])
+        whole = torch.cat([draw(*part, own.device, names) for part in parts])
         if name in model.shard_specs:
             whole = model.shard_specs[name].take(whole.view(model.shard_specs[name].shape))
         _, first = local_rows(name, parameter)
@@ -60,18 +61,20 @@ def tigon(config: Config, world: World, count: int) -> Record:
     """The trainer's steps: forward, backward, the norm of all gradients, update."""
     run = random_run(read_inputs(config, world), world)
     fill(run.model)
-    done, losses = iter(range(run.steps)), []
+    done, losses, imbalances = iter(range(run.steps)), [], []
 
     def step() -> None:
         number = next(done)
         values, scale = forward_backward(run, number)
         losses.append(values["loss"])
+        imbalances.append(values.get("expert_imbalance"))
         update_weights(run, number, scale)
         run.optimizer.zero_grad()
 
     with run.prefetcher:
         found = timed(step, world, count)
-    return found | {"losses": losses[:FIRST], "attention": sorted({s[0] for s in backends._logged})}
+    found |= {"losses": losses[:FIRST], "expert_imbalance": imbalances[-1]}
+    return found | {"attention": sorted({backend for backend, *_ in backends._logged})}
 
 
 def peer(config: Config, world: World, count: int, side: str, attention: str) -> Record:

@@ -7,7 +7,7 @@ import importlib
 import json
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -252,9 +252,10 @@ def fill(parts: Iterable[tuple[str, Tensor]]) -> None:
 
     Other vectors stay as both libraries initialise them: norms that change nothing.
     """
-    for name, tensor in parts:
+    named = dict(parts)
+    for name, tensor in named.items():
         if is_drawn(name, tensor.shape):
-            tensor.copy_(draw(name, tensor.shape, tensor.device))
+            tensor.copy_(draw(name, tensor.shape, tensor.device, named))
 
 
 @torch.no_grad()
@@ -262,10 +263,11 @@ def fill_ours(model: Any) -> None:
     """As `fill`, Tigon's parameters by the names and rows that transformers has, in whose models
     products are apart and experts are not."""
     layout = model.layout(stacked_experts=True)
+    names = names_of(layout)
     for name, parameter in model.named_parameters():
         for part in layout[name]:
             if is_drawn(part.name, part.shape):
-                values = draw(part.name, part.shape, parameter.device)
+                values = draw(part.name, part.shape, parameter.device, names)
                 for source, target, rows in part.rows:
                     parameter[target : target + rows] = values[source : source + rows]
 
@@ -275,11 +277,21 @@ def is_drawn(name: str, shape: Sequence[int]) -> bool:
     return len(shape) > 1 or name.endswith(RANDOM_VECTORS)
 
 
-def draw(name: str, shape: Sequence[int], device: torch.device) -> Tensor:
-    """The numbers of the matrix of this name."""
+def names_of(layout: Mapping[str, Sequence[Any]]) -> set[str]:
+    """The names that transformers has for what is in a model of Tigon."""
+    return {part.name for parts in layout.values() for part in parts}
+
+
+def draw(name: str, shape: Sequence[int], device: torch.device, names: Container[str]) -> Tensor:
+    """The numbers of the matrix of this name, in a model with all these names.
+
+    Embeddings are five times what a block adds where the head is another matrix: attention of
+    random weights adds the same to all tokens, which would then choose the same experts.
+    """
     seed = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     empty = torch.empty(*shape, dtype=torch.bfloat16, device=device)
-    return empty.normal_(std=STD, generator=seed)
+    loud = name.endswith("embed_tokens.weight") and "lm_head.weight" in names
+    return empty.normal_(std=5 * STD**2 * shape[1] if loud else STD, generator=seed)
 
 
 def settings(case: Case, side: str, optimizer: str) -> Config:

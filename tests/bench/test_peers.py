@@ -141,3 +141,15 @@ def test_ranks_have_the_weights_of_one_gpu() -> None:
         models[0].named_parameters(), models[1].parameters(), strict=True
     ):
         assert torch.equal(found, expected), name
+
+
+def test_tokens_choose_many_experts() -> None:
+    """As in trained models; after two layers of plain random weights, all tokens chose the same."""
+    sizes = {"num_hidden_layers": 6, "hidden_size": 256, "num_experts": 32}
+    model = tigon.Qwen3Moe.from_config(
+        EXPERTS | sizes | {"num_experts_per_tok": 4, "tie_word_embeddings": False}
+    )
+    train_cases.fill_ours(model)
+    ids = torch.randint(model.config.vocab_size, (1, 512))
+    found = model(ids, labels=ids, metrics=("expert_load",))
+    assert found.metrics["expert_load"].max() * 32 < 3  # 8 if all chose four

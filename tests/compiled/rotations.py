@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tests.compiled.compiling import BF16, FP32, Forms, backward, zeros
 from tigon.kernels import qk_norm_rope, rope
-from tigon.kernels.rope.qk_norm_rope import _packed_rope
 
 
 def forms() -> Forms:
@@ -17,7 +16,6 @@ def forms() -> Forms:
         yield f"qk_norm_rope in place, {name}", partial(_qk_norm_rope, overwrite=True, **options)
         if name in ("bf16", "interleaved, partial", "one token"):  # rope has the others
             yield f"qk_norm_rope {name}", partial(_qk_norm_rope, **options)
-            yield f"qk_norm_rope packed, {name}", partial(_packed, **options)
     for name, options in NORMS.items():
         yield f"qk_norm_rope normed, {name}", partial(_qk_norm_rope, **SMALL | options)
 
@@ -84,17 +82,3 @@ def _qk_norm_rope(
     )
     if not options.get("overwrite"):  # whose backward pass is the same
         backward(*outputs)
-
-
-def _packed(
-    B: int = 2,
-    T: int = 8,
-    H: int = 16,
-    K: int = 8,
-    D: int = 128,
-    rotated: int | None = None,
-    dtype: torch.dtype = BF16,
-    interleaved: bool = False,
-) -> None:
-    qkv = zeros(B, T, (H + 2 * K) * D, dtype=dtype)
-    _packed_rope(qkv, *_angles(T, rotated or D, dtype), H, K, interleaved)

@@ -261,7 +261,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"target_parameters": ["mlp.experts.up"]}, "matches no experts of this Llama"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
     "to come": ({"use_new_thing": 2}, "use_new_thing=2 is not supported"),
-    "rank": ({"r": 3}, r"lora_A.weight is \[4, 96\], and the rank is said to be 3"),
+    "rank": ({"r": 3}, r"lora_A.weight is \[4, 96\], not \[3, 96\]"),
     "patterns": ({"rank_pattern": [1]}, "rank_pattern"),
     "slow": ({"alpha_pattern": {"(.+)+x": 3}}, "too complicated"),
     "slow alternatives": ({"alpha_pattern": {"(|)" * 30 + "x": 3}}, "too complicated"),
@@ -315,13 +315,6 @@ def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path)
     )
     refused("v_proj.lora_C", tensors | {stem + "C.weight": b.clone()})
     fewer = {n: t for n, t in tensors.items() if "layers.2" not in n}
-    pattern = r".*\.(q|k|v|o|gate|up|down)_proj"
-    target = edit(adapter, tmp_path / "pattern", target_modules=pattern)
-    model.load_adapter(target)
-    model.delete_adapter("default")
-    save_file(fewer, target / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"has none for 'model\.layers\.2"):
-        model.load_adapter(target)
     deeper = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
     refused("is for 'model.layers.7.*its 3 layers", deeper)
     refused("no tensor of it is named lora_A", {"x": b})
@@ -397,11 +390,11 @@ def test_places_without_an_adapter(model: CausalLM, base: Path, tmp_path: Path) 
 def test_a_row_of_zeros_has_no_direction_for_dora(model: CausalLM) -> None:
     with torch.no_grad():
         model.get_parameter("model.layers.1.mlp.down_proj.weight")[3] = 0
-    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: row 3 of .* is all zeros"):
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj: a row of .* is all zeros"):
         model.add_adapter(LoraConfig(rank=2, dora=True))
     assert not model.adapters and all(p.requires_grad for p in model.parameters())
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 7] = 0
-    with pytest.raises(ValueError, match=r"model\.embed_tokens: column 7 is all zeros"):
+    with pytest.raises(ValueError, match=r"model\.embed_tokens: a column is all zeros"):
         model.add_adapter(LoraConfig(rank=2, dora=True, targets="embed_tokens"))
     model.add_adapter(LoraConfig(rank=2, dora=True, targets=("q_proj", "gate_proj")))

@@ -123,7 +123,7 @@ def test_files_that_do_not_fit(mixture: Any, tmp_path: Path) -> None:
     for changes, message in (
         ({"target_parameters": ["mlp.gate.weight"]}, "'mlp.gate.weight' matches no experts"),
         ({"target_parameters": "experts"}, "is not a list of names"),
-        ({"r": 3}, r"lora_A.weight is \[\d+, 96\], and the rank is said to be 3"),
+        ({"r": 3}, r"lora_A.weight is \[\d+, 96\], not \[\d+, 96\]"),
         ({"target_parameters": BOTH[:1]}, "is for 'model.layers.0.mlp.experts.base_layer'"),
     ):
         path.write_text(json.dumps(values | changes))

@@ -53,6 +53,18 @@ def test_any_threads_draw_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(values.unique()) > 0.9 * len(values)  # every chunk has numbers of its own
 
 
+def test_a_seed_draws_what_its_version_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who changes the numbers here raises DRAWS: adapters are resumed over weights drawn anew."""
+    assert init.CHUNK == 1 << 20
+    monkeypatch.setattr(init, "CHUNK", 100)
+    torch.manual_seed(5)
+    sizes = SIZES | MOE | {"model_type": "qwen3_moe", "initializer_range": 0.5}
+    model = MODELS["qwen3_moe"].from_config(sizes, device="cpu")
+    values = torch.cat([p.detach().flatten() for p in model.parameters() if p.dim() > 1]).double()
+    order = torch.linspace(-1, 1, len(values), dtype=torch.double)
+    assert (init.DRAWS, values @ order) == (2, pytest.approx(-15.82513, abs=1e-3))
+
+
 def test_rows_that_a_rank_does_not_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init, "CHUNK", 100)
     whole, part = torch.zeros(40, 25), torch.zeros(40, 25)

@@ -416,8 +416,8 @@ def test_suggestions_if_nothing_fits(job: Callable[..., Job]) -> None:
 
     def said(**settings: Any) -> str:
         one = job(2, rows=4)
-        one = replace(one, config=replace(one.config, **settings))
-        return format_plan(make_plan(one, budget=1))
+        one = replace(one, config=replace(one.config, **settings, memory_budget=1e-9))
+        return format_plan(make_plan(one))
 
     plain = said(param_dtype="float32")
     assert "  --settings param_dtype=bfloat16 optimizer=adamw_8bit\n" in plain

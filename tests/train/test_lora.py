@@ -19,7 +19,7 @@ from tests.train.ranks import Ranks, train_on
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
 from tigon.models.pretrained.quantization import quantize_model, quantized_layers
-from tigon.train import checkpoint, load, main
+from tigon.train import checkpoint, load, main, model
 from tigon.train.build import read_inputs
 from tigon.train.distributed import start
 from tigon.train.dry_run import estimate_run
@@ -191,6 +191,17 @@ def test_other_weights_under_the_base_s_name(workspace, settings, tmp_path, caps
     load_checkpoint(source)
 
 
+def test_a_base_that_its_seed_draws_otherwise(workspace, settings, monkeypatch):
+    drawn = {"init": workspace.model / "config.json", "tokenizer": workspace.model, "model": ""}
+    main(settings("drawn", **drawn, steps=1))
+    again = settings("drawn", **drawn, steps=2, resume="auto")
+    monkeypatch.setattr(model, "DRAWS", 0)
+    with pytest.raises(SystemExit, match=r"config.json has now: put the file back .* that drew"):
+        main(again)
+    monkeypatch.undo()
+    main(again)
+
+
 @pytest.fixture
 def moved(workspace, settings, tmp_path):
     """A run that was moved here: its base is at the place that run.json names, or elsewhere."""
@@ -287,7 +298,7 @@ def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
 
 
 def test_a_row_of_zeros_on_one_rank(workspace):
-    """It is said at once, while the others still add up lengths, as the whole weight counts it."""
+    """It is said at once, while the others still add up lengths."""
     base = write_model(workspace.root / "zeros")
     zeroed = weights(base)
     zeroed["model.layers.0.self_attn.k_proj.weight"][20] = 0  # the fifth of the second rank's
@@ -299,7 +310,7 @@ def test_a_row_of_zeros_on_one_rank(workspace):
     errors = running.errors
     running.kill()
     assert running.codes == [1, 1] and "timed out" not in errors, errors
-    assert "self_attn.qkv_proj: row 20 of k_proj is all zeros" in errors
+    assert "self_attn.qkv_proj: a row of k_proj is all zeros" in errors
 
 
 # Runs whose frozen base is in 4 bits.

@@ -387,14 +387,14 @@ def is_plain_parameter(x: Tensor) -> bool:
     return is_plain(x) and isinstance(x, torch.nn.Parameter)
 
 
-def is_watched() -> bool:
-    """Whether a dispatch mode sees operations, other than that of `launch_on_fakes`."""
-    return _run_fake is None and bool(torch._C._len_torch_dispatch_stack())
+def is_watched(x: Tensor) -> bool:
+    """Whether a dispatch mode but that of `launch_on_fakes` may keep the numbers of `x`."""
+    return _run_fake is None and not x.is_meta and bool(torch._C._len_torch_dispatch_stack())
 
 
 def is_eager(x: Tensor) -> bool:
     """Whether operations on `x` run now, and no dispatch mode sees them."""
-    return _run_fake is not None or (has_values(x) and not is_watched())
+    return _run_fake is not None or (has_values(x) and not is_watched(x))
 
 
 def is_transformed(*tensors: Tensor | None) -> bool:

@@ -87,8 +87,6 @@ class Attention(SoftmaxAttention):
         super().__init__(heads, kv_heads, head_dim, **options)
         if window is not None and window < 1:
             raise ValueError(f"sliding_window={window} must be at least 1: a query sees itself")
-        if clip is not None and not flat_qk_norm:
-            raise ValueError(f"clip_qkv={clip} needs norms of all heads at once")
         self.chunked, self.softcap, self.flat_qk_norm = chunked, softcap, flat_qk_norm
         self.rotates_first, self.clip = rotates_first, clip
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)

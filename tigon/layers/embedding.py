@@ -43,12 +43,10 @@ class LowRankEmbedding(LayerAdapter):
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Returns zeros for A and standard normal numbers for B, and no magnitudes of DoRA."""
-        a, b = (
-            torch.zeros(shapes[f"lora_embedding_{x}"], dtype=torch.float32, device="cpu")
-            for x in "AB"
-        )
-        return {"lora_embedding_A": a, "lora_embedding_B": b.normal_(generator=generator)}
+        """As in the base, but zeros for A and standard normal numbers for B."""
+        initial = super().init_values(shapes, generator)
+        initial["lora_embedding_B"].normal_(generator=generator)
+        return initial
 
     def forward(self, low: Tensor) -> Tensor:
         """Returns the addition to the table's rows, from rows of A^T [..., r]."""

@@ -57,11 +57,19 @@ class LayerAdapter(nn.Module):
     def init_values(
         self, shapes: Shapes, generator: torch.Generator | None = None
     ) -> dict[str, Tensor]:
-        """Returns PEFT's initial values in fp32 on the CPU, which add nothing yet.
+        """Returns PEFT's initial values in fp32 on the CPU, which add nothing yet: A from Kaiming's
+        uniform distribution, B of zeros, and no magnitudes of DoRA.
 
         `shapes`: the full shape of each parameter, of which ranks may have parts.
         """
-        raise NotImplementedError
+        initial = {}
+        for name, _ in self.named_parameters():
+            if name.startswith(MAGNITUDE.removesuffix("_")):
+                continue
+            initial[name] = torch.zeros(shapes[name], dtype=torch.float32, device="cpu")
+            if name.startswith(LORA_A.removesuffix("_")):
+                nn.init.kaiming_uniform_(initial[name], a=math.sqrt(5), generator=generator)
+        return initial
 
     def extra_repr(self) -> str:
         return ", ".join(f"{p.name}: rank {p.rank}, scale {p.scale:.3g}" for p in self.parts)
@@ -103,20 +111,6 @@ class LowRank(LayerAdapter):
         for part in parts if dora else ():
             empty = torch.empty(part.size, **options)
             self.register_parameter(MAGNITUDE + part.name, nn.Parameter(empty))
-
-    def name_of_a(self, part: LoRAPart) -> str:
-        """Returns the name of the parameter A, which all parts share."""
-        return "lora_A"
-
-    def init_values(
-        self, shapes: Shapes, generator: torch.Generator | None = None
-    ) -> dict[str, Tensor]:
-        """Returns A from Kaiming's uniform distribution, part by part, and B of zeros."""
-        a = torch.empty(shapes["lora_A"], dtype=torch.float32, device="cpu")
-        for rows in a.split([part.rank for part in self.parts]):
-            nn.init.kaiming_uniform_(rows, a=math.sqrt(5), generator=generator)
-        names = [LORA_B + part.name for part in self.parts]
-        return {"lora_A": a} | {name: torch.zeros(shapes[name], device="cpu") for name in names}
 
     def additions(self) -> list[LoRATerm]:
         """Returns the first column, B and scale of each part, to be multiplied by A x."""
@@ -195,22 +189,6 @@ class LowRankExperts(LayerAdapter):
             b = torch.empty(part.size, part.rank * experts, **options)
             self.register_parameter(LORA_A + part.name, nn.Parameter(a))
             self.register_parameter(LORA_B + part.name, nn.Parameter(b))
-
-    def name_of_a(self, part: LoRAPart) -> str:
-        """Returns the name of the part's own parameter A."""
-        return LORA_A + part.name
-
-    def init_values(
-        self, shapes: Shapes, generator: torch.Generator | None = None
-    ) -> dict[str, Tensor]:
-        """Returns A from Kaiming's uniform distribution and B of zeros, for every part."""
-        initial = {}
-        for name, _ in self.named_parameters():
-            values = torch.zeros(shapes[name], dtype=torch.float32, device="cpu")
-            if name.startswith(LORA_A):
-                nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
-            initial[name] = values
-        return initial
 
     def factors(self, part: LoRAPart) -> tuple[Tensor, Tensor]:
         """Returns views of A [E, r, K] and B [E, O, r]."""

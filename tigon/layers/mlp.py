@@ -56,8 +56,6 @@ class TopKMLP(GatedMLP):
 
     def __init__(self, dim: int, intermediate: int, act: Activation, *, sparsity: float):
         super().__init__(dim, intermediate, act)
-        if not 0 < sparsity < 1:
-            raise ValueError(f"activation_sparsity_pattern has {sparsity}, which is not in [0, 1)")
         self.deviations = NormalDist().inv_cdf(sparsity)
 
     def forward(self, x: Tensor, *dropout_args: Tensor) -> Tensor:

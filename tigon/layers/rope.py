@@ -34,7 +34,7 @@ def _proportional(dim: int, p: Mapping[str, Any]) -> Tensor:
     return torch.where(torch.arange(dim // 2, device="cpu") < rotated, inv_freq, 0.0)
 
 
-def _llama3(inv_freq: Tensor, p: Mapping[str, Any]) -> Tensor:
+def scale_llama3(inv_freq: Tensor, p: Mapping[str, Any]) -> Tensor:
     """Returns `inv_freq` scaled as in Llama 3.1: by 1 / factor where wavelengths are long."""
     low, high = p["low_freq_factor"], p["high_freq_factor"]
     wavelength = 2 * math.pi / inv_freq
@@ -137,7 +137,7 @@ class RotaryEmbedding(nn.Module):
         if self.rope_type == "proportional":
             return _proportional(self.dim, p)
         if self.rope_type == "llama3":
-            return _llama3(1 / powers, p)
+            return scale_llama3(1 / powers, p)
         if self.rope_type == "yarn":
             return _yarn(self.dim, p)
         if self.rope_type == "longrope":

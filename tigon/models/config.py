@@ -291,6 +291,27 @@ class ModelConfig:
         return write_rope(dict(self.rope_parameters))
 
 
+@dataclass(frozen=True, kw_only=True)
+class NoRopeConfig(ModelConfig):
+    """The config of a family in which each no_rope_layer_interval-th layer has no RoPE, unless
+    no_rope_layers has a flag for each layer: 1 where it does rotate, in spite of the name."""
+
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        layers, flags = self.num_hidden_layers, self.no_rope_layers
+        if flags and len(flags) < layers:
+            raise ConfigError(f"no_rope_layers={quote(flags)} is not 0 or 1 for {layers} layers")
+
+    def rotates(self, layer: int) -> bool:
+        """Whether the layer has RoPE: by no_rope_layers, or else by the interval."""
+        if self.no_rope_layers:
+            return bool(self.no_rope_layers[layer])
+        return (layer + 1) % self.no_rope_layer_interval != 0
+
+
 def check_layer_thetas(thetas: list[float] | None, layers: int) -> None:
     """Raises ConfigError unless `layer_rope_theta` is None or has a theta, or 0, for each layer."""
     if thetas is not None and (len(thetas) != layers or min(thetas) < 0):
@@ -310,13 +331,14 @@ class WindowedConfig(ModelConfig):
     """The config of a family with sliding-window layers, by `layer_types` or else `slides`."""
 
     layer_kinds = SLIDING, FULL
+    full_every: ClassVar[int] = 0  # every n-th layer is full if `layer_types` is None; 0: none
 
     sliding_window: int | None = 4096
     layer_types: list[str] | None = None
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer slides if `layer_types` is None: here all do, unless a family says."""
-        return True
+        """Whether the layer slides if `layer_types` is None: all do but each `full_every`-th."""
+        return not self.full_every or (layer + 1) % self.full_every != 0
 
     def layer_type(self, layer: int) -> str:
         """The layer's kind, "sliding_attention" or "full_attention"."""

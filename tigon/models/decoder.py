@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, Literal, cast
@@ -29,13 +29,14 @@ from tigon.layers import (
     RMSNorm,
     RotaryEmbedding,
     Rotation,
+    SoftmaxAttention,
     SparseMoE,
     make_rotary,
     rotated_dims,
 )
 from tigon.layers.activation_offload import ActivationOffload
 from tigon.layers.context import SharedKV
-from tigon.layers.kv_state import KVState, StateSpec
+from tigon.layers.kv_state import StateSpec
 from tigon.layers.norm import add_normed
 from tigon.models.config import SLIDING, ModelConfig, WindowedConfig
 from tigon.utils.random import as_int64, mix
@@ -67,6 +68,7 @@ class TransformerBlock(nn.Module):
     qk_norm: ClassVar[bool] = False  # attention norms queries and keys, with rms_norm_eps
     rounded_angles: ClassVar[bool] = True  # cos and sin are in the model's dtype, else in fp32
     attention_class: ClassVar[type[Attention]] = Attention
+    attention_options: ClassVar[Mapping[str, Any]] = {}  # of all the family's attention layers
     mlp: nn.Module
     mixer_name = "self_attn"  # in checkpoints
     # The layer whose keys and values attention reads, and whose state it uses; None: its own
@@ -91,12 +93,14 @@ class TransformerBlock(nn.Module):
         return gated_mlp(c, bias=getattr(c, "mlp_bias", False))
 
     def make_attention(self, c: ModelConfig, layer: int, **options: Any) -> Attention:
-        """Makes attention with the config's sizes and the family's norms, and by default with the
-        layer's window and the config's `attention_bias`, if any, also as the output's bias."""
+        """Makes attention with the config's sizes, the family's norms and options, and by default
+        the layer's window and the config's `attention_bias`, if any, also as the output's bias
+        unless there is an `attention_out_bias`."""
         head_dim, kv_heads = c.attention_sizes(layer)
+        options = {**self.attention_options, **options}
         options.setdefault("window", layer_window(c, layer))
         options.setdefault("bias", getattr(c, "attention_bias", False))
-        options.setdefault("out_bias", options["bias"])
+        options.setdefault("out_bias", getattr(c, "attention_out_bias", options["bias"]))
         options.setdefault("qk_norm_eps", c.rms_norm_eps if self.qk_norm else None)
         options |= {"offset": self.norm_offset, "cast": self.norm_cast}
         sizes = c.hidden_size, c.num_attention_heads, kv_heads, head_dim
@@ -136,10 +140,9 @@ def layer_window(c: Any, layer: int) -> int | None:
 class PreNormBlock(TransformerBlock):
     """Llama's block: norm, attention, norm, MLP. Each norm first adds the branch before it."""
 
-    branch_scale = 1.0  # multiplies each branch
-
     def __init__(self, c: ModelConfig, layer: int):
         super().__init__()
+        self.branch_scale = getattr(c, "residual_multiplier", 1.0)
         self.input_layernorm = self.make_add_norm(c)
         self.add_mixer(c, layer)
         self.post_attention_layernorm = self.make_add_norm(c)
@@ -155,7 +158,7 @@ class PreNormBlock(TransformerBlock):
         return _unview(self._scaled(branch)), residual, routing
 
     def _scaled(self, branch: Tensor) -> Tensor:
-        """The branch times `branch_scale`."""
+        """The branch times the config's `residual_multiplier`, if it has one."""
         return branch if self.branch_scale == 1 else self.branch_scale * branch
 
 
@@ -272,9 +275,6 @@ class Decoder(nn.Module):
         self.rotary_embs = nn.ModuleList(
             make_rotary(rotated_dims(dim, rope), rope, length) for dim, rope in unique
         )
-        lengths = [getattr(rope, "original_length", math.inf) for rope in self.rotary_embs]
-        shortest = min(lengths, default=math.inf)
-        self._dynamic_index = None if shortest == math.inf else lengths.index(shortest)
         self.set_state_kinds()
 
     @property
@@ -315,34 +315,29 @@ class Decoder(nn.Module):
         return cast(Sequence[TransformerBlock], self.layers)
 
     def set_state_kinds(self) -> None:
-        """Sets `state_kinds` and `shares_prefixes`; call it after changing layers in place."""
+        """Sets `state_kinds`; call it after changing layers in place."""
         states = self.make_states(StateSpec(1, 1, torch.float32, "meta"))
-        chunked = any(getattr(block.mixer, "chunked", False) for block in self.blocks)
-        shares = all(isinstance(state, KVState) for state in states) and not chunked
-        ids = [*map(id, self.layers)]
-        self._states = ids, tuple(state.layout for state in states), shares
+        self._states = [*map(id, self.layers)], tuple(state.layout for state in states)
 
     @property
     def dynamic_rope(self) -> RotaryEmbedding | None:
         """The RoPE whose frequencies change at the shortest length of a text; None: none do."""
-        i = self._dynamic_index
-        return None if i is None else cast(RotaryEmbedding, self.rotary_embs[i])
+        ropes = [rope for rope in self.rotary_embs if isinstance(rope, RotaryEmbedding)]
+        dynamic = [rope for rope in ropes if rope.original_length < math.inf]
+        return min(dynamic, key=lambda rope: rope.original_length, default=None)
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
         """The kinds of the states in a cache."""
-        return self._read_states()[1]
+        if self._states[0] != [*map(id, self.layers)]:  # some were removed or replaced
+            self.set_state_kinds()
+        return self._states[1]
 
     @property
     def shares_prefixes(self) -> bool:
         """Whether sequences may share a prefix, which only attention can read from another one."""
-        return self._read_states()[2]
-
-    def _read_states(self) -> tuple[list[int], tuple[str, ...], bool]:
-        """Returns what `set_state_kinds` sets, again if layers were removed or replaced since."""
-        if self._states[0] != [*map(id, self.layers)]:
-            self.set_state_kinds()
-        return self._states
+        mixers = [block.mixer for block in self.blocks]
+        return all(isinstance(m, SoftmaxAttention) and not getattr(m, "chunked", 0) for m in mixers)
 
     @property
     def state_indices(self) -> list[int]:

@@ -19,6 +19,7 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
+    full_every = 2
 
     hidden_size: int = 2304
     intermediate_size: int = 9216
@@ -29,10 +30,6 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
     query_pre_attn_scalar: float = 256
     final_logit_softcapping: float | None = 30.0
     attn_logit_softcapping: float | None = 50.0
-
-    def slides(self, layer: int) -> bool:
-        """Whether the layer slides if `layer_types` is None: every other layer does, from 0 on."""
-        return layer % 2 == 0
 
 
 class Gemma2Block(SandwichBlock):

@@ -36,6 +36,7 @@ class Gemma3nConfig(GemmaConfig, SharedKVConfig, LocalThetaConfig):
 
     model_type = "gemma3n_text"
     architecture = "Gemma3nForCausalLM"
+    full_every = 5
     classifier_name = None
     overflows_float16 = False
     ignored = frozenset({"rope_local_base_freq"})  # read with the RoPEs
@@ -81,10 +82,6 @@ class Gemma3nConfig(GemmaConfig, SharedKVConfig, LocalThetaConfig):
                 f"altup_active_idx={self.altup_active_idx} is not one of "
                 f"altup_num_inputs={self.altup_num_inputs} streams"
             )
-
-    def slides(self, layer: int) -> bool:
-        """Whether the layer slides if `layer_types` is None: all do but every fifth."""
-        return (layer + 1) % 5 != 0
 
 
 class AltUp(nn.Module):

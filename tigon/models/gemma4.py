@@ -75,6 +75,7 @@ class Gemma4UnifiedConfig(GemmaConfig, SharedKVConfig):
 
     model_type = "gemma4_unified_text"
     architecture = "Gemma4UnifiedForCausalLM"
+    full_every = 6
     classifier_name = None
     overflows_float16 = False
     ignored = frozenset({"is_causal"})  # follows from use_bidirectional_attention
@@ -145,8 +146,8 @@ class Gemma4UnifiedConfig(GemmaConfig, SharedKVConfig):
         return own["head_dim"], own["num_key_value_heads"]
 
     def slides(self, layer: int) -> bool:
-        """Whether the layer slides if `layer_types` is None: all do but each sixth and the last."""
-        return (layer + 1) % 6 != 0 and layer + 1 != self.num_hidden_layers
+        """As in the base; the last layer never does."""
+        return super().slides(layer) and layer + 1 != self.num_hidden_layers
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Paper: arXiv 2406.12793; checked against transformers' modeling_glm4.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import SandwichBlock
@@ -48,9 +47,7 @@ class Glm4Block(SandwichBlock):
         "post_attention_layernorm",
         "post_mlp_layernorm",
     )
-
-    def make_mixer(self, c: Glm4Config, layer: int) -> Attention:
-        return self.make_attention(c, layer, out_bias=False, interleaved=True)
+    attention_options = {"out_bias": False, "interleaved": True}
 
 
 class Glm4(CausalLM):

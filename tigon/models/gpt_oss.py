@@ -6,7 +6,7 @@ Paper: arXiv 2508.10925; checked against transformers' modeling_gpt_oss.
 from dataclasses import dataclass
 
 from tigon.kernels.mlp.clamped_swiglu import ClampedSwiGLU
-from tigon.layers import Attention, SparseMoE
+from tigon.layers import SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
 from tigon.models.decoder import PreNormBlock
@@ -20,6 +20,7 @@ class GptOssConfig(MoEConfig, WindowedConfig):
 
     model_type = "gpt_oss"
     architecture = "GptOssForCausalLM"
+    full_every = 2
     default_theta = 150000.0
     default_rope = {
         "rope_type": "yarn",
@@ -48,17 +49,12 @@ class GptOssConfig(MoEConfig, WindowedConfig):
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
 
-    def slides(self, layer: int) -> bool:
-        return layer % 2 == 0
-
 
 class GptOssBlock(PreNormBlock):
     """A `PreNormBlock` with sinks in attention, and with experts in place of the MLP."""
 
     norm_cast = "after_weight"
-
-    def make_mixer(self, c: GptOssConfig, layer: int) -> Attention:
-        return self.make_attention(c, layer, sinks=True)
+    attention_options = {"sinks": True}
 
     def make_mlp(self, c: GptOssConfig, layer: int) -> SparseMoE:
         act = ClampedSwiGLU(c.swiglu_alpha, c.swiglu_limit)

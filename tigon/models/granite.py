@@ -30,10 +30,6 @@ class GraniteConfig(LlamaConfig):
 class GraniteBlock(PreNormBlock):
     """Llama's block with branches times residual_multiplier, scores times attention_multiplier."""
 
-    def __init__(self, c: GraniteConfig, layer: int):
-        super().__init__(c, layer)
-        self.branch_scale = c.residual_multiplier
-
     def make_mixer(self, c: Any, layer: int) -> Attention:
         return self.make_attention(c, layer, scale=c.attention_multiplier)
 

@@ -5,7 +5,6 @@ Checked against transformers' modeling_hunyuan_v1_dense; also Hunyuan-MT.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import PreNormBlock
@@ -38,9 +37,7 @@ class HunYuanV1DenseBlock(PreNormBlock):
     """A `PreNormBlock` whose attention norms heads after it has rotated them."""
 
     qk_norm = True
-
-    def make_mixer(self, c: HunYuanV1DenseConfig, layer: int) -> Attention:
-        return self.make_attention(c, layer, rotates_first=True)
+    attention_options = {"rotates_first": True}
 
 
 class HunYuanV1Dense(CausalLM):

@@ -14,7 +14,9 @@ from tigon.models.pretrained.quantization import quantized_layers, store_nf4
 from tigon.utils.memory import count_rank_cpus
 from tigon.weights import ShardSpec, local_rows
 
-CHUNK = 1 << 20  # values that are drawn from a seed of their own; another number, other weights
+# The version of what a seed draws: raise it with each change that makes other weights of a seed
+DRAWS = 2
+CHUNK = 1 << 20  # values that are drawn from a seed of their own
 
 
 @torch.no_grad()

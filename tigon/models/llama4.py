@@ -11,19 +11,18 @@ from typing import Any
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.layers.rope import SCALED
 from tigon.models.causal_lm import CausalLM
-from tigon.models.config import FULL, ConfigError
+from tigon.models.config import FULL, NoRopeConfig
 from tigon.models.decoder import PreNormBlock
 from tigon.models.moe import ExpertsConfig, sparse_moe
 from tigon.models.pretrained.names import CheckpointNames
-from tigon.utils.json import quote
 
 CHUNKED = "chunked_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Llama4Config(ExpertsConfig):
-    """The config of Llama 4's text models: `no_rope_layers` is 1 where a layer does rotate, and
-    `moe_layers` are those with experts of size intermediate_size."""
+class Llama4Config(NoRopeConfig, ExpertsConfig):
+    """The config of Llama 4's text models; `moe_layers` are those with experts of size
+    intermediate_size."""
 
     model_type = "llama4_text"
     architecture = "Llama4ForCausalLM"
@@ -51,30 +50,17 @@ class Llama4Config(ExpertsConfig):
     moe_layers: list[int] | None = None
     interleave_moe_layer_step: int = 1
     use_qk_norm: bool = True
-    no_rope_layers: list[int] | None = None
-    no_rope_layer_interval: int = 4
     attention_chunk_size: int | None = 8192
     layer_types: list[str] | None = None
     attn_temperature_tuning: bool = True
     floor_scale: int = 8192
     attn_scale: float = 0.1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        layers, flags = self.num_hidden_layers, self.no_rope_layers
-        if flags and len(flags) < layers:
-            raise ConfigError(f"no_rope_layers={quote(flags)} is not 0 or 1 for {layers} layers")
-
     def sparse(self, layer: int) -> bool:
         """Whether the layer has experts: by moe_layers, or else by the interval."""
         if self.moe_layers is not None:
             return layer in self.moe_layers
         return (layer + 1) % self.interleave_moe_layer_step == 0
-
-    def rotates(self, layer: int) -> bool:
-        if self.no_rope_layers:
-            return bool(self.no_rope_layers[layer])
-        return (layer + 1) % self.no_rope_layer_interval != 0
 
     def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
         """The layer's head dim, and the RoPE parameters, or how its queries grow without RoPE."""

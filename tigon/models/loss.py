@@ -20,11 +20,12 @@ from tigon.kernels.loss.terms import (
     WeightedTerm,
     find_valid_rows,
 )
+from tigon.layers import balance
 from tigon.layers.lm_head import HeadOutput
 from tigon.models.arguments import BATCH, PASS, TARGETS, check_keywords, select_keys
 from tigon.models.config import ModelConfig
 from tigon.models.inputs import Batch, BatchModel
-from tigon.models.moe import ROUTING_METRICS, aux_loss_coef, expert_balance
+from tigon.models.moe import ROUTING_METRICS, ExpertsConfig, aux_loss_coef
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.targets import Targets
 
@@ -157,17 +158,16 @@ class LossTerms:
     def _add_aux_loss(self, out: CausalLMOutput, router_stats: Sequence[Tensor]) -> None:
         """Adds routers' metrics, and if the config asks for it aux_loss, also to a mean loss."""
         shard, coef = self.targets.batch.shard, aux_loss_coef(self.config)
-        if shard is not None and router_stats:  # of all tokens; each rank adds an equal part
-            router_stats = shard.sum_for_parts(torch.stack(list(router_stats))).unbind()
-        balance = expert_balance(self.config, router_stats)
-        if balance is None:
+        if not isinstance(self.config, ExpertsConfig) or not router_stats:
             if self.router_metrics:
                 name = self.config.architecture.removesuffix("ForCausalLM")
                 raise ValueError(
                     f"metrics={self.router_metrics}: no layer of this {name} has experts"
                 )
             return
-        load, aux_loss = balance
+        if shard is not None:  # of all tokens; each rank adds an equal part
+            router_stats = shard.sum_for_parts(torch.stack(list(router_stats))).unbind()
+        load, aux_loss = balance(router_stats, self.config.num_experts_per_tok)
         values = {"aux_loss": aux_loss.detach(), "expert_load": load}
         out.metrics |= {name: values[name] for name in self.router_metrics}
         if coef is not None:

@@ -1,13 +1,11 @@
 """Mixtures of experts: the shared part of their configs, and their auxiliary loss."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
-
 from tigon.kernels.mlp.grouped_mlp import ExpertActivation
-from tigon.layers import Balance, SparseMoE, balance
+from tigon.layers import SparseMoE
 from tigon.models.config import ConfigError, ModelConfig
 from tigon.utils.json import quote
 
@@ -71,13 +69,6 @@ def sparse_moe(
         raise ConfigError(f"{c.experts_keys[0]}=0, but {c.architecture} has layers of experts")
     sizes = c.hidden_size, intermediate, c.experts, c.num_experts_per_tok
     return SparseMoE(*sizes, act or c.mlp_activation, **options)
-
-
-def expert_balance(c: ModelConfig, router_stats: Sequence[Tensor]) -> Balance | None:
-    """Computes each expert's share and aux_loss from the counts of layers; None without any."""
-    if not isinstance(c, ExpertsConfig) or not router_stats:
-        return None
-    return balance(router_stats, c.num_experts_per_tok)
 
 
 def aux_loss_coef(c: ModelConfig) -> float | None:

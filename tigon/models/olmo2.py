@@ -4,9 +4,7 @@ Paper: arXiv 2501.00656; checked against transformers' modeling_olmo2.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import PostNormBlock
@@ -36,9 +34,7 @@ class Olmo2Block(PostNormBlock):
     norm_cast = "after_weight"
     qk_norm = True
     rounded_angles = False
-
-    def make_mixer(self, c: Any, layer: int) -> Attention:
-        return self.make_attention(c, layer, flat_qk_norm=True)
+    attention_options = {"flat_qk_norm": True}
 
 
 class Olmo2(CausalLM):

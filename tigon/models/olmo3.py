@@ -17,9 +17,7 @@ class Olmo3Config(Olmo2Config, TwoRopesConfig):
     model_type = "olmo3"
     architecture = "Olmo3ForCausalLM"
     default_theta = 5e5
-
-    def slides(self, layer: int) -> bool:
-        return (layer + 1) % 4 != 0
+    full_every = 4
 
 
 class Olmo3(Olmo2):

@@ -5,7 +5,6 @@ Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
 from tigon.models.decoder import PreNormBlock
@@ -35,8 +34,7 @@ class Qwen2Config(WindowedConfig):
 class Qwen2Block(PreNormBlock):
     """A `PreNormBlock` with biases of queries, keys and values, and the layer's sliding window."""
 
-    def make_mixer(self, c: Qwen2Config, layer: int) -> Attention:
-        return self.make_attention(c, layer, bias=True, out_bias=False)
+    attention_options = {"bias": True, "out_bias": False}
 
 
 class Qwen2(CausalLM):

@@ -4,9 +4,7 @@ Checked against transformers' modeling_seed_oss.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.models.llama import LlamaConfig
@@ -32,15 +30,8 @@ class SeedOssConfig(LlamaConfig):
     attention_out_bias: bool = False
 
 
-class SeedOssBlock(PreNormBlock):
-    """Llama's block with a switch of its own for the bias of attention's output."""
-
-    def make_mixer(self, c: Any, layer: int) -> Attention:
-        return self.make_attention(c, layer, out_bias=c.attention_out_bias)
-
-
 class SeedOss(CausalLM):
-    """Seed-OSS: a decoder of `SeedOssBlock`s."""
+    """Seed-OSS: a decoder of `PreNormBlock`s."""
 
     config_class = SeedOssConfig
-    block_class = SeedOssBlock
+    block_class = PreNormBlock

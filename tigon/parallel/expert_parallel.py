@@ -6,6 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tigon.distributed.collectives import Ranks
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.layers import Experts, LowRankExperts
+from tigon.layers.lora import LORA_A
 from tigon.models import CausalLM
 from tigon.parallel.mesh import as_ranks
 from tigon.weights import ReplicaIndex, RowSpan, ShardSpec
@@ -51,7 +52,7 @@ def _expert_rows(shard: ExpertShard, unit: int = 1, block: int = 0) -> RowSpan:
 def _adapter_rows(low: LowRankExperts, name: str, shard: ExpertShard) -> tuple[int, list[RowSpan]]:
     """The dimension of A or B that counts experts, and this rank's rows of it."""
     (part,) = (part for part in low.parts if name.endswith(f"_{part.name}"))
-    if name == low.name_of_a(part):
+    if name.startswith(LORA_A):
         return 0, [_expert_rows(shard, part.rank)]
     return 1, [_expert_rows(shard, block=r) for r in range(part.rank)]
 

@@ -117,11 +117,9 @@ class TensorParallel:
         `named` are name and parameter of the same parameters on all ranks; others stay as they are.
         """
         blocks: dict[int, list[Tensor]] = {count: [] for count in self.replica_groups}
-        for name, p, gradient in _gradients(named):
-            if name in self.replicated:
-                for replica, block in self._blocks(name, p, gradient):
-                    if replica.total > 1:
-                        blocks[replica.total].append(block)
+        for replica, _, block in self._gradient_blocks(named):
+            if replica.total > 1:
+                blocks[replica.total].append(block)
         for count, ranks in self.replica_groups.items():
             if group := blocks[count]:
                 # In float32, so that a sum of bfloat16 is rounded once
@@ -135,29 +133,26 @@ class TensorParallel:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields (parameter, gradient) so that over all ranks each gradient occurs once: rows that
         an earlier rank has too are left out. A parameter may occur several times."""
-        for name, p, gradient in _gradients(named):
-            if name in self.replicated:
-                for replica, block in self._blocks(name, p, gradient):
-                    if not replica.number:
-                        yield p, block
-            elif gradient.numel():
-                yield p, gradient
+        for replica, p, block in self._gradient_blocks(named):
+            if not replica.number and block.numel():
+                yield p, block
 
-    def _blocks(
-        self, name: str, p: Tensor, gradient: Tensor
-    ) -> Iterator[tuple[ReplicaIndex, Tensor]]:
-        """Yields a gradient's blocks, each with its place among the ranks that hold it too."""
-        _, first = local_rows(name, p)
-        for part in self.layout[name]:
-            for _, block in local_blocks(part, p.shape, gradient, first):
-                yield part.replica or ReplicaIndex(), block
-
-
-def _gradients(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yields name, parameter and local gradient of each parameter that has a gradient."""
-    for name, p in named:
-        if p.grad is not None:
-            yield name, p, p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+    def _gradient_blocks(
+        self, named: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[tuple[ReplicaIndex, Tensor, Tensor]]:
+        """Yields the blocks of each local gradient, with their place among the ranks that hold them
+        too, and their parameter; a gradient that no other rank holds is one block."""
+        for name, p in named:
+            if p.grad is None:
+                continue
+            gradient = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            if name not in self.replicated:
+                yield ReplicaIndex(), p, gradient
+                continue
+            _, first = local_rows(name, p)
+            for part in self.layout[name]:
+                for _, block in local_blocks(part, p.shape, gradient, first):
+                    yield part.replica or ReplicaIndex(), p, block
 
 
 def shard_model(model: CausalLM, mesh: DeviceMesh | Ranks) -> None:

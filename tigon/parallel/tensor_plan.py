@@ -31,7 +31,7 @@ from tigon.layers import (
     LowRankExperts,
     ShortConv,
 )
-from tigon.layers.lora import LORA_B, MAGNITUDE
+from tigon.layers.lora import LORA_A, LORA_B, MAGNITUDE
 from tigon.models import CausalLM
 from tigon.utils.random import GOLDEN, WORD, as_int64
 from tigon.weights import ReplicaIndex, RowSpan, ShardSpec
@@ -259,7 +259,8 @@ def adapter_specs(
             if isinstance(low, LowRankEmbedding):
                 names, dim, pieces = ["lora_embedding_A"], 1, weight.pieces
             elif _is_row_wise(weight):
-                names, dim, pieces = [low.name_of_a(part)], 1, weight.pieces
+                one = isinstance(low, LowRank)  # A, which all parts share
+                names, dim, pieces = ["lora_A" if one else LORA_A + part.name], 1, weight.pieces
             else:
                 names, dim, pieces = [LORA_B + part.name], 0, _pieces_of_part(weight, part)
                 names += [MAGNITUDE + part.name] * low.dora

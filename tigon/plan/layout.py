@@ -34,7 +34,7 @@ class Layout(MeshSizes):
         batch = self.rows * self.micro_batches * self.data
         return replace(
             config, micro_batch_size=self.rows, batch_size=batch, parallel=self.parallel,
-            sharding=self.sharding, activation_checkpointing=self.checkpointing, memory_budget=None,
+            sharding=self.sharding, activation_checkpointing=self.checkpointing,
         )  # fmt: skip
 
     @property

@@ -72,7 +72,7 @@ def read_job(
     config = load(None, [*settings, *fixed])
     check_modeled(config)
     dtype = getattr(torch, config.param_dtype)
-    on_meta = meta_model(replace(config, memory_budget=None), dtype)
+    on_meta = meta_model(config, dtype)
     if seq_len > (context := on_meta.config.max_position_embeddings):
         print(f"note: rows of {seq_len:,} tokens, and the model's context is {context:,}")
     shapes, rows = Shapes(on_meta.config, dtype), tokens // seq_len

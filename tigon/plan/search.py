@@ -14,7 +14,7 @@ from tigon.plan.layout import Layout, divisors, enumerate_meshes
 from tigon.train.choices import MOST_TOKENS, leanest_sharding, useful_rows
 from tigon.train.distributed import World
 from tigon.train.graph_checks import check_run
-from tigon.train.memory import CONTEXT, SHARE, Estimate, estimate
+from tigon.train.memory import Estimate, estimate, memory_budget
 from tigon.train.model import sum_dtype
 from tigon.train.optim import check_local_model, check_ranks, state_bytes
 from tigon.train.tasks import find_task
@@ -184,14 +184,13 @@ def make_plan(
     limit: int = 8,
     variants: Callable[[Job, Layout], Iterable[Layout]] = all_layouts,
     meshes: Iterable[Layout] | None = None,
-    budget: int | None = None,
 ) -> LayoutPlan:
     """Returns the `limit` fastest of `meshes` (default: all), each in its fastest variant that fits
-    into `budget` bytes (default: most of the GPU).
+    into the memory of a GPU.
 
     Every variant is timed; memory is estimated only for those that may be among the fastest.
     """
-    budget = int(job.gpu.memory * (1 - SHARE)) - CONTEXT if budget is None else budget
+    budget = memory_budget(job.config, job.gpu.memory)
     reasons, timed = Counter[str](), list[tuple[Layout, Step]]()
     least: dict[Mesh, int] = {}  # bytes of meshes that do not fit
 

@@ -65,10 +65,10 @@ def format_percent(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Formats a duration as 4.2 s, 4 min 05 s or 1 h 04 min."""
+    """Formats a duration as 4.2 s, 4m 05s or 1h 04m."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    long = f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
+    long = f"{hours:,}h {minutes:02d}m" if hours else f"{minutes}m {rest:02d}s"
     return f"{seconds:.1f} s" if seconds < 60 else long
 
 

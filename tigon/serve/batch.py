@@ -51,7 +51,7 @@ def fit_capacity(model: CausalLM, rows: int) -> int:
     if not fitting:
         raise ValueError(
             f"max_rows={rows}: a cache of {sizes[0]} tokens in each row takes "
-            f"{format_gib(nbytes(sizes[0]))}, and {device} has {format_gib(budget)} for it"
+            f"{format_gib(nbytes(sizes[0]))} GiB, and {device} has {format_gib(budget)} for it"
         )
     return sizes[fitting - 1]
 

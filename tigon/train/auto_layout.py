@@ -21,9 +21,10 @@ from tigon.train import checkpoint
 from tigon.train.choices import leanest_sharding
 from tigon.train.config import Config, Parallel, mesh_sizes
 from tigon.train.distributed import World
-from tigon.train.memory import format_gib, gpu_memory, memory_budget
+from tigon.train.memory import gpu_memory
 from tigon.train.model import meta_model
 from tigon.utils.config import build_settings, read_settings
+from tigon.utils.memory import format_gib
 
 
 def resolve_layout(config: Config, world: World, gpus: int) -> tuple[Config, World]:
@@ -68,8 +69,7 @@ def choose_layout(
     job = Job(shapes, config, gpus, gpu, constants, config.seq_len, config.batch_size)
 
     def plan(meshes: list[Layout]) -> LayoutPlan:
-        budget = memory_budget(config, memory)
-        return make_plan(job, 2, variants=configured_layouts, meshes=meshes, budget=budget)
+        return make_plan(job, 2, variants=configured_layouts, meshes=meshes)
 
     if layouts and (kept := plan(layouts)).choices:
         return kept.choices[0].layout.parallel, f"{describe_best(kept)}, as in {source}"

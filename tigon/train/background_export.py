@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tigon.models import CausalLM
@@ -13,25 +12,13 @@ from tigon.models.adapters.peft_files import prepare_adapter, write_adapter
 from tigon.models.pretrained.save import prepare_save, write_model
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.distributed import World
 from tigon.weights import WriterGroup
 from tigon.weights.files import explain_full_disk
 from tigon.weights.write import copy_to_host
 
 
 class Exporter(checkpoint.BackgroundWriter):
-    """Writes the exports of one run. Every rank makes one and calls the same methods.
-
-    With `background`, `export` returns when this rank's rows are copied into host memory, and the
-    copy is written while training goes on; the next `export`, `wait` and leaving the `with` block
-    wait for it and raise its errors.
-    """
-
-    def __init__(self, world: World, *, background: bool = True) -> None:
-        super().__init__()
-        self.world, self.background = world, background
-        # A separate group: the writer's messages would mix with those of training
-        self._ranks = WriterGroup(dist.new_group(backend="gloo"))
+    """Writes the exports of one run."""
 
     def export(
         self,
@@ -57,7 +44,7 @@ class Exporter(checkpoint.BackgroundWriter):
         options: dict[str, Any] = {"tokenizer": tokenizer, "ranks": WriterGroup()}
         if model.active_adapter is not None:  # in the adapter's dtype
             tensors, describe = prepare_adapter(model, **options)
-            write = write_adapter
+            write: Any = write_adapter
         else:
             tensors, describe = prepare_save(model, dtype=dtype, values=values, **options)
             write = write_model
@@ -68,13 +55,8 @@ class Exporter(checkpoint.BackgroundWriter):
                 tensors = copy_to_host(tensors)
 
         def write_files() -> None:
-            try:
-                with explain_full_disk(target, sum(entry.nbytes for entry in tensors)):
-                    write(target, tensors, describe, ranks=self._ranks, replace=True)
-            except Exception as error:
-                raise checkpoint.SaveError.of(target, error) from error
+            with explain_full_disk(target, sum(entry.nbytes for entry in tensors)):
+                write(target, tensors, describe, ranks=self._ranks, replace=True)
             self.world.log_rank0(f"exported to {target}")
 
-        self.pending = self._thread.submit(write_files)
-        if not background:
-            self.wait()
+        self.start(target, write_files, wait=not background)

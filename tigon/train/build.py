@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from tigon.data import Loader
+from tigon.data.examples import format_count
 from tigon.kernels.attention.backends import check_training
 from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config
@@ -39,12 +40,7 @@ from tigon.train.model import (
     read_model_config,
     sampled_digest,
 )
-from tigon.train.notes import (
-    find_short_epoch,
-    find_slow_attention,
-    find_unquantized_layers,
-    find_unused_settings,
-)
+from tigon.train.notes import find_slow_attention, find_unquantized_layers, find_unused_settings
 from tigon.train.optim import (
     Ema,
     InBackward,
@@ -291,8 +287,11 @@ def describe_run(
         f"on {sizes.ranks} x {device.type}{layout}"
     )
     yield f"steps: {inputs.start} to {steps}{epoch}"
-    if per_epoch == 1:
-        yield from (f"note: {text}" for text in find_short_epoch(config, inputs.data.report().rows))
+    if per_epoch == 1 and (rows := inputs.data.report().rows) < config.batch_size:
+        yield (
+            f"note: batch_size={config.batch_size} is more than the {format_count(rows, 'row')} of "
+            "the data, so an epoch is one step: a smaller batch_size or seq_len gives more"
+        )
     if inputs.source is None and (vocabulary := read_vocabulary(config)) is not None:
         yield from vocabulary.describe(read_model_config(config).vocab_size)
     if inputs.choice is not None:

@@ -21,9 +21,10 @@ from tigon.parallel import MeshSizes
 from tigon.train import checkpoint
 from tigon.train.config import MAX_TOKENS, Config, mesh_sizes
 from tigon.train.distributed import InputError, World
-from tigon.train.memory import estimate, format_gib, gpu_memory, held_by_others, memory_budget
+from tigon.train.memory import estimate, gpu_memory, held_by_others, memory_budget
 from tigon.train.model import compute_dtype, is_sharded, meta_model, sum_dtype, weights_dtype
 from tigon.train.tasks import Task
+from tigon.utils.memory import format_gib
 
 # Tokens of a micro-batch, beyond which more are hardly faster: to add up the gradients of 16,384 in
 # bfloat16 moves bytes for about 1 % of a pass. Blocks of fewer than 2^25 parameters compute these
@@ -250,8 +251,8 @@ def resolve_choices(
     memories = [size for size in world.gather(gpu_memory(world.device)) if size is not None]
     if config.memory_budget is None and (held := held_by_others(world.device)):
         world.log_rank0(f"note: other processes hold {format_gib(held)} GiB of the GPU")
-    budget = memory_budget(config, min(memories, default=None))
-    if budget is not None:
+    if memories or config.memory_budget is not None:
+        budget = memory_budget(config, min(memories, default=0))
         choice = world.share(lambda: _choose(config, task, source, gpus, device, budget))
         return choice.resolve(config), choice
     if device.type == "cuda":

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tigon.report import format_duration
 from tigon.train.config import Config
 from tigon.utils.terminal import escape_controls
 
@@ -101,7 +102,7 @@ class Console:
             mfu = sum(r["mfu"] * r["step_seconds"] for r in self.since) / seconds
             found.append((3, f"MFU {mfu:5.1%}"))
         found.append((8, f"{row['memory_gib']:5.1f} GiB"))
-        found.append((1, f"{'-:--' if left is None else format_duration(left):>8} left"))
+        found.append((1, f"{'-' if left is None else format_duration(left):>8} left"))
         waited = sum(r["data_seconds"] for r in self.since) / seconds
         if waited > WAITING:
             found.append((3, f"waits {waited:.0%}"))
@@ -166,13 +167,3 @@ def format_number(value: float) -> str:
         digits = 4 if abs(value) < 10 else 3 if abs(value) < 100 else 2
         return f"{value:7.{digits}f}"
     return f"{value:7.0f}" if abs(value) < 1e6 else f"{value:7.1e}"
-
-
-def format_duration(seconds: float) -> str:
-    """Formats a duration as 4:05, 1:04:05 or 2 d 01:04."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours_of_day = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours_of_day:02}:{minutes:02}"
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -90,7 +90,7 @@ class GradientBuffers:
                     buffer.zero_()  # it has those of the step before
                 elif buffer is not None and grad is not None and grad is not buffer:
                     buffer.copy_(grad)
-        self._assign()
+        self.assign()
 
     @contextmanager
     def capturing(self, *, adds: bool) -> Iterator[None]:
@@ -118,7 +118,7 @@ class GradientBuffers:
             if self.zero is not None:
                 self.zero.reduces = reduces
 
-    def _assign(self) -> None:
+    def assign(self) -> None:
         """Makes the fixed memory the gradients, except where no replay writes."""
         for (_, owner, name), buffer in zip(self.holders, self.memory, strict=True):
             if buffer is not None:
@@ -130,12 +130,6 @@ class GradientBuffers:
         assert buffer is not None
         buffer.copy_(getattr(owner, name))
         setattr(owner, name, None)
-
-    def after_replay(self) -> None:
-        """Assigns the gradients that a replayed backward pass wrote, and lets ZeRO reduce them."""
-        self._assign()
-        if self.zero is not None:
-            self.zero.prepare_reduction()
 
 
 class CapturedGraph:
@@ -226,7 +220,9 @@ class CapturedGraph:
         if self.adds:
             buffers.copy_eager()
         self._backward()
-        buffers.after_replay()
+        buffers.assign()
+        if buffers.zero is not None:
+            buffers.zero.prepare_reduction()
         return self.dx
 
 

@@ -64,10 +64,10 @@ def build_loader(
     options: dict[str, Any] = {"size": config.shuffle_window, "weights": weights}
     windows: Stream | Mixture
     if streaming:
-        sources = find_entry_sources(config, entries, streaming=True)
+        sources = find_entry_sources(config, items, streaming=True)
         windows = Stream(sources, encoder, workers=config.workers, cursor=cursor, **options)
     else:
-        corpora = tokenize_entries(config, entries, encoder, held_out=held_out)
+        corpora = tokenize_entries(config, items, encoder, held_out=held_out)
         windows = Mixture(corpora, **options)
     has_dropout = config.lora is not None and config.lora.dropout > 0
     loader = Loader(
@@ -94,14 +94,14 @@ def build_loader(
 
 def tokenize_entries(
     config: Config,
-    entries: Sequence[Entry],
+    items: Sequence[str | Entry],
     encoder: Encoder,
     *,
     held_out: bool,
     check: bool = True,
 ) -> list[list[Examples]]:
     """Returns the examples of each entry, by `tokenize`; raises ValueError as that does."""
-    sources = find_entry_sources(config, entries, held_out=held_out)
+    sources = find_entry_sources(config, items, held_out=held_out)
     try:
         return [tokenize(entry, encoder, workers=config.workers, check=check) for entry in sources]
     except BadRow as error:
@@ -109,10 +109,11 @@ def tokenize_entries(
 
 
 def find_entry_sources(
-    config: Config, entries: Sequence[Entry], *, held_out: bool = False, streaming: bool = False
+    config: Config, items: Sequence[str | Entry], *, held_out: bool = False, streaming: bool = False
 ) -> list[list[Source]]:
     """Returns each entry's sources, of held-out rows or of others; ValueError if there are none."""
     options: dict[str, Any] = {"separator": config.separator, "columns": config.columns}
+    entries = as_entries(config, items)
     sources = [find_sources(entry, streaming=streaming, **options) for entry in entries]
     if not (fraction := config.eval_fraction):
         return sources
@@ -129,7 +130,7 @@ def check_eval_files(config: Config) -> None:
     """Raises FileNotFoundError for files of eval_data, which a ready config may name, that are not
     there."""
     try:
-        find_entry_sources(config, as_entries(config, config.eval_data))
+        find_entry_sources(config, config.eval_data)
     except FileNotFoundError as error:
         advice = "give held-out files, eval_fraction=0.05, or eval_data=[] for none"
         raise FileNotFoundError(f"eval_data: {error}; {advice}") from None

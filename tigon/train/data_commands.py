@@ -24,7 +24,6 @@ from tigon.train.build import load_tokenizer
 from tigon.train.config import Config
 from tigon.train.config_file import load
 from tigon.train.data import (
-    as_entries,
     build_loader,
     describe_truncation,
     find_entry_sources,
@@ -129,11 +128,10 @@ def preview(config: Config, count: int = 5) -> Preview:
     encoder = task.encoder(tokenizer)
     encoder.skip_bad_rows = True  # to show the others
     rows, report, truncation = [], EncodingReport(), TruncationStats()
-    entries = as_entries(config, config.data)
     try:  # of the hub too, only the first rows are fetched
-        sources = find_entry_sources(config, entries, streaming=True)
+        sources = find_entry_sources(config, config.data, streaming=True)
     except ValueError:  # such as a slice that counts from the end
-        sources = find_entry_sources(config, entries, streaming=config.streaming)
+        sources = find_entry_sources(config, config.data, streaming=config.streaming)
     for of_entry in sources:
         opened = map(encoder.open, of_entry)
         numbered = ((source, line, row) for source in opened for line, row in source.rows())

@@ -255,13 +255,8 @@ def held_by_others(device: torch.device) -> int:
     return held if held > CONTEXT else 0
 
 
-def memory_budget(config: Config, memory: int | None) -> int | None:
-    """Returns the bytes for tensors: memory_budget, or most of a GPU's `memory`; or None."""
+def memory_budget(config: Config, memory: float) -> int:
+    """Returns the bytes for tensors: memory_budget, or most of a GPU's `memory`."""
     if config.memory_budget is not None:
         return int(config.memory_budget * GIB)
-    return None if memory is None else int(memory * (1 - SHARE)) - CONTEXT
-
-
-def format_gib(size: int) -> str:
-    """Formats bytes as a number of GiB, with enough digits for tiny models."""
-    return f"{size / GIB:.2f}" if size >= GIB else f"{size / GIB:.3g}"
+    return int(memory * (1 - SHARE)) - CONTEXT

@@ -30,12 +30,6 @@ WORKSPACES: dict[str, Callable[..., int]] = {
     "tigon::grouped_mlp": forward_workspace,
     "tigon::grouped_mlp_backward": backward_workspace,
 }
-# Arguments that an operator overwrites with outputs, except under a dispatch mode
-OVERWRITES = {
-    "tigon::gated_act_backward": (1,),
-    "tigon::gated_act_backward_product": (0, 1),
-    "tigon::packed_rope": (0,),
-}
 
 
 class Ledger:
@@ -79,8 +73,6 @@ class MemoryTracker(TorchDispatchMode):
         name = func._schema.name
         size = WORKSPACES[name](*args) if name in WORKSPACES else 0
         out = func(*args, **(kwargs or {}))
-        for index in OVERWRITES.get(name, ()):
-            self._drop(args[index])
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self._track(tensor)
@@ -124,13 +116,6 @@ class MemoryTracker(TorchDispatchMode):
         self._storages[key] = self.phase, size
         self.ledger.add(self.phase, size)
         weakref.finalize(storage, self._free, key).atexit = False
-
-    def _drop(self, tensor: Tensor) -> None:
-        """Counts a storage as 0 bytes from now on: an operator's outputs overwrite it."""
-        key = tensor.untyped_storage()._cdata
-        kind, size = self._storages[key]
-        self._storages[key] = kind, 0
-        self.ledger.remove(kind, size)
 
     def _free(self, key: int) -> None:
         """Takes away the bytes of a storage that no longer exists."""

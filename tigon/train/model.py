@@ -16,7 +16,7 @@ from tigon.models import MODELS, CausalLM, build, load_weights, materialize
 from tigon.models.adapters.adapters import init_adapter
 from tigon.models.adapters.lora import savable_modules
 from tigon.models.config import torch_dtype
-from tigon.models.init import init_sharded_weights
+from tigon.models.init import DRAWS, init_sharded_weights
 from tigon.models.moe import MoEConfig
 from tigon.models.pretrained.load import (
     as_sequence_classifier,
@@ -76,7 +76,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
 def _build_base(config: Config, dtype: torch.dtype) -> tuple[CausalLM, Checkpoint | None]:
     """Returns the meta model without adapter, and its weights, None if they are random."""
     if config.init:
-        return _from_config(_init_path(config), dtype, config), None
+        return _meta_base(config, dtype), None
     options: dict[str, Any] = {"dtype": dtype, "labels": config.labels, "seed": config.seed}
     if config.lora is not None:
         options["quantize"] = config.lora.quantize
@@ -98,7 +98,7 @@ def _load_or_init_weights(
         load_weights(model, weights)
         return
     torch.manual_seed(config.seed)
-    init_sharded_weights(model, _from_config(_init_path(config), dtype, config))
+    init_sharded_weights(model, _meta_base(config, dtype))
 
 
 def read_model_config(config: Config, source: Path | None = None) -> Any:
@@ -111,9 +111,9 @@ def read_model_config(config: Config, source: Path | None = None) -> Any:
 
 def base_digest(config: Config) -> str:
     """Returns a digest of samples of the base model's weights, wherever its files are; of `init`
-    one of its config.json and the seed."""
+    one of its config.json, the seed, and the version of what a seed draws."""
     if config.init:
-        return hash_files([_init_path(config)], config.seed)
+        return hash_files([_init_path(config)], config.seed, DRAWS)
     return sampled_digest(config.model, config.revision)
 
 
@@ -230,11 +230,8 @@ def meta_model(config: Config, dtype: torch.dtype, source: Path | None = None) -
     """
     if config.lora is None and source is not None:
         model = model_from_checkpoint_config(source, dtype)
-    elif config.init:
-        model = _from_config(_init_path(config), dtype, config)
     else:
-        values = _apply_settings(read_model_config(config), config)
-        model = MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
+        model = _meta_base(config, dtype)
     if config.lora is not None:
         add_lora(model, config)
     return apply_model_settings(model, config)
@@ -258,7 +255,7 @@ def model_from_checkpoint_config(source: Path, dtype: torch.dtype) -> CausalLM:
     """Returns the model of a run's checkpoint on the meta device, without the adapter that it may
     have. Raises ValueError if its files are too small for the weights."""
     check_folder(source)
-    model = _from_config(source / "config.json", dtype)
+    model = _from_config(_read_config_file(source / "config.json"), dtype, source / "config.json")
     if read_adapter_run_config(source) is not None:  # the base's weights are elsewhere
         return model
     needed = 2 * sum(p.numel() for p in model.parameters())
@@ -342,21 +339,20 @@ def _read_config_file(path: Path) -> Any:
         return parse_any_config(read_json(path, nan=True), MODELS)
 
 
-def _apply_settings(values: Any, config: Config) -> Any:
-    """Returns the model's config with the settings' labels and new_tokens."""
-    values = as_sequence_classifier(values, config.labels) if config.labels else values
-    vocabulary = read_vocabulary(config)
-    if vocabulary is None:
-        return values
-    return replace(values, vocab_size=vocabulary.rows(values.vocab_size))
+def _meta_base(config: Config, dtype: torch.dtype) -> CausalLM:
+    """Returns the model of the settings, with labels and new_tokens, on meta; without adapter."""
+    values = read_model_config(config)
+    if config.labels:
+        values = as_sequence_classifier(values, config.labels)
+    if (vocabulary := read_vocabulary(config)) is not None:
+        values = replace(values, vocab_size=vocabulary.rows(values.vocab_size))
+    return _from_config(values, dtype, config.init or config.model)
 
 
-def _from_config(path: Path, dtype: torch.dtype, settings: Config | None = None) -> CausalLM:
-    """Returns the model of a config.json on the meta device, changed by the settings."""
-    config = _read_config_file(path)
-    with prefix_errors(escape(path)):
-        config = config if settings is None else _apply_settings(config, settings)
-        return MODELS[config.model_type].from_config(config, dtype=dtype, device="meta")
+def _from_config(values: Any, dtype: torch.dtype, place: str | Path) -> CausalLM:
+    """Returns the model of a config on the meta device; a ValueError names the config's place."""
+    with prefix_errors(escape(place)):
+        return MODELS[values.model_type].from_config(values, dtype=dtype, device="meta")
 
 
 # The adapter of a run.
@@ -449,7 +445,7 @@ def meta_model_from_path(
     config = read_config(Repository(path), MODELS)[1]
     if vocab_size is not None:
         config = replace(config, vocab_size=vocab_size)
-    return MODELS[config.model_type].from_config(config, dtype=dtype, device="meta")
+    return _from_config(config, dtype, path)
 
 
 def check_frozen(config: Config, path: str, tokenizer: Tokenizer) -> None:

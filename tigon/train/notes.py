@@ -8,7 +8,6 @@ import math
 import torch
 from huggingface_hub import get_token
 
-from tigon.data.examples import format_count
 from tigon.kernels.attention.backends import missed_speed
 from tigon.layers import Experts, SoftmaxAttention
 from tigon.models import CausalLM
@@ -75,16 +74,6 @@ def find_slow_attention(config: Config, model: CausalLM) -> list[str]:
         return []
     missed = missed_speed(model.device, max(dims), packed=config.packing)
     return [] if missed is None else [f"attention=auto: {missed}"]
-
-
-def find_short_epoch(config: Config, rows: int) -> list[str]:
-    """Returns a note if all rows of the data are fewer than those of a step."""
-    if rows >= config.batch_size:
-        return []
-    return [
-        f"batch_size={config.batch_size} is more than the {format_count(rows, 'row')} of the data, "
-        "so an epoch is one step: a smaller batch_size or seq_len gives more"
-    ]
 
 
 def find_unquantized_layers(config: Config, model: CausalLM) -> list[str]:

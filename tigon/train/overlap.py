@@ -23,7 +23,7 @@ from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
 from tigon.train.compile_step import compile_step, has_kernels
 from tigon.train.config import Config
-from tigon.train.data import as_entries, find_entry_sources, tokenize_entries
+from tigon.train.data import find_entry_sources, tokenize_entries
 from tigon.train.signals import handled_signals
 from tigon.train.tasks import Task
 
@@ -77,9 +77,8 @@ def tokenizer_process(task: Task, tokenizer: Tokenizer) -> Iterator[Any]:
     """
     config, small = task.config, True
     if task.world.size == 1 and not config.streaming:
-        entries = as_entries(config, config.data)
-        sources = [source for entry in find_entry_sources(config, entries) for source in entry]
-        small = sum(source.size() for source in sources) < SMALL
+        sources = find_entry_sources(config, config.data)
+        small = sum(source.size() for entry in sources for source in entry) < SMALL
     if small:
         yield None
         return
@@ -111,9 +110,9 @@ def _tokenize(task: Task, tokenizer: Tokenizer) -> None:
     try:
         config = task.config
         for items, held_out in ((config.data, False), (config.held_out, True)):
-            entries, encoder = as_entries(config, items), task.encoder(tokenizer)
+            encoder = task.encoder(tokenizer)
             if items:
-                corpora = tokenize_entries(config, entries, encoder, held_out=held_out, check=False)
+                corpora = tokenize_entries(config, items, encoder, held_out=held_out, check=False)
                 wrong = any(part.report.errors for parts in corpora for part in parts)
                 if wrong and not encoder.skip_bad_rows:
                     return

@@ -163,9 +163,12 @@ def check_adapter(source: Path, config: Config) -> None:
 def check_base(source: Path, config: Config, digest: str) -> None:
     """Raises ValueError if the adapter's base had another digest than now."""
     if checkpoint.read_metadata(source).get("base", digest) != digest:
+        remedy = "put the files back that it had, or name the revision"
+        if config.init:
+            remedy = "put the file back that it had, or use the version of Tigon that drew them"
         raise ValueError(
             f"{source} is an adapter of other weights than {config.model or config.init} has now: "
-            "put the files back that it had, or name the revision"
+            f"{remedy}"
         )
 
 

@@ -73,12 +73,13 @@ def check_memory(
     """Raises `error`, beginning with `subject`, if the device has less than `needed` bytes."""
     if needed > (available := total_memory(device)):
         needs, has = format_gib(needed), format_gib(available)
-        raise error(f"{subject} {needs}, and {device} has {has}")
+        raise error(f"{subject} {needs} GiB, and {device} has {has}")
 
 
 def format_gib(size: int) -> str:
-    """Formats a number of bytes in GiB, with one decimal."""
-    return f"{size / 2**30:,.1f} GiB"
+    """Formats bytes as a number of GiB, with enough digits for tiny models."""
+    gib = size / 2**30
+    return f"{gib:,.2f}" if gib >= 1 else f"{gib:.3g}"
 
 
 def split_by_size(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:

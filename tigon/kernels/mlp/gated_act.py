@@ -155,26 +155,15 @@ def _backward(dy: Tensor, gate_up: Tensor, act: str) -> Tensor:
     return out
 
 
-def _gradient_and_product(dy: Tensor, gate_up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _gradient(dy, gate_up), dy.new_empty(dy.shape)
-
-
-@operator("gated_act_backward_product", _gradient_and_product)
-def _backward_product(dy: Tensor, gate_up: Tensor, act: str) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of gate_up and act(gate) * up, both in new memory, by the kernel."""
-    out, product = _gradient_and_product(dy, gate_up)
-    _backward_into(out, product, dy, gate_up, act)
-    return out, product
-
-
 def _backward_into(
     out: Tensor, product: Tensor | None, dy: Tensor, gate_up: Tensor, act: str
 ) -> None:
     """Writes the gradient of `gate_up` to `out`, and the forward result to `product` unless None.
 
-    `out` is contiguous and may be `gate_up`; `product` may be a contiguous `dy`.
+    `out` is contiguous and may be `gate_up`; `product` may be a contiguous `dy`. On meta it does
+    nothing.
     """
-    if dy.numel():
+    if dy.numel() and not dy.is_meta:
         d, x, size = as_rows(dy), as_rows(gate_up), dy.shape[-1]
         launch = launch_columns(size, BACKWARD)
         grid = (x.shape[0] * triton.cdiv(size, launch["BLOCK"]),)
@@ -287,8 +276,8 @@ def gradient_and_product(
 
     `dy` is contiguous and belongs to the caller.
     """
-    if is_watched():  # modes see ops, and ops alias no input
-        return _backward_product(dy, gate_up, act)
+    if is_watched(dy):  # modes see ops, and ops alias no input
+        return _backward(dy, gate_up, act), _forward(gate_up, act)
     gradient = gradient_memory(gate_up, overwrite)
     with torch.cuda.device_of(gradient):
         _backward_into(gradient, dy, dy, gate_up, act)
@@ -309,7 +298,7 @@ class _GatedAct(torch.autograd.Function):
         refuse_second_derivative("gated_act")
         (gate_up,) = ctx.saved_tensors
         # Modes see ops, which alias no input. Dynamo overwrites nothing, so it is asked first
-        if not _can_overwrite(gate_up, ctx.overwrite) or is_watched():
+        if not _can_overwrite(gate_up, ctx.overwrite) or is_watched(dy):
             return _backward(dy, gate_up, ctx.act), None, None
         gradient = gradient_memory(gate_up, ctx.overwrite)
         with torch.cuda.device_of(gradient):

@@ -224,23 +224,10 @@ def _forward(
     return q, k
 
 
-@operator("packed_rope", lambda qkv, *_: qkv.new_empty(qkv.shape))
-def _packed_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
-) -> Tensor:
-    """Returns q and k rotated and v as it is, packed like `qkv`."""
-    y, d = qkv.new_empty(qkv.shape), qkv.shape[-1] // (heads + 2 * kv_heads)
-    parts, outputs = (_parts(x, heads, kv_heads, d) for x in (qkv, y))
-    launch_rope(parts, outputs, cos, sin, heads, kv_heads, d, interleaved)
-    return y
-
-
 def _rotate_in_place(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, interleaved: bool
-) -> Tensor:
-    """Rotates q and k inside a contiguous `qkv` and returns it; a new one under dispatch modes."""
-    if is_watched():  # modes see ops, and may keep what ops return
-        return _packed_rope(qkv, cos, sin, heads, kv_heads, interleaved)
+) -> None:
+    """Rotates q and k inside a contiguous `qkv`; on meta it does nothing."""
     if not qkv.is_meta:
         d = qkv.shape[-1] // (heads + 2 * kv_heads)
         inputs = packed_heads(qkv), packed_heads(qkv, heads * d), None
@@ -248,7 +235,6 @@ def _rotate_in_place(
             launch_rope(inputs, (None,) * 3, cos, sin, heads, kv_heads, d, interleaved)
     # Whoever has saved qkv nevertheless gets an error, not other numbers
     torch.autograd.graph.increment_version(qkv)
-    return qkv
 
 
 def _gradients(
@@ -316,8 +302,8 @@ class _QKNormRope(torch.autograd.Function):
         ctx.save_for_backward(q_weight, k_weight, None if q_weight is None else qkv, cos, sin)
         ctx.options = options
         if overwrite:
-            packed = _rotate_in_place(qkv, cos, sin, heads, kv_heads, options[-1])
-            return _split(packed, heads, kv_heads)
+            _rotate_in_place(qkv, cos, sin, heads, kv_heads, options[-1])
+            return _split(qkv, heads, kv_heads)
         q, k = _forward(*args)
         if q_weight is not None and not torch.compiler.is_compiling():
             note_parts((q, k), _forward, (qkv, cos, sin, q_weight, k_weight), *args[5:])
@@ -337,6 +323,8 @@ class _QKNormRope(torch.autograd.Function):
 def _may_overwrite(qkv: Tensor) -> bool:
     """Whether nothing else can need the memory of `qkv`, and a graph would save it."""
     if torch.compiler.is_compiling() or not is_plain(qkv) or is_transformed(qkv):
+        return False
+    if is_watched(qkv):
         return False
     base = qkv if qkv._base is None else qkv._base
     # What has no gradient is a leaf

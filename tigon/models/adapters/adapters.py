@@ -119,10 +119,10 @@ def add_adapter(
     if not isinstance(config, LoraConfig):
         raise TypeError(f"config must be a tigon.LoraConfig, not {config!r}")
     check_new_adapter(model, name)
-    check_dropout(model, config)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half else model.dtype)
     parts = resolve_targets(model, config)
+    check_dropout(model, config, parts)
     _check_ranks(model, parts)
     add_parameters(model, name, config, parts, dtype, model.device)
     if model.device.type != "meta":
@@ -258,27 +258,16 @@ def init_adapter(
             copy_local(kind, getattr(low, kind), spec, values)
         if low.dora:  # B A is zero, so the magnitudes are the norms of the base's rows
             magnitudes = _base_magnitudes(model.get_submodule(path), low)
-            zeros += _find_zeros(model, prefix, magnitudes)
             for kind, values in magnitudes.items():
+                if not (values.is_meta or values.all()):
+                    part = kind.removeprefix(MAGNITUDE)
+                    vector = "a column" if part == kind else f"a row of {part}"
+                    zeros.append(f"{path}: {vector} is all zeros")
                 copy_local(kind, getattr(low, kind), None, values)
     for weight, copy in _saved_weights(model, name):
         copy.copy_(weight)
     if zeros:
-        raise ValueError(f"{zeros[0]} is all zeros, whose length dora divides by: leave it out")
-
-
-def _find_zeros(model: LanguageModel, prefix: str, magnitudes: dict[str, Tensor]) -> Iterator[str]:
-    """Yields the first zero row or column of each part that has one, by unsharded index."""
-    for name, values in magnitudes.items():
-        if values.is_meta or values.all():
-            continue
-        indices = torch.arange(len(values), device="cpu")
-        if (spec := model.shard_specs.get(f"{prefix}.{name}")) is not None:
-            indices = spec.take(torch.arange(spec.shape[0], device="cpu"))
-        first = indices[int((values == 0).nonzero()[0])]
-        part = name.removeprefix(MAGNITUDE)
-        vector = f"row {first} of {part}" if part != name else f"column {first}"
-        yield f"{prefix.rpartition('.lora.')[0]}: {vector}"
+        raise ValueError(f"{zeros[0]}, whose length dora divides by: leave it out")
 
 
 def _base_magnitudes(layer: nn.Module, low: LayerAdapter) -> dict[str, Tensor]:

@@ -72,9 +72,6 @@ class LoraConfig:
                 raise ValueError(f"alpha is a positive float32 number, not {name}={quote(alpha)}")
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={quote(self.dropout)} is not in [0, 1)")
-        for name in ("rslora", "dora"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={quote(getattr(self, name))} is neither True nor False")
         if not self.targets:
             raise ValueError('targets is empty: name projections, such as "q_proj"')
         for name in targets:
@@ -124,48 +121,36 @@ def find_target_modules(model: LanguageModel) -> list[AdaptedModule]:
 
     Raises ValueError for a model whose projections are torch's own layers.
     """
-    modules = dict(model.named_modules())
-    moes = [module for module in modules.values() if isinstance(module, SparseMoE)]
-    routers = {id(module) for moe in moes for module in moe.gate.modules()}
-    packed, targets = model.checkpoint_names.packed, list[AdaptedModule]()
-
-    def add(
-        path: str,
-        projection: str,
-        first: int,
-        size: int,
-        linear: bool = True,
-        experts: bool = False,
-    ) -> None:
-        stored_path = model.checkpoint_names.stored_name(path)
-        targets.append(AdaptedModule(path, projection, first, size, linear, experts, stored_path))
-
-    for path, module in modules.items():
-        name = path.rpartition(".")[2]
-        if isinstance(module, Embedding) or (
-            isinstance(module, LMHead) and name in savable_modules(model)
-        ):
-            add(path, name, 0, module.weight.shape[0], linear=False)
-        if isinstance(module, Experts) and module.adaptable:
-            for matrix in MATRICES:
-                size, _ = module.matrix_shape(matrix)
-                add(path, matrix, 0, size, linear=False, experts=True)
+    names, targets = model.checkpoint_names, list[AdaptedModule]()
+    moes = [module for module in model.modules() if isinstance(module, SparseMoE)]
+    routers = {module for moe in moes for module in moe.gate.modules()}
+    for path, module in model.named_modules():
+        name, stored_path = path.rpartition(".")[2], names.stored_name(path)
+        linear = isinstance(module, Linear) and module not in routers
+        experts = isinstance(module, Experts)
         if type(module) is nn.Linear:
             raise ValueError(
                 f"{path} is torch's own layer: add adapters by PEFT to a model of transformers, or "
                 "before as_transformers makes it one"
             )
-        if not isinstance(module, Linear):
-            continue
-        if isinstance(module, FusedLinear) and name in packed:
-            first = 0
+        parts: list[tuple[str, int]] = []
+        if isinstance(module, Embedding) or (
+            isinstance(module, LMHead) and name in savable_modules(model)
+        ):
+            parts = [(name, module.weight.shape[0])]
+        elif isinstance(module, Experts) and module.adaptable:
+            parts = [(matrix, module.matrix_shape(matrix)[0]) for matrix in MATRICES]
+        elif isinstance(module, FusedLinear) and name in names.packed:
             # A layer may have the first parts alone
-            for part, size in zip(packed[name], module.parts, strict=False):
-                add(path, part, first, size)
-                first += size
-        else:
-            stored_name = model.checkpoint_names.stored_name(path).rpartition(".")[2]
-            add(path, stored_name, 0, module.out_features, linear=id(module) not in routers)
+            parts = [*zip(names.packed[name], module.parts, strict=False)]
+        elif isinstance(module, Linear):
+            parts = [(stored_path.rpartition(".")[2], module.out_features)]
+        first = 0
+        for projection, size in parts:
+            targets.append(
+                AdaptedModule(path, projection, first, size, linear, experts, stored_path)
+            )
+            first += 0 if experts else size
     return targets
 
 
@@ -223,12 +208,12 @@ def _check_embedding_and_head(
             raise ValueError(f"dora with targets={quote(name)}: experts have none; leave one out")
 
 
-def check_dropout(model: LanguageModel, config: LoraConfig) -> None:
+def check_dropout(model: LanguageModel, config: LoraConfig, parts: LoRAParts) -> None:
     """Raises ValueError for dropout on experts or the head, which do not support it."""
-    for path, parts in resolve_targets(model, config).items() if config.dropout else ():
+    for path, (part, *_) in parts.items() if config.dropout else ():
         if isinstance(model.get_submodule(path), Experts | LMHead):
             raise ValueError(
-                f"dropout={config.dropout} with targets={quote(parts[0].name)}: experts and head "
+                f"dropout={config.dropout} with targets={quote(part.name)}: experts and head "
                 "do not support dropout; give 0, or leave them out"
             )
 

@@ -7,7 +7,6 @@ get_pattern_key.
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from tigon.models.adapters.lora import (
@@ -289,21 +288,11 @@ def parse_lora_config(
         )
     _check_complete(values, stems, known, in_file)
     adapted = {stem: module for stem, module in known.items() if stem in stems}
-    names = [*map(in_file, stems), *(in_file(module.name) for module in known.values())]
+    names = [in_file(module.name) for module in known.values()]
     ranks_in_file = match_patterns(values, "rank_pattern", int, names)
     alphas_in_file = match_patterns(values, "alpha_pattern", int | float, names)
     ranks = {m.name: ranks_in_file.get(in_file(m.name), rank) for m in adapted.values()}
     alphas = {m.name: alphas_in_file.get(in_file(m.name), alpha) for m in adapted.values()}
-    for stem, module in adapted.items():
-        end = "lora_embedding_A" if module.projection == "embed_tokens" else "lora_A.weight"
-        info, rows = tensors.get(f"{stem}.{end}"), ranks[module.name]
-        if module.experts:
-            rows *= len(model.get_submodule(module.path).get_parameter(module.projection))
-        if info is not None and info.shape[:1] != (rows,):
-            raise ValueError(
-                f"{stem}.{end} is {list(info.shape)}, and the rank is said to be "
-                f"{ranks[module.name]}"
-            )
     base = parse_base(values)
     return LoraConfig(
         rank=rank,
@@ -381,25 +370,16 @@ def _check_complete(
     known: Mapping[str, AdaptedModule],
     in_file: Callable[[str], str],
 ) -> None:
-    """Raises ValueError if a module that PEFT's config targets has no tensors in the file; checks
-    nothing if the config restricts layers or excludes modules."""
+    """Raises ValueError if a module in target_modules of PEFT's config, or experts that it targets,
+    have no tensors in the file; checks nothing if the config restricts layers, excludes modules or
+    selects them by a pattern."""
     targets = values.get("target_modules")
     selections = values.get("layers_to_transform"), values.get("exclude_modules")
     if any(selection not in (None, [], "") for selection in selections):
         return
-    pattern = None
-    if isinstance(targets, str):
-        with suppress(ValueError):  # patterns that may take long are not checked
-            compile_pattern("target_modules", targets)
-            pattern = re.compile(targets)
     names = {t for t in targets if isinstance(t, str)} if isinstance(targets, list) else set()
-    parameters = {*(values.get("target_parameters") or [])}
     for stem, module in known.items():
-        name = in_file(module.name)
-        targeted = is_listed(name, parameters if module.experts else names)
-        if pattern is not None and not module.experts:
-            targeted = pattern.fullmatch(name) is not None
-        if stem not in stems and targeted:
+        if stem not in stems and (module.experts or is_listed(in_file(module.name), names)):
             raise ValueError(
                 f"target_modules={quote(targets)}, and {WEIGHTS} has none for {quote(module.name)}"
             )

@@ -6,9 +6,11 @@ get_peft_model_state_dict.
 
 import os
 import re
+import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -24,7 +26,6 @@ from tigon.models.adapters.adapters import (
     check_new_adapter,
     delete_adapter,
     resolve_adapter_name,
-    set_active_name,
 )
 from tigon.models.adapters.lora import (
     LoraConfig,
@@ -211,7 +212,7 @@ def load_adapter(
             )
         parts = resolve_targets(model, adapter.config)
         if trainable:
-            check_dropout(model, adapter.config)
+            check_dropout(model, adapter.config, parts)
         if trainable and adapter.tied:
             raise ValueError(
                 "ensure_weight_tying=True keeps embedding and head equal in training, which is not "
@@ -220,17 +221,12 @@ def load_adapter(
     _check_base(model, adapter)
     half = model.dtype in (torch.bfloat16, torch.float16)
     dtype = dtype or (torch.float32 if half and trainable else model.dtype)
-    active = model.active_adapter
-    trainable_names = {n for n, p in model.named_parameters() if p.requires_grad}
     try:
         add_parameters(model, name, adapter.config, parts, dtype, torch.device("meta"))
         _load_values(model, name, adapter)
     except BaseException:
         if name in model.adapters:
             delete_adapter(model, name)
-            set_active_name(model, active)
-            for n, p in model.named_parameters():
-                p.requires_grad_(n in trainable_names)
         raise
     activate_adapter(model, name, trained=trainable)
     adapter_base, model_name = adapter.config.base, model.config.source.name
@@ -371,16 +367,5 @@ def prepare_adapter(
     return tensors, describe
 
 
-def write_adapter(
-    directory: str | os.PathLike[str],
-    tensors: Sequence[TensorEntry],
-    describe: Callable[[Path], None],
-    *,
-    ranks: WriterGroup,
-    replace: bool = False,
-) -> None:
-    """Writes an adapter's directory: all tensors in one file, since PEFT reads no shards, and the
-    files that `describe` writes."""
-    size = max(1, sum(entry.nbytes for entry in tensors))
-    options: dict[str, Any] = {"stem": Path(WEIGHTS).stem, "replace": replace}
-    write_model(directory, tensors, describe, ranks=ranks, max_shard_size=size, **options)
+# All tensors in one file, since PEFT reads no shards
+write_adapter = partial(write_model, stem=Path(WEIGHTS).stem, max_shard_size=sys.maxsize)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.layers.rope import scale_llama3
 from tigon.models.rope_config import FULL, SLIDING
 from tigon.utils.config import ConfigError
 from tigon.utils.json import escape, quote
@@ -104,11 +105,8 @@ def _fit_scaling(divisors: Tensor, theta: float, config: dict[str, Any]) -> dict
 def llama3_divisors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     """Computes the numbers [head_dim / 2] by which Llama 3's scaling divides RoPE's frequencies."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
-    wavelengths = 2 * math.pi * rope["rope_theta"] ** exponents  # in tokens
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    turns = rope["original_max_position_embeddings"] / wavelengths
-    smooth = ((turns - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - smooth) / rope["factor"] + smooth)).float()
+    inv_freq = 1 / rope["rope_theta"] ** exponents
+    return (inv_freq / scale_llama3(inv_freq, rope)).float()
 
 
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}

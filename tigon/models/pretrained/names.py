@@ -95,35 +95,29 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
     """Maps parameters, stored buffers and quantized weights to tensors with this rank's rows."""
     slices: Layout = {}
     specs: Mapping[str, ShardSpec] = getattr(model, "shard_specs", {})
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        for kind, p in _named_tensors(module):
-            if id(p) in seen:
-                continue
-            seen.add(id(p))
-            name = f"{path}.{kind}"
-            shape = specs[name].shape if name in specs else tuple(p.shape)
-            if isinstance(module, LayerAdapter | SavedModules):
-                slices[name] = _adapter_slices(model, path, module, kind, shape, names)
-                continue
-            parent, _, leaf = path.rpartition(".")
-            if name == HEAD:
-                slices[name] = (TensorSlice.whole(names.head, shape),)
-            elif isinstance(module, FusedLinear) and leaf in names.packed:
-                parts = [f"{parent}.{part}.{kind}" for part in names.packed[leaf]]
-                tiles = _tile(parts, module.parts, shape[1:])
-                pairs = zip(tiles, module.orders, strict=True)
-                slices[name] = tuple(_ordered(tile, order) for tile, order in pairs)
-            elif not stacked_experts and (
-                suffix := next((end for end in names.experts if name.endswith(f".{end}")), None)
-            ):
-                layer, experts = name.removesuffix(suffix), shape[0] if len(shape) == 3 else 1
-                templates = names.experts[suffix]
-                parts = [layer + part.format(e) for e in range(experts) for part in templates]
-                rows = math.prod(shape[:-1]) // len(parts)
-                slices[name] = _tile(parts, [rows] * len(parts), shape[-1:])
-            else:
-                slices[name] = (TensorSlice.whole(name, shape),)
+    for path, module, kind, p in _walk_tensors(model):
+        name = f"{path}.{kind}"
+        shape = specs[name].shape if name in specs else tuple(p.shape)
+        parent, _, leaf = path.rpartition(".")
+        if isinstance(module, LayerAdapter | SavedModules):
+            slices[name] = _adapter_slices(model, path, module, kind, shape, names)
+        elif name == HEAD:
+            slices[name] = (TensorSlice.whole(names.head, shape),)
+        elif isinstance(module, FusedLinear) and leaf in names.packed:
+            parts = [f"{parent}.{part}.{kind}" for part in names.packed[leaf]]
+            tiles = _tile(parts, module.parts, shape[1:])
+            pairs = zip(tiles, module.orders, strict=True)
+            slices[name] = tuple(_ordered(tile, order) for tile, order in pairs)
+        elif not stacked_experts and (
+            suffix := next((end for end in names.experts if name.endswith(f".{end}")), None)
+        ):
+            layer, experts = name.removesuffix(suffix), shape[0] if len(shape) == 3 else 1
+            templates = names.experts[suffix]
+            parts = [layer + part.format(e) for e in range(experts) for part in templates]
+            rows = math.prod(shape[:-1]) // len(parts)
+            slices[name] = _tile(parts, [rows] * len(parts), shape[-1:])
+        else:
+            slices[name] = (TensorSlice.whole(name, shape),)
     slices = {
         name: tuple(replace(part, name=names.stored_name(part.name)) for part in parts)
         for name, parts in slices.items()
@@ -131,12 +125,19 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
     return {n: shard_slices(p, specs[n]) if n in specs else p for n, p in slices.items()}
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters and stored buffers; a quantized weight as a meta tensor."""
-    if isinstance(module, Linear) and module.quantized is not None:
-        yield "weight", module.weight_meta
-    yield from module.named_parameters(recurse=False)
-    yield from module_buffers(module).items()
+def _walk_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yields parameters and stored buffers once each, with the path of their module, the module and
+    their name there; a quantized weight as a meta tensor."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        tensors: dict[str, Tensor] = {}
+        if isinstance(module, Linear) and module.quantized is not None:
+            tensors["weight"] = module.weight_meta
+        tensors |= dict(module.named_parameters(recurse=False)) | module_buffers(module)
+        for name, tensor in tensors.items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield path, module, name, tensor
 
 
 def module_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -148,14 +149,10 @@ def module_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Finds all parameters and stored buffers, by name in the order of modules."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        own = {**dict(module.named_parameters(recurse=False)), **module_buffers(module)}
-        found |= {f"{path}.{name}": t for name, t in own.items() if id(t) not in seen}
-        seen |= {id(t) for t in own.values()}
-    return found
+    """Finds all parameters and stored buffers, by name in the order of modules; of quantized
+    weights there are none."""
+    walk = _walk_tensors(model)
+    return {f"{path}.{n}": t for path, module, n, t in walk if getattr(module, n) is t}
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,19 +37,35 @@ KEEP = KeepPolicy()
 class SaveError(OSError):
     """Says that a checkpoint or an export could not be written; those before it are untouched."""
 
-    @classmethod
-    def of(cls, target: Path, error: Exception) -> Self:
-        """Returns the error that says which target another error kept from being written."""
-        why = error if isinstance(error, OSError | RankError) else repr(error)
-        return cls(f"{target} was not written: {why}")
-
 
 class BackgroundWriter:
-    """Writes files in a thread; leaving its `with` block waits, and raises errors."""
+    """Writes files of a run in a thread. Every rank makes one and calls the same methods.
 
-    def __init__(self) -> None:
+    With `background`, methods that write return when this rank's rows are copied into host memory,
+    and the copy is written while training goes on; the next one, `wait` and leaving the `with`
+    block wait for it and raise its errors.
+    """
+
+    def __init__(self, world: World, *, background: bool = True) -> None:
+        self.world, self.background = world, background
+        # A separate group: the writer's messages would mix with those of training
+        self._ranks = WriterGroup(dist.new_group(backend="gloo"))
         self._thread = ThreadPoolExecutor(1)
         self.pending: Future[None] | None = None  # what is being written
+
+    def start(self, target: Path, write: Callable[[], None], *, wait: bool) -> None:
+        """Calls `write` in the thread; an error of it becomes a SaveError that names `target`."""
+
+        def write_or_explain() -> None:
+            try:
+                write()
+            except Exception as error:
+                why = error if isinstance(error, OSError | RankError) else repr(error)
+                raise SaveError(f"{target} was not written: {why}") from error
+
+        self.pending = self._thread.submit(write_or_explain)
+        if wait:
+            self.wait()
 
     def wait(self) -> None:
         """Waits until it is on the disk; raises SaveError, on all ranks, if it failed."""
@@ -135,22 +152,14 @@ def _link_aside(path: Path) -> Iterator[None]:
 
 
 class Saver(BackgroundWriter):
-    """Writes the checkpoints of one run. Every rank makes one and calls the same methods.
-
-    With `background`, `save` returns when weights and states are copied into host memory, and the
-    copy is written while training goes on; the next `save`, `wait` and leaving the `with` block
-    wait for it and raise its errors.
-    """
+    """Writes the checkpoints of one run."""
 
     def __init__(
         self, run_dir: Path, world: World, *, keep: KeepPolicy = KEEP, background: bool = True
     ) -> None:
-        super().__init__()
+        super().__init__(world, background=background)
         self.directory, self.metrics = run_dir / "checkpoints", run_dir / "metrics.jsonl"
-        self.world, self.keep, self.background = world, keep, background
-        # A separate group: the writer's messages would mix with those of training
-        self._group = dist.new_group(backend="gloo")
-        self._stager = CopyStager()
+        self.keep, self._stager = keep, CopyStager()
         self._start_time = 0.0
         self.seconds = 0.0  # that the last checkpoint took, from `save` to the disk
 
@@ -190,9 +199,8 @@ class Saver(BackgroundWriter):
 
         in_background = copy and self.background and self._stager.fits(state, self.world)
         state = self._stager.stage(state) if in_background else state
-        self.pending = self._thread.submit(self._write, step, target, state, describe)
-        if not in_background:
-            self.wait()
+        write = partial(self._write, step, target, state, describe)
+        self.start(target, write, wait=not in_background)
         return target
 
     def warn_if_full(self, model: CausalLM, optimizer: Optimizer, ema: Ema | None) -> None:
@@ -213,34 +221,31 @@ class Saver(BackgroundWriter):
         self, step: int, target: Path, state: State, describe: Callable[[Path], None]
     ) -> None:
         """Writes the state, and what `describe` adds, to the target, whole or not at all; then
-        prunes older checkpoints. Raises SaveError."""
-        ranks = WriterGroup(self._group)
-        try:
-            with ExitStack() as staging:  # which removes what was written before an error
-                blocks = own_blocks(state, ranks)
-                needed = sum(ranks.gather(sum(block.rows.nbytes for block in blocks)))
-                directory = None
-                with ranks.sync_errors():
-                    if ranks.first:
-                        # One of this name is damaged, or of a run that was resumed from before it
-                        staging.enter_context(_link_aside(target))
-                        stale = is_listed(target)
-                        directory = staging.enter_context(
-                            new_directory(target, replace=True, needed=needed, stale=stale)
-                        )
-                place = ranks.gather(directory)[0]
-                assert place is not None
-                with ranks.sync_errors():
-                    sums = write_blocks(place, blocks, ranks.rank)
-                sums = {n: x for of_rank in ranks.gather(sums) for n, x in of_rank.items()}
-                with ranks.sync_errors():
-                    if ranks.first:
-                        describe(place)
-                        write_sums(place, sums)
-                        staging.close()  # gives the final name
-                        self._prune(step)
-        except Exception as error:
-            raise SaveError.of(target, error) from error
+        prunes older checkpoints."""
+        ranks = self._ranks
+        with ExitStack() as staging:  # which removes what was written before an error
+            blocks = own_blocks(state, ranks)
+            needed = sum(ranks.gather(sum(block.rows.nbytes for block in blocks)))
+            directory = None
+            with ranks.sync_errors():
+                if ranks.first:
+                    # One of this name is damaged, or of a run that was resumed from before it
+                    staging.enter_context(_link_aside(target))
+                    stale = is_listed(target)
+                    directory = staging.enter_context(
+                        new_directory(target, replace=True, needed=needed, stale=stale)
+                    )
+            place = ranks.gather(directory)[0]
+            assert place is not None
+            with ranks.sync_errors():
+                sums = write_blocks(place, blocks, ranks.rank)
+            sums = {n: x for of_rank in ranks.gather(sums) for n, x in of_rank.items()}
+            with ranks.sync_errors():
+                if ranks.first:
+                    describe(place)
+                    write_sums(place, sums)
+                    staging.close()  # gives the final name
+                    self._prune(step)
         self.seconds = time.monotonic() - self._start_time
 
     def expected(self) -> float:

@@ -57,13 +57,13 @@ class BucketedNorm:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._kernels: dict[Hashable, SquaredNorm] = {}  # each keeps the tables of a bucket
-        self._squares: list[Tensor] = []  # float64, of buckets whose norm a kernel computes
+        self.squares: list[Tensor] = []  # float64 sums of buckets, which a kernel computes
         # Norms of the other parameters, or of the parts that this rank counts
         self._norms: dict[Tensor, list[Tensor]] = {}
 
     def begin(self) -> None:
         """Forgets the gradients that were added."""
-        self._squares, self._norms = [], {}
+        self.squares, self._norms = [], {}
 
     @torch.no_grad()
     def add(self, part: Hashable, named: Mapping[str, Tensor], *, by_kernel: bool) -> None:
@@ -75,23 +75,19 @@ class BucketedNorm:
         gradients = [gradient for _, gradient in counted]
         if by_kernel:
             kernel = self._kernels.setdefault(part, SquaredNorm())
-            self._squares.append(kernel([g.contiguous() for g in gradients]))
+            self.squares.append(kernel([g.contiguous() for g in gradients]))
             return
         for (p, _), norm in zip(counted, _norms(gradients), strict=True):
             self._norms.setdefault(p, []).append(norm)
-
-    def add_squares(self, sums: Iterable[Tensor]) -> None:
-        """Adds sums of gradients' squares, float64, that were computed elsewhere."""
-        self._squares += sums
 
     @torch.no_grad()
     def total(self) -> Tensor:
         """Returns the float32 norm of all that was added on all ranks. Every rank calls this."""
         model = self._model
         norms = [norm for p in model.parameters() for norm in self._norms.get(p, ())]
-        if not self._squares:
+        if not self.squares:
             return _combine_norms(norms, model)
-        squares = torch.stack([*self._squares, *(norm.double().square() for norm in norms)])
+        squares = torch.stack([*self.squares, *(norm.double().square() for norm in norms)])
         return _sum_over_ranks(squares.sum(), model).sqrt().float()
 
 

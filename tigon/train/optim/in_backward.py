@@ -126,7 +126,7 @@ class InBackward:
             scale = self.scale if by_kernel else None
             self.optimizer.update(part.groups.items(), part.number, scale, squares)
             self._updated += named.values()
-        self.norm.add_squares(squares or ())
+        self.norm.squares += squares or ()
         for p in named.values():
             p.grad = None
 

@@ -191,10 +191,3 @@ def sequence_indices(micro_batch: MicroBatch, like: Tensor) -> Tensor:
     indices = torch.arange(like.numel(), device=like.device)
     stops = micro_batch.spans[:, 1].contiguous()
     return torch.searchsorted(stops, indices, right=True).view(like.shape)
-
-
-def is_padding(micro_batch: MicroBatch, sequence: Tensor) -> Tensor:
-    """Returns a mask [B, T] of padding from the `sequence_indices` of each position."""
-    starts = F.pad(micro_batch.spans[:, 0], (0, 1), value=sequence.numel())
-    indices = torch.arange(sequence.numel(), device=sequence.device)
-    return indices.view(sequence.shape) < starts[sequence]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.data import Encoder, MicroBatch, PairEncoder
@@ -21,7 +22,6 @@ from tigon.train.tasks.logprobs import (
     COMMON_SETTINGS,
     AnswerTask,
     answer_mask,
-    is_padding,
     sequence_indices,
     sum_per_sequence,
 )
@@ -189,8 +189,10 @@ class ORPO(PairTask):
     def targets(self, micro_batch: MicroBatch) -> dict[str, Any]:
         """Returns the labels: all tokens of chosen sequences, and the supervised ones of others."""
         ids = micro_batch.input_ids
-        sequence = sequence_indices(micro_batch, ids)
-        chosen = (sequence % 2 == 0) & ~is_padding(micro_batch, sequence)
+        sequence = sequence_indices(micro_batch, ids)  # of padding that of the next one
+        starts = F.pad(micro_batch.spans[:, 0], (0, 1), value=ids.numel())
+        real = torch.arange(ids.numel(), device=ids.device).view(ids.shape) >= starts[sequence]
+        chosen = (sequence % 2 == 0) & real
         supervised = micro_batch.per_token["supervised"]
         return {"labels": ids.masked_fill(~(supervised | chosen), IGNORE_INDEX)}
 

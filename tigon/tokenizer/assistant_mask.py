@@ -169,10 +169,8 @@ def _first_row(
     change how that is written."""
     turns = [i for i in conversation.turns if i in chosen]
     full = conversation.full
-    if not turns or (conversation.has_generation and train_on == "assistant"):
-        return full
-    is_end = turns[-1] == len(conversation.messages) - 1
-    if conversation.has_generation and train_on == "last" and is_end:
+    is_end = turns[-1:] == [len(conversation.messages) - 1]
+    if not turns or (conversation.has_generation and (train_on == "assistant" or is_end)):
         return full
     if conversation.turn_end(turns[-1], full.text) is not None:
         return full

@@ -106,6 +106,7 @@ def learned(tokenizer, chat, **options):
         (QWEN3, CHAT[:3], {}, [("the fox<|im_end|>\n", 1)]),
         (QWEN3, CHAT[:3], {"train_on": "last"}, [("the fox<|im_end|>\n", 1)]),
         (DROPPED, [*THINKING[:3]], {"train_on": "last"}, [("(dog)the fox</s>", 1)]),
+        (DROPPED, THINKING, {"weights": [None, None, None, 0]}, [("(dog)the fox</s>", 1)]),
         (LLAMA3, CHAT, {"train_on": "last"}, [("Bye<|eot_id|>", 1)]),
         (
             CHATML,

@@ -131,17 +131,24 @@ def _weigh_turns(
 ) -> WeightedRows:
     """Makes rows until each chosen turn is learned; other chosen messages are in the first."""
     turns = [i for i in conversation.turns if i in chosen]
-    row = _first_row(conversation, chosen, train_on)
-    spans = _message_spans(conversation, chosen, row.text)
+    full = row = conversation.full
     if not turns:
-        return WeightedRows([(row.text, spans)], 0, "")
+        return WeightedRows([(full.text, _message_spans(conversation, chosen, full.text))], 0, "")
+    is_end = turns[-1] == len(conversation.messages) - 1
+    has_all = train_on == "assistant" or (train_on == "last" and is_end)
     are_alike = turns == conversation.turns and len({chosen[i] for i in turns}) == 1
-    if conversation.has_generation and train_on != "all_turns" and are_alike:
-        blocks = [Span(*bounds, chosen[turns[0]]) for bounds in _blocks(row, 0, len(row.text))]
-        if not blocks:
+    if conversation.has_generation and has_all and are_alike:  # no matter whose a block is
+        spans = [Span(*bounds, chosen[turns[0]]) for bounds in _blocks(full, 0, len(full.text))]
+        if not spans:
             raise ValueError(UNMARKED)
-        spans += blocks  # which is whose does not matter
-        return WeightedRows([(row.text, spans)], 0, "")
+        spans += _message_spans(conversation, chosen, full.text)
+        return WeightedRows([(full.text, spans)], 0, "")
+    if conversation.turn_end(turns[-1], full.text) is None:
+        # What follows would change how this turn is written: the row ends with it
+        if max(chosen) > turns[-1]:
+            raise _ambiguous(max(chosen))
+        row = conversation.turn(turns[-1]).rendered
+    spans = _message_spans(conversation, chosen, row.text)
     conversation.check_end()
     rows, remaining = [], turns[::-1]
     while True:
@@ -160,23 +167,6 @@ def _weigh_turns(
     if not any(spans for _, spans in rows):
         raise ValueError(UNMARKED)
     return WeightedRows(rows, len(remaining), conversation.missing_opener)
-
-
-def _first_row(
-    conversation: Conversation, chosen: Mapping[int, float], train_on: TrainOn
-) -> Rendered:
-    """Return the full conversation, or end it with its last learned turn if what follows would
-    change how that is written."""
-    turns = [i for i in conversation.turns if i in chosen]
-    full = conversation.full
-    is_end = turns[-1:] == [len(conversation.messages) - 1]
-    if not turns or (conversation.has_generation and (train_on == "assistant" or is_end)):
-        return full
-    if conversation.turn_end(turns[-1], full.text) is not None:
-        return full
-    if max(chosen) > turns[-1]:
-        raise _ambiguous(max(chosen))
-    return conversation.turn(turns[-1]).rendered
 
 
 def _turn_spans(

@@ -1,9 +1,7 @@
 """Times of a step by kind of work, from the events of a torch profile."""
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +23,6 @@ KINDS = {
 }
 PASSING = ("collectives", "copies")  # may run beside other work, which then has the time
 OTHER, WAITING = "other", "waiting"
-WAITS = r"^cu(da)?\w*Synchronize$|^cudaMemcpy$"  # calls in which the host waits for the GPU
-GAPS = 5  # of those between kernels, the longest
 
 
 class Interval(NamedTuple):
@@ -51,41 +47,6 @@ def profile_run(run: timing.Run, count: int = 1) -> list[Any]:
             run()
         timing.wait()
     return list(profiler.events() or ())
-
-
-def measure_idle(run: timing.Run) -> dict[str, Any]:
-    """Whether a run leaves the GPU idle: milliseconds in which the host has enqueued it, how often
-    the host waits for the GPU, how long the GPU has no kernel, and the longest of these gaps."""
-    begin = timing.now()
-    run()
-    host = 1e3 * (perf_counter() - begin)
-    timing.wait()
-    events = profile_run(run)
-    ((begin, end),) = windows(events)
-    calls = [e.name for e in events if begin <= e.time_range.start < end]
-    waits = Counter(name for name in calls if re.search(WAITS, name))
-    waits -= Counter(["cudaDeviceSynchronize"])  # at the end
-    kernels = [e for e in events if e.device_type == DeviceType.CUDA and not is_annotation(e)]
-    found = gaps(kernels)
-    return {
-        "host_ms": host,
-        "waits": dict(waits),
-        "idle_ms": sum(gap["ms"] for gap in found),
-        "gaps": sorted(found, key=lambda gap: -gap["ms"])[:GAPS],
-    }
-
-
-def gaps(kernels: Iterable[Any]) -> list[dict[str, Any]]:
-    """Each time in which none of these runs, with the kernels before and after it."""
-    found, last = [], None
-    for kernel in sorted(kernels, key=lambda kernel: kernel.time_range.start):
-        begin, end = kernel.time_range.start, kernel.time_range.end
-        if last is not None and begin > last.time_range.end:
-            between = {"after": last.name[:60], "before": kernel.name[:60]}
-            found.append({"ms": 1e-3 * (begin - last.time_range.end), **between})
-        if last is None or end > last.time_range.end:
-            last = kernel
-    return found
 
 
 def intervals(events: Iterable[Any], on_gpu: bool) -> list[Interval]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from bench import timing
 from bench.harness import Record, progress
-from bench.kinds_of_work import measure_idle
 from bench.timing import quantiles
 
 PATIENCE = 60.0  # seconds in which a provider must have compiled and run once
@@ -208,8 +207,7 @@ def training_steps(
 ) -> dict[str, Record]:
     """Of each model: forward, backward, and a step of `optimizer(parameters)` if it is given.
 
-    Without an optimizer also how far the head's gradient is from that of the first model; with one
-    what leaves the device idle.
+    Without an optimizer also how far the head's gradient is from that of the first model.
     """
     rows: dict[str, Record] = {}
     truth: list[Tensor] = []
@@ -237,8 +235,6 @@ def training_steps(
         attempt.result["loss"] = float(step())
         attempt.sample("ms", effort.times(step))
         attempt.result["peak_mib"] = timing.peak_mib(step)
-        if updates is not None:
-            attempt.result |= measure_idle(step)
 
     for name, make in makers.items():
         progress(name)

@@ -2,8 +2,8 @@
 
 Measures `grouped_mlp` with a given random routing at two shapes, forward and backward, against the
 experts of transformers and of Liger; what the products would take if they were dense, as one
-large matrix product each; every launch of a layer (`bench/moe_parts.py`); and a training step of a
-stack of 4 layers of the shape of Qwen3-30B-A3B. --write-docs puts the figures into docs/kernels.md.
+large matrix product each; and every launch of a layer (`bench/moe_parts.py`). --write-docs puts the
+figures into docs/kernels.md; bench/train_step.py measures steps.
 
 Liger tunes its kernels over far more than a hundred configurations, which takes minutes for each
 shape: here only over those that `likely` names, in any number of stages, and at the first shape.
@@ -12,20 +12,17 @@ shape: here only over those that `likely` names, in any number of stages, and at
 """
 
 import importlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import tigon
 from bench import harness, measure
-from bench.compare_side import QWEN3_MOE
-from bench.harness import Bench, Job, Record, failure, markdown, named, provider_table, report
+from bench.harness import Bench, Job, Record, failure, markdown, report
 from bench.measure import ONCE, Effort, Problem, Provider
 from bench.moe_parts import measure_parts, parts_table
-from bench.peers import PACKAGES, call, imported, random_model
+from bench.peers import PACKAGES, call, imported
 from tigon.kernels import grouped_mlp_ref
 
 # N, C, I, E, K; and transformers' experts
@@ -34,9 +31,8 @@ EXPERTS = {
     "Qwen3-30B-A3B": "transformers.models.qwen3_moe.modeling_qwen3_moe:Qwen3MoeExperts",
     "Mixtral-8x7B": "transformers.models.mixtral.modeling_mixtral:MixtralExperts",
 }
-STACK, STACK_TOKENS, PARTS = "stack", (2, 4096), "parts"
+PARTS = "parts"
 LAYER = Effort(rounds=3, total=60.0, least=3, most=20)
-STEP = Effort(rounds=1, total=1500.0, least=5, most=8)
 PATIENCE = 600.0  # seconds; Liger tunes
 
 Args = tuple[Tensor, ...]  # x, gate_up, down, chosen, weights
@@ -144,34 +140,6 @@ def layer(name: str, quick: bool, device: str = "cuda") -> Record:
     return {"shape": SHAPES[name], "flops_forward": flops, "providers": providers}
 
 
-def their_stack(config: Record, device: str, **liger: bool) -> Any:
-    """With Liger's kernels as these options have it, and without them where there are none."""
-    if liger:
-        imported("liger_kernel.transformers:apply_liger_kernel_to_qwen3_moe")(**liger)
-    attention = "flash_attention_4" if harness.installed("flash-attn-4") else "sdpa"
-    return random_model("Qwen3Moe", config, device, attention)
-
-
-def stack(config: Record, quick: bool, device: str = "cuda") -> Record:
-    """Tokens per second of a training step: forward, backward and AdamW, all in bf16."""
-    b, t = STACK_TOKENS
-    ids = torch.randint(0, config["vocab_size"], (b, t), device=device)
-    adam = partial(torch.optim.AdamW, lr=1e-5, fused=True)
-    ours = partial(tigon.Qwen3Moe.from_config, config, dtype=torch.bfloat16, device=device)
-    makers = {
-        "tigon": ours,
-        "transformers": partial(their_stack, config, device),
-        "transformers + Liger, grouped_mm": partial(their_stack, config, device, swiglu=False),
-        "transformers + Liger": partial(their_stack, config, device, swiglu=True),
-    }
-    inputs = {"input_ids": ids, "labels": ids}
-    found = measure.training_steps(makers, inputs, ONCE if quick else STEP, adam)
-    for row in found.values():
-        if "ms" in row:
-            row["tokens_per_second"] = 1e3 * b * t / row["ms"][1]
-    return {"tokens": STACK_TOKENS, "config": config, "providers": found}
-
-
 def backward_ms(row: Record) -> float:
     return row["both_ms"][1] - row["forward_ms"][1]
 
@@ -197,32 +165,9 @@ def layer_table(layers: Record) -> str:
     return markdown(head, rows)
 
 
-def stack_table(stack: Record) -> str:
-    (b, t), rows = stack["tokens"], named(stack["providers"])
-
-    def cells(row: Record) -> Iterator[str]:
-        yield f"{row['ms'][1]:.4g}"
-        yield f"{row['tokens_per_second']:.0f}"
-        yield f"{row['peak_mib'] / 1024:.1f}"
-
-    table = provider_table(("provider", "ms", "tokens/s", "extra GiB"), rows, cells)
-    title = f"A training step of 4 layers of Qwen3-30B-A3B, {b} x {t} tokens, AdamW in bf16:"
-    return "\n\n".join([title, table, *("\n".join(idle_lines(row)) for row in rows)]).strip()
-
-
-def idle_lines(row: Record) -> Iterator[str]:
-    """What leaves the device idle in a step, where the record has it."""
-    if "idle_ms" in row:
-        host, free = (harness.figure(row[key]) for key in ("host_ms", "idle_ms"))
-        waits = ", ".join(f"{count} x {name}" for name, count in row["waits"].items()) or "none"
-        yield f"{row['name']}: host {host} ms, device idle {free} ms; waits of the host: {waits}."
-    for gap in row.get("gaps", ()):
-        yield f"- {gap['ms']:.3g} ms between {gap['after']} and {gap['before']}"
-
-
 def show(record: Record) -> str:
     """The record as Markdown."""
-    tables = {"layers": layer_table, PARTS: parts_table, "stack": stack_table}
+    tables = {"layers": layer_table, PARTS: parts_table}
     return report(
         record, *(make(record[part]) for part, make in tables.items() if record.get(part))
     )
@@ -235,14 +180,12 @@ def run(job: Job) -> None:
             job.add(layers={**job.record["layers"], name: layer(name, job.quick)})
     if PARTS in job.only:
         job.add(parts=measure_parts(next(iter(SHAPES.values())), job.quick))
-    if STACK in job.only:
-        job.add(stack=stack(QWEN3_MOE, job.quick))
 
 
 BENCH = Bench(
     run,
     show,
-    (*SHAPES, PARTS, STACK),
+    (*SHAPES, PARTS),
     "docs/kernels.md",
     libraries=PACKAGES | {"transformers": "transformers"},
 )

@@ -3,49 +3,16 @@
 import itertools
 import sys
 from dataclasses import replace
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
 
-from bench import (
-    adapters,
-    end_to_end_side,
-    gated_delta,
-    generate_cases,
-    kernels,
-    kinds_of_work,
-    measure,
-    moe,
-    timing,
-)
+from bench import adapters, end_to_end_side, gated_delta, generate_cases, kernels, measure
 from bench.attention_cases import problem
 from bench.generate_cases import OURS
 from tests.bench.small import RAGGED_ATTENTION, SMALL_KERNELS, SMALL_LLAMA, Patch
 from tigon.kernels import AttentionMask, attention_ref
-
-
-def test_what_leaves_a_device_idle(monkeypatch: Patch) -> None:
-    def event(name: str, start: float, end: float, gpu: bool = True) -> SimpleNamespace:
-        kind = torch.autograd.DeviceType.CUDA if gpu else torch.autograd.DeviceType.CPU
-        span = SimpleNamespace(start=start, end=end)
-        return SimpleNamespace(name=name, time_range=span, device_type=kind)
-
-    events = [event("b", 3000, 7000), event("a", 1000, 6000), event("c", 9000, 9500)]
-    events += [event("d", 9600, 9700), event(kinds_of_work.STEP, 0, 9900)]
-    calls = ["cudaStreamSynchronize", "cudaLaunchKernel", "cudaDeviceSynchronize"]
-    events += [event(name, i, i + 1, gpu=False) for i, name in enumerate(calls)]
-    late = event("cudaStreamSynchronize", 12000, 12001, gpu=False)
-    events += [late, event(kinds_of_work.STEP, 0, 10000, gpu=False)]
-    monkeypatch.setattr(kinds_of_work, "profile_run", lambda _: events)
-    monkeypatch.setattr(kinds_of_work, "GAPS", 1)
-    found = kinds_of_work.measure_idle(timing.nothing)
-    assert found["waits"] == {"cudaStreamSynchronize": 1}
-    assert found["idle_ms"] == pytest.approx(2.1)
-    assert found["gaps"] == [{"ms": 2.0, "after": "b", "before": "c"}]
-    found |= {"name": "tigon", "host_ms": 3.0}
-    said = "tigon: host 3.00 ms, device idle 2.10 ms; waits of the host: 1 x cudaStreamS"
-    assert next(moe.idle_lines(found)).startswith(said)
 
 
 def test_truth_does_not_depend_on_the_chunk() -> None:

@@ -320,9 +320,6 @@ def test_missed_backend_is_told_where_it_would_be_taken(monkeypatch: pytest.Monk
 # Steps that run out of memory
 
 
-CHOICE = StepChoice(frozenset(choices.BY_MEMORY), "full", 6, 0, 10, False, 0, 0)
-
-
 def test_a_run_keeps_rows_beyond_use(workspace, capsys, monkeypatch) -> None:
     """With and without a budget, though a new run would take fewer."""
     monkeypatch.setattr(choices, "USEFUL_TOKENS", 1)
@@ -352,17 +349,3 @@ def test_memory_of_other_processes_is_not_there(monkeypatch, capsys) -> None:
     _, found = choices.resolve_choices(config, world, task, None, 1, gpu)
     assert found is not None and found.budget == int(49 * GIB * 0.96) - 2 * GIB
     assert capsys.readouterr().out == "note: other processes hold 31.00 GiB of the GPU\n"
-
-
-def test_recomputed_blocks_of_a_checkpoint() -> None:
-    """Are the fewest again, with the same rows and memory."""
-    for changes, blocks, offload in (
-        ({"blocks": 5}, 5, False),
-        ({"blocks": 50, "offload": True}, 10, True),
-        ({"blocks": 5, "budget": 1}, 0, False),
-        ({"blocks": 5, "rows": 3}, 0, False),
-        ({"blocks": "5"}, 0, False),
-    ):
-        found = choices.as_before(CHOICE, CHOICE.facts() | changes)
-        assert (found.blocks, found.offload) == (blocks, offload)
-    assert choices.as_before(CHOICE, None) == CHOICE

@@ -263,10 +263,6 @@ def test_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> None
     main(["--dry-run", "--nproc", "8", *given, "parallel.context=8"])
     said = capsys.readouterr().out
     assert "1 rows of 1,048,576 tokens, 1 micro-batch of 1 on 1 group of 8 ranks" in said
-    assert "each of 8 ranks has 131,072 tokens of a row; in the forward pass of a layer it" in said
-    # 2^17 (2 x 32 + 2 x 8) 128 x 2 x 7 / 8 bytes
-    sent = "sends 2,240.0 MiB of heads to the others, and 2,240.0 in the backward pass, or up to "
-    assert f"{sent}4,480.0 where the block is computed again" in said
     found = {
         name: float(size) for name, size in re.findall(r"^  ([a-z ]+?) +([\d.]+)$", said, re.M)
     }
@@ -276,55 +272,25 @@ def test_million_tokens_on_eight_gpus(workspace, tmp_path: Path, capsys) -> None
     inputs = 32 * 2**17 * 4096 * 2 / 2**30  # of blocks, in bfloat16
     assert inputs <= found["activations"] < 1.02 * inputs
     assert found["sum"] < 70
-    main(["--dry-run", "--nproc", "64", *given, "parallel.context=64"])
-    said = capsys.readouterr().out
-    # 2^14 (2 x 32 x 63 / 64 + 2 x 63) 128 x 2: the heads on 32 ranks, and half of the queries sent
-    assert "sends 756.0 MiB of heads to the others" in said
 
 
-STREAM, TOKENS = "sends {} MiB of the stream", "sends {} MiB of tokens"
-
-
-@pytest.mark.parametrize(
-    ("parallel", "seq_len", "texts"),
-    [
-        ({"fsdp": 8}, 512, ["  sum"]),
-        # 512 tokens of 64 numbers in bfloat16: to two products and back, half of each
-        ({"tensor": 2}, 512, ["of 2 ranks has a shard of each matrix", STREAM.format(0.1)]),
-        # 2^17 tokens, of which the products' weights need all once more: 6 messages, not 4
-        ({"tensor": 2}, 2**17, [STREAM.format("32.0") + " to the others, and 48.0 in"]),
-        # To two experts and back, three quarters of each
-        ({"expert": 4}, 512, ["each of 4 ranks has 2 experts of a layer; in", TOKENS.format(0.2)]),
-        # The dense layer gathers the stream; of half of the tokens each rank sends its own
-        ({"tensor": 2, "expert": 4}, 512, [STREAM.format(0.1), TOKENS.format(0.1)]),
-    ],
-)
-def test_dry_run_says_what_ranks_send(workspace, capsys, parallel, seq_len, texts) -> None:
+@pytest.mark.parametrize("parallel", [{"fsdp": 8}, {"tensor": 2, "expert": 4}], ids=str)
+def test_dry_run_of_experts(workspace, capsys, parallel) -> None:
     """And recomputes no block that fits."""
-    sizes = {"num_experts": 8, "max_position_embeddings": 2**17}
     experts = workspace.root / "eight"
     if not experts.exists():
-        write_model(experts, **EXPERTS | sizes)
-    more = {"device": "auto", "model": experts, "batch_size": 8, "seq_len": seq_len}
-    given = workspace.settings("dry", **more, parallel=json.dumps(parallel))
-    auto = [*given, "memory_budget=9", "micro_batch_size=1"]
-    main(["--dry-run", "--nproc", "8", *(auto if seq_len == 512 else given)])
+        write_model(experts, **EXPERTS | {"num_experts": 8})
+    more = {"device": "auto", "model": experts, "batch_size": 8, "micro_batch_size": 1}
+    given = workspace.settings("dry", **more, memory_budget=9, parallel=json.dumps(parallel))
+    main(["--dry-run", "--nproc", "8", *given])
     said = capsys.readouterr().out
-    assert all(text in said for text in texts), said
-    assert ("sends" in said) == (parallel != {"fsdp": 8})
-    assert (", no block recomputed; " in said) == (seq_len == 512)
+    assert "\n  sum  " in said and ", no block recomputed; " in said
 
 
-def test_dry_run_of_experts_that_are_computed_again(workspace, capsys) -> None:
-    """Their rows are not sent again."""
-    write_model(experts := workspace.root / "six", **EXPERTS | {"num_experts": 6})
-    more = {"device": "auto", "batch_size": 2, "activation_checkpointing": "experts"}
-    given = ["--dry-run", "--nproc", "2"]
-    main([*given, *workspace.settings("dry", model=experts, **more), "parallel.expert=2"])
-    said = capsys.readouterr().out
-    assert "MiB of tokens to the others" in said and "computed again" not in said
+def test_recomputed_experts_of_a_model_without(workspace) -> None:
+    given = workspace.settings("dry", device="auto", activation_checkpointing="experts")
     with pytest.raises(SystemExit, match="=experts, but LlamaForCausalLM has no experts: give tr"):
-        main([*given, *workspace.settings("dry", **more)])
+        main(["--dry-run", "--nproc", "2", *given])
 
 
 def test_indivisible_fp8_layers_stay_bfloat16() -> None:

@@ -250,13 +250,12 @@ def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> Non
 
 def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
     """Raises ValueError for a model that cannot be sharded over this number of ranks."""
-    sizes = [model.config.vocab_size]
-    sizes += [m.num_embeddings for m in model.model.modules() if isinstance(m, Embedding)]
-    for size in sizes:
-        if (ranks - 1) * -(-size // ranks) >= size:
-            raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
     excluded = _expert_parallel_modules(model)
     for module in model.modules():
+        if isinstance(module, Embedding):
+            size = module.num_embeddings
+            if (ranks - 1) * -(-size // ranks) >= size:
+                raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
         if isinstance(module, Linear) and module.quantized is not None:
             raise ValueError("tensor parallelism does not work with quantized weights")
         if isinstance(module, TopKMLP):

@@ -166,6 +166,7 @@ def read_inputs(
         tokenizer = load_tokenizer(config, source)
         tokenizer.strftime_now = time
         check_context(config, source)
+        task.digests.update(checkpoint.read_metadata(source).get("digests", {}))
         task.check_frozen_models(tokenizer, source)
         if (reason := set_share_prompts(task, source)) is not None:
             world.log_rank0(f"prompts are computed for each answer: {reason}")
@@ -362,7 +363,7 @@ def _describe_model(path: str, revision: str | None = None) -> str:
     repository = Repository(path, revision=revision)
     file = repository.optional_file("generation_config.json")  # which samples go by
     generation = b"" if file is None else file.read_bytes()
-    return repr((read_config(repository, MODELS)[1], generation))
+    return repr((read_config(repository, MODELS), generation))
 
 
 def seed_everything(config: Config, world: World) -> None:

@@ -75,7 +75,7 @@ def has_kernels(device: torch.device) -> bool:
 def _done_file(model: CausalLM, task: Task, choice: StepChoice | None) -> Path:
     """Returns the file, in Triton's cache, that says that a step's kernels are compiled there."""
     settings = {name: x for name, x in asdict(task.config).items() if name not in NO_EFFECT}
-    chosen = None if choice is None else choice.facts()
+    chosen = None if choice is None else choice.describe()
     versions = [_version(name) for name in LIBRARIES]
     gpu = torch.cuda.get_device_name(task.world.device)
     facts = model.config.to_dict(), settings, chosen, __version__, *versions, gpu

@@ -27,13 +27,12 @@ from tigon.weights.files import LockedError, lock_file, remove_leftovers
 LOCK = ".lock"
 _EXPORT = r"(?:hf|adapter)(?:-ema|-best|-step-\d+)?"
 _TEXTS = r"config\.yaml|(?:metrics|samples|predictions-step-\d+)\.jsonl|\.exported"
-_DIGESTS = r"(?:reference|teacher)\.json"
 WRITTEN = re.compile(
-    rf"{_EXPORT}|{_TEXTS}|{_DIGESTS}|report\.html|checkpoints|tensorboard|wandb|profile"
+    rf"{_EXPORT}|{_TEXTS}|report\.html|checkpoints|tensorboard|wandb|profile"
     r"|flight-recorder-\d+|\.wandb-id"
 )
 LEFTOVER = re.compile(
-    rf"\.(?:(?:{_TEXTS}|{_DIGESTS}|\.wandb-id|(?:report|comparison)\.html)\.[0-9a-f]{{16}}"
+    rf"\.(?:(?:{_TEXTS}|\.wandb-id|(?:report|comparison)\.html)\.[0-9a-f]{{16}}"
     r"|rank-\d+-[0-9a-f]{8})"
 )
 

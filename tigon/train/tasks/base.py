@@ -1,7 +1,7 @@
 """The base of all tasks: rows of data, their loss, and the metrics to log."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -98,6 +98,7 @@ class Task:
             raise ValueError(f"eval_data has name={named[0]}: task={config.task} has no use for it")
         self.callbacks = [UserCallback(name) for name in config.hooks]
         self.ends: set[int] = set()  # tokens that end a turn, once data has been opened
+        self.digests: dict[str, str] = {}  # of the reference or teacher, which checkpoints keep
 
     def _check_unused(self, name: str, default: Any) -> None:
         """Raises ValueError for a setting that is given and that the task has no use for."""
@@ -111,6 +112,30 @@ class Task:
     def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
         """Raises ValueError if the reference or teacher does not fit the model, which is read from
         `source`. Called before the data are read."""
+
+    def check_digest(self, name: str, find: Callable[[], str]) -> str:
+        """Returns the digest of the "reference" or "teacher", which rank 0 computes by `find`, for
+        checkpoints to keep; that of the checkpoint, if the model's files are gone. Raises
+        ValueError if the resumed run began with another model."""
+        known, config = self.digests.get(name), self.config
+
+        def find_or_keep() -> str:
+            try:
+                found = find()
+            except OSError:
+                if known is None:
+                    raise
+                return known
+            if known not in (None, found):
+                raise ValueError(
+                    f"{getattr(config, name) or config.model or config.init} is not the {name} "
+                    f"that the run began with: give {name} and its files as they were, or begin "
+                    "another run_dir"
+                )
+            return found
+
+        self.digests[name] = self.world.share(find_or_keep)
+        return self.digests[name]
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         """Returns the encoder of data rows to examples with all columns that the loss reads."""

@@ -268,8 +268,7 @@ def _choose(
     compute, sizes = compute_dtype(config, device), mesh_sizes(config, gpus)
     auto = open_settings(config)
 
-    def build() -> CausalLM:
-        return meta_model(config, weights_dtype(config, device), source)
+    build = partial(meta_model, config, weights_dtype(config, device), source)
 
     def total(way: Way, blocks: int, offload: bool) -> int:
         model = build()

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.train.test_choices import LAYERS, given, outlined
+from tigon.settings.load import load
 from tigon.train import build, dry_run, main, trainer
 from tigon.train.choices import BY_MEMORY, StepChoice, lessen
-from tigon.train.config_file import load
 from tigon.train.distributed import InputError, World
 from tigon.train.less_memory import StepMemoryError, within_memory
 

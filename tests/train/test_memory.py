@@ -17,14 +17,14 @@ from tigon.data.packing import MAX_KEY_COPIES
 from tigon.kernels import runtime, use
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import IN_FLIGHT
+from tigon.settings.config import Config, Parallel, ParameterGroup, mesh_sizes
 from tigon.train import dry_run, main
 from tigon.train.build import build_run
-from tigon.train.config import Config, Parallel, ParameterGroup, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.memory import Estimate, estimate
 from tigon.train.memory_tracker import FSDPTracker, model_tensors
 from tigon.train.model import apply_model_settings, named_projections
-from tigon.train.tasks import find_task
+from tigon.train.tasks import TASKS
 
 WORLD = World(0, 1, torch.device("cpu"))
 B, T = 2, 24
@@ -48,7 +48,7 @@ def planned(model: CausalLM, gpus: int = 1, compute: Any = torch.bfloat16, **cha
     config = settings(**changes)
     model.activation_checkpointing = config.activation_checkpointing
     model.activation_offload = config.activation_offload
-    objective = find_task("pretrain")(config, WORLD)
+    objective = TASKS["pretrain"](config, WORLD)
     return estimate(model, objective, config, gpus, compute)
 
 
@@ -153,7 +153,7 @@ def test_frozen_parameters_have_no_gradients() -> None:
     """Nor a state, and what only its gradient needs is not kept."""
     model = tiny("llama", "plain")
     config = settings(parameter_groups=(ParameterGroup(("*.layers.*",), freeze=True),))
-    objective = find_task("pretrain")(config, WORLD)
+    objective = TASKS["pretrain"](config, WORLD)
     found = estimate(model, objective, config, 1, torch.bfloat16)
     left = sum(p.numel() for n, p in model.named_parameters() if ".layers." not in n)
     assert found.kinds["optimizer"] == 8 * left
@@ -243,7 +243,7 @@ def test_shared_prompts_copy_keys(task: str, context: int, copies: int) -> None:
     for share in (False, True):
         given: Any = {"task": task, "seq_len": tokens, "parallel": Parallel(context=context)}
         config = replace(settings(), **given)
-        objective = find_task(task)(config, WORLD)
+        objective = TASKS[task](config, WORLD)
         objective.share_prompts = share
         model = MODELS["llama"].from_config(LLAMA | heads, device="meta")
         found[share] = estimate(model, objective, config, context, torch.bfloat16).total
@@ -345,6 +345,17 @@ def test_runs_with_graphs_take_more_steps_in_a_dry_run(workspace, monkeypatch, g
     monkeypatch.setattr("tigon.train.dry_run.build_run", built)
     main(["--dry-run", *workspace.settings("dry")])
     assert counts == [dry_run.STEPS if graphs is None else dry_run.MANY_STEPS]
+
+
+def test_dry_run_says_how_many_steps_are_left(workspace, capsys) -> None:
+    settings = workspace.settings("dry-left", steps=2)
+    main(settings)
+    main(["--dry-run", *settings, "resume=auto"])
+    said = capsys.readouterr().out
+    assert "dry-left is finished: it goes on with more steps, epochs or patience" in said
+    assert "a step, measured: " not in said and "about" not in said
+    main(["--dry-run", *settings, "resume=auto", "steps=5"])
+    assert "\n3 more steps: about " in capsys.readouterr().out
 
 
 def test_dry_run_checks_like_a_run(workspace, tmp_path: Path) -> None:

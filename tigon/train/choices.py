@@ -18,8 +18,8 @@ import torch
 
 from tigon.models import CausalLM
 from tigon.parallel import MeshSizes
+from tigon.settings.config import MAX_TOKENS, Config, mesh_sizes
 from tigon.train import checkpoint
-from tigon.train.config import MAX_TOKENS, Config, mesh_sizes
 from tigon.train.distributed import InputError, World
 from tigon.train.memory import estimate, gpu_memory, held_by_others, memory_budget
 from tigon.train.model import compute_dtype, is_sharded, meta_model, sum_dtype, weights_dtype

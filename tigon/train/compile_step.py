@@ -24,8 +24,8 @@ from tigon.kernels.precompile import compile_kernels
 from tigon.kernels.runtime import runs_triton, triton
 from tigon.models import CausalLM
 from tigon.models.decoder import recomputed_blocks
+from tigon.settings.config import micro_batch_rows
 from tigon.train.choices import StepChoice
-from tigon.train.config import micro_batch_rows
 from tigon.train.memory import dummy_batch
 from tigon.train.model import compute_dtype, meta_model, set_fp8, weights_dtype
 from tigon.train.optim import build_optimizer

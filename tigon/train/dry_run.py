@@ -15,6 +15,13 @@ from tigon.models import CausalLM, materialize
 from tigon.models.pretrained.quantization import count_parameters
 from tigon.parallel import MeshSizes
 from tigon.report import format_duration
+from tigon.settings.config import (
+    Config,
+    check_batch,
+    mesh_sizes,
+    micro_batch_rows,
+    parallel_settings,
+)
 from tigon.train.build import (
     RunInputs,
     TrainingRun,
@@ -23,7 +30,6 @@ from tigon.train.build import (
     read_inputs,
     resolve_parallel,
 )
-from tigon.train.config import Config, check_batch, mesh_sizes, micro_batch_rows, parallel_settings
 from tigon.train.distributed import InputError, World, local
 from tigon.train.launch_meter import PASSES, WARM_UP
 from tigon.train.less_memory import StepMemoryError, first_sentence, within_memory
@@ -123,6 +129,11 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             inputs.check_model(model)
             freeze(model, config)
         world.log_rank0(*describe_run(config, sizes, device, inputs, model))
+        if inputs.finished:
+            world.log_rank0(
+                f"{config.run_dir} is finished: it goes on with more steps, epochs or patience"
+            )
+            return
         world.log_rank0(*describe_step(config, inputs, model, sizes))
         advised = False
         if not for_gpu:
@@ -278,8 +289,6 @@ def time_run(config: Config, inputs: RunInputs, world: World, advised: bool) -> 
         line += f", {timing.flops / timing.seconds / (peak * world.size):.1%} MFU"
     if timing.peak:
         line += f", {timing.peak / GIB:.2f} GiB at its peak"
-    seconds = max(0, inputs.steps - inputs.start) * timing.seconds
-    return [
-        line,
-        f"all steps: about {format_duration(seconds)}, without evaluations and checkpoints",
-    ]
+    left = inputs.steps - inputs.start
+    steps, time = f"{left:,} more steps" if inputs.start else "all steps", left * timing.seconds
+    return [line, f"{steps}: about {format_duration(time)}, without evaluations and checkpoints"]

@@ -23,7 +23,7 @@ from tigon.data.examples import format_count
 from tigon.data.mixture import Corpus, Mixture, Window
 from tigon.models import MODELS
 from tigon.models.pretrained.load import read_config
-from tigon.train.config import Config, micro_batch_rows
+from tigon.settings.config import Config, micro_batch_rows
 from tigon.train.distributed import World
 from tigon.train.model import base_digest, compute_dtype, sampled_digest
 from tigon.utils.json import read_json
@@ -157,6 +157,6 @@ def model_digest(config: Config) -> str:
     if not path:
         path, revision = config.model, config.revision
         quantize = None if config.lora is None else config.lora.quantize
-    model_config = read_config(Repository(path, revision=revision), MODELS)[1]
+    model_config = read_config(Repository(path, revision=revision), MODELS)
     text = f"{model_config} {sampled_digest(path, revision)} {quantize}"
     return hashlib.sha256(text.encode()).hexdigest()

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.settings.config import Config
 from tigon.train import resume
 from tigon.train.build import TrainingRun
-from tigon.train.config import Config
 from tigon.train.logging import RunLog
 from tigon.train.model import export_dtype
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from tigon.models import CausalLM
 from tigon.parallel import forward_order
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.train.optim.adamw import LowPrecisionOptimizer
 from tigon.train.optim.clip import BucketedNorm
 

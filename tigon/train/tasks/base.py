@@ -15,9 +15,9 @@ from tigon.data.packing import MIN_SHARED_FRACTION
 from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, CausalLMOutput, Targets
 from tigon.models.moe import aux_loss_coef
+from tigon.settings.config import Config, LossSettings, TaskSettings
 from tigon.tokenizer import Tokenizer
 from tigon.train.callbacks import OutputRequest, PassOutput, UserCallback
-from tigon.train.config import Config, LossSettings, TaskSettings
 from tigon.train.distributed import World
 
 # Settings with a variant for evaluation (eval_...), and all settings of tasks that predict tokens
@@ -60,14 +60,13 @@ class MicroBatchLoss:
 class Task:
     """Defines a run's loss: how rows of data become examples, and the loss of a micro-batch.
 
-    A new task is one file: a subclass, and its name in TASKS. It defines how data are encoded and
-    packed (`encoder`, `rows`), what losses are divided by (`sums`), and the loss of a micro-batch.
-    `sums` are reduced over all micro-batches and ranks of a step before the first loss, which can
-    then be divided by a sum over the step: gradients and losses add up, and a run means the same on
-    any number of ranks and micro-batches.
+    A new task is one file: a subclass, and its name in TASKS and in TASK_ROWS. It defines how data
+    are encoded and packed (`encoder`, `rows`), what losses are divided by (`sums`), and the loss of
+    a micro-batch. `sums` are reduced over all micro-batches and ranks of a step before the first
+    loss, which can then be divided by a sum over the step: gradients and losses add up, and a run
+    means the same on any number of ranks and micro-batches.
     """
 
-    learns: ClassVar[str] = "rows of its own"  # the description in --help
     predicts_tokens: ClassVar[bool] = False  # whether it serves all of TOKEN_SETTINGS
     scores: ClassVar[bool] = False  # whether it learns a score for each sequence, and no token
     # Further settings that it serves: of TaskSettings and TOKEN_SETTINGS

@@ -18,8 +18,8 @@ from tigon.kernels.loss.terms import KL, CrossEntropy, LossTerm
 from tigon.models import MODELS, Batch, CausalLM
 from tigon.models import CausalLMOutput as Output
 from tigon.models.pretrained.load import read_config
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
-from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import (
     check_frozen,
@@ -44,7 +44,6 @@ class Distill(CrossEntropyTask):
     the metrics of fine-tuning.
     """
 
-    learns = "chats with a teacher, or its stored distributions"
     serves = frozenset(("beta", "teacher", "temperature", "cross_entropy_weight"))
 
     def __init__(self, config: Config, world: World):
@@ -98,7 +97,7 @@ class Distill(CrossEntropyTask):
         """Raises ValueError unless both vocabularies have the same size, or the teacher's head only
         has further rows beyond the `last` token, which are dropped."""
         own = model.config.vocab_size
-        other = read_config(Repository(self.config.teacher), MODELS)[1].vocab_size
+        other = read_config(Repository(self.config.teacher), MODELS).vocab_size
         if other == own or last < own < other:
             return
         hint = ""

@@ -17,9 +17,9 @@ from tigon.data import Loader, MicroBatch, Mixture
 from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM, CausalLMOutput
 from tigon.parallel import gather_output
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
-from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
 from tigon.train.model import (
     build_model,

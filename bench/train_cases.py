@@ -26,8 +26,8 @@ from bench.harness import Record
 from bench.moe import tune_briefly
 from bench.peers import imported
 from bench.varlen import VARLEN, register_varlen
+from tigon.settings.config import Config
 from tigon.train import load
-from tigon.train.config import Config
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.model import add_lora, apply_model_settings
 from tigon.train.optim import InBackward, build_in_backward, build_optimizer

@@ -79,7 +79,7 @@ def test_help_names_every_command(capsys: Capture) -> None:
         ("import tigon", HEAVY),
         ("main(['-h'])", HEAVY),
         ("main(['info', MODEL])", ["torch", "numpy", "tokenizers", "tigon.train"]),
-        ("main(['report', RUN])", ["torch", "tokenizers"]),
+        ("main(['report', RUN])", ["torch"]),
         pytest.param("import tigon.cli.commands, tigon.train", LATER, marks=pytest.mark.slow),
     ],
 )
@@ -93,6 +93,40 @@ def test_modules_that_commands_do_not_import(code, modules, directory, tmp_path)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.endswith("[]\n"), done
     assert "MODEL" not in code or "architecture  LlamaForCausalLM" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--help", ""),
+        ("nonsense=1", "unknown setting 'nonsense'"),
+        ("none.yaml", "no config file none.yaml"),
+        ("--nproc 2 nonsense=1", "unknown setting 'nonsense'"),
+        ("CONFIG", "no directory ./none"),
+        ("CONFIG model=MODEL data=none.jsonl", "no data file matches 'none.jsonl'"),
+        ("CONFIG eval_data=none.jsonl", "eval_data: no data file matches 'none.jsonl'; give held"),
+        ("CONFIG lora.targets=[]", "targets is empty"),
+        ("CONFIG task=stf", "no task is called task='stf'; did you mean 'sft'?"),
+        ("CONFIG format=alpaca", "format='alpaca' is not one of messages, "),
+        ("CONFIG chat_template_kwargs.messages=x", "chat_template_kwargs must be an object of"),
+        ("CONFIG --nproc 3", "batch_size=8 must be a multiple of 3 ranks"),
+        ("CONFIG parallel.tensor=2", "parallel: tensor 2 is for 2 ranks, and there are 1"),
+    ],
+)
+def test_a_wrong_setting_is_told_without_torch(arguments, message, directory, tmp_path):
+    """Which takes seconds to import."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model: ./none\ndata: {__file__}\nrun_dir: {tmp_path}/run\n")
+    program = (
+        "import atexit, sys; from tigon.cli import main\n"
+        "atexit.register(lambda: print([m for m in ('torch', 'numpy') if m in sys.modules]))\n"
+        "main(['train', *sys.argv[1:]])"
+    )
+    given = arguments.replace("CONFIG", str(path)).replace("MODEL", str(directory)).split()
+    done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n"), done.stderr
+    assert done.stderr.startswith(f"tigon.train: {message}" if message else ""), done.stderr
+    assert done.stderr.count("\n") == done.returncode == bool(message)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +271,7 @@ def test_every_package_is_an_attribute() -> None:
     assert packages - {"cli", "utils"} == set(tigon.PACKAGES) - {"hub"}
 
 
-@pytest.mark.parametrize("arguments", [["info"], ["train", "config.yaml"]])
+@pytest.mark.parametrize("arguments", [["info"], ["train", "model=m", "data=hf://d", "run_dir=r"]])
 def test_interrupt_during_the_import_of_torch(arguments, tmp_path):
     """Which loses it, as compiled modules do."""
     (tmp_path / "torch.py").write_text(

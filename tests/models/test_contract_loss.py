@@ -9,7 +9,6 @@ from torch import Tensor
 from tests.support.contract import (
     assert_same_gradients,
     gradients,
-    mean,
     tiny_llama,
     token_losses,
     tokens,
@@ -26,41 +25,6 @@ def shift(labels: Tensor) -> Tensor:
     for t in range(labels.shape[1] - 1):
         out[:, t] = labels[:, t + 1]
     return out
-
-
-def reduced(losses: dict[tuple[int, int], Tensor], reduction: str) -> Tensor:
-    """The reductions' definitions over (row, position) -> loss; a row is a sequence."""
-    if reduction == "token":
-        return mean(losses.values())
-    if reduction == "sum":
-        return torch.stack(list(losses.values())).sum()
-    if reduction == "sequence":
-        rows = sorted({b for b, _ in losses})
-        return mean(mean(v for (b, _), v in losses.items() if b == row) for row in rows)
-    out = torch.zeros(B, T, dtype=torch.float64)
-    for place, loss in losses.items():
-        out[place] = loss.detach()
-    return out
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("ignored", [0.0, 0.3, 0.9, "first row", "tail", "all but one"])
-def test_loss(model: CausalLM, reduction: str, ignored: Any) -> None:
-    ids, labels = tokens(ignored=ignored if isinstance(ignored, float) else 0.0)
-    if ignored == "first row":
-        labels[0] = -100
-    elif ignored == "tail":
-        labels[:, 7:] = -100
-    elif ignored == "all but one":
-        labels[:], labels[1, 4] = -100, 8
-    losses = token_losses(model(ids).logits, labels)
-    expected = reduced(losses, reduction)
-    out = model(ids, labels=labels, loss_reduction=reduction)
-    assert out.logits is None
-    assert out.loss.dtype == torch.float32
-    torch.testing.assert_close(out.loss.double(), expected, rtol=1e-6, atol=1e-6)
-    if reduction != "none":
-        assert_same_gradients(gradients(out.loss, model), gradients(expected, model))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

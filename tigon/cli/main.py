@@ -78,7 +78,10 @@ def _run(arguments: list[str]) -> int:
     """Parses the arguments and runs the command; returns its exit code."""
     # Imported now: torch takes seconds, and --help must not
     if arguments[:1] == ["train"]:  # has a syntax and a help of its own
-        return _import_interruptibly("tigon.train").main(arguments[1:]) or 0
+        command = import_module("tigon.settings.command").read_command(arguments[1:])
+        if command is not None:
+            _import_interruptibly("tigon.train.launch").run_command(command)
+        return 0
     args = _parse(arguments)
     args.arguments_given = arguments
     if args.command == "report":  # needs no torch

@@ -397,13 +397,6 @@ def is_eager(x: Tensor) -> bool:
     return _run_fake is not None or (has_values(x) and not is_watched(x))
 
 
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether a transform of torch.func is active on one of the tensors."""
-    if torch.compiler.is_compiling():
-        return False
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors if x is not None)
-
-
 def on_host(x: Tensor) -> bool:
     """Whether reading a value of `x` is free: no device sync, no graph break."""
     return x.device.type == "cpu" and has_values(x)

@@ -11,14 +11,7 @@ from tigon.layers.kv_state import LayerState, StateSpec
 from tigon.layers.latent_attention import LatentAttention, LatentSizes
 from tigon.layers.linear import FusedLinear, GatedLinear, Linear, RowOrder
 from tigon.layers.lm_head import LMHead
-from tigon.layers.lora import (
-    Adapters,
-    LayerAdapter,
-    LoRAPart,
-    LowRank,
-    LowRankExperts,
-    SavedModules,
-)
+from tigon.layers.lora import Adapters, LayerAdapter, LoRAPart, LowRank, LowRankExperts
 from tigon.layers.mlp import GatedMLP
 from tigon.layers.moe import Balance, Experts, MoEOutput, SparseMoE, balance, count_routing
 from tigon.layers.norm import AddRMSNorm, RMSNorm
@@ -33,7 +26,7 @@ __all__ = [
     "GatedLinear", "GatedMLP", "GroupRouter", "KVCache", "LMHead", "LatentAttention", "LatentSizes",
     "LayerAdapter", "LayerState", "Linear", "LoRAPart", "LowRank", "LowRankEmbedding",
     "LowRankExperts", "MoEOutput", "NF4Weight", "QuantizedWeight", "RMSNorm", "RotaryEmbedding",
-    "Rotation", "RowOrder", "SavedModules", "ScaledRouter", "ShortConv", "SoftmaxAttention",
+    "Rotation", "RowOrder", "ScaledRouter", "ShortConv", "SoftmaxAttention",
     "SparseMoE", "StateSpec", "StaticCache", "TopKRouter", "balance", "count_routing",
     "make_rotary", "rotated_dims", "yarn_magnitude",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from tigon.kernels.rope.rope import rope
 from tigon.layers.context import BlockInputs, SharedKV
 from tigon.layers.kv_state import GrowingKV, KVState, StateSpec, StaticKV
 from tigon.layers.linear import FusedLinear, Linear, RowOrder, is_unpatched
-from tigon.layers.norm import RMSNorm, UnitRMSNorm, can_fuse_norm
+from tigon.layers.norm import RMSNorm, can_fuse_norm
 from tigon.layers.rope import Rotation
 
 
@@ -97,15 +97,13 @@ class Attention(SoftmaxAttention):
         self.o_proj = Linear(heads * head_dim, dim, bias=out_bias)
         self.sinks = nn.Parameter(torch.empty(heads)) if sinks else None
         self.gate_proj = FusedLinear(dim, parts[:1]) if gate == "gate_proj" else None
-        self.q_norm: RMSNorm | UnitRMSNorm | None = None
-        self.k_norm: RMSNorm | UnitRMSNorm | None = None
-        if qk_norm_eps is not None and not qk_norm_weight:
-            # Two: Dynamo does not trace a function of autograd that gets one tensor twice
-            self.q_norm, self.k_norm = (UnitRMSNorm(head_dim, qk_norm_eps) for _ in "qk")
-        elif qk_norm_eps is not None:
-            q_dim, k_dim = parts[:2] if flat_qk_norm else (head_dim, head_dim)
-            self.q_norm = RMSNorm(q_dim, qk_norm_eps, offset=offset, cast=cast)
-            self.k_norm = RMSNorm(k_dim, qk_norm_eps, offset=offset, cast=cast)
+        self.q_norm: RMSNorm | None = None
+        self.k_norm: RMSNorm | None = None
+        if qk_norm_eps is not None:
+            options = {"offset": offset, "cast": cast} if qk_norm_weight else {"learned": False}
+            dims = parts[:2] if flat_qk_norm else (head_dim, head_dim)
+            # Two without weights: Dynamo traces no function of autograd that gets one tensor twice
+            self.q_norm, self.k_norm = (RMSNorm(size, qk_norm_eps, **options) for size in dims)
 
     def make_state(self, spec: StateSpec) -> KVState:
         """Returns an empty cache: without `capacity` one that grows, else a static one.

@@ -16,7 +16,7 @@ from tigon.distributed.collectives import Ranks, reduce_from_group
 from tigon.kernels.linear.linear import chunked_matmul, linear
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, embedding_rows
 from tigon.kernels.norm.rms_norm import rms_norm
-from tigon.layers.lora import Adapters, LayerAdapter, LoRAPart, SavedModules, Shapes
+from tigon.layers.lora import Adapters, LayerAdapter, LoRAPart, Shapes
 
 
 class LowRankEmbedding(LayerAdapter):
@@ -97,7 +97,7 @@ class Embedding(nn.Embedding):
         super().__init__(vocab, dim, padding_idx=padding_idx)
         self.embed_scale, self.norm_eps = scale, norm_eps  # PEFT reads embed_scale
         self.vocabulary: VocabularyShard | None = None  # this rank's rows, if ranks share the table
-        self.copies: SavedModules | None = None
+        self.copies: Adapters | None = None
         self.lora: Adapters | None = None
 
     def forward(self, input: Tensor) -> Tensor:

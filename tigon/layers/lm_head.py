@@ -18,7 +18,7 @@ from tigon.kernels.loss.fused_linear import HeadValue, run_loss_terms
 from tigon.kernels.loss.logits import Options, scale_and_cap
 from tigon.kernels.loss.terms import LossTerm, ValidRows
 from tigon.kernels.loss.vocab_parallel import VocabularyShard, gather_logits
-from tigon.layers.lora import Adapters, LowRank, SavedModules
+from tigon.layers.lora import Adapters, LowRank
 
 
 class HeadOutput(NamedTuple):  # a tuple, so that FSDP finds the tensors in it
@@ -53,7 +53,7 @@ class LMHead(nn.Module):
         self.logits_bytes: int | None = None  # maximum of a chunk of logits; None: by shape
         self.vocabulary: VocabularyShard | None = None  # this rank's rows of weight and bias
         self.scorers: Ranks | None = None  # ranks that replicate a head of few scores
-        self.copies: SavedModules | None = None  # weights of adapters that replace `weight`
+        self.copies: Adapters | None = None  # weights of adapters that replace `weight`
         self.lora: Adapters | None = None  # low-rank adapters
 
     def forward(

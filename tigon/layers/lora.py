@@ -150,23 +150,16 @@ class LowRank(LayerAdapter):
 
 
 class Adapters(nn.Module):
-    """The adapters of one layer by name, of which at most one is active."""
+    """What adapters have in one layer, by name, of which at most one is active: modules that are
+    added to it, or parameters that replace its weight (PEFT's modules_to_save)."""
 
     chosen: str | None = None
 
     def active(self) -> Any:
-        """The active adapter, or None."""
-        return None if self.chosen is None else self._modules.get(self.chosen)
-
-
-class SavedModules(nn.Module):
-    """Weights by which adapters replace a layer's, by name (PEFT's modules_to_save)."""
-
-    chosen: str | None = None
-
-    def active(self) -> Tensor | None:
-        """The weight of the chosen adapter, or None if there is none."""
-        return None if self.chosen is None else self._parameters.get(self.chosen)
+        """The module or parameter of the chosen adapter; None if it has none here."""
+        if self.chosen is None:
+            return None
+        return self._modules.get(self.chosen, self._parameters.get(self.chosen))
 
 
 MATRICES = ("gate_up_proj", "down_proj")

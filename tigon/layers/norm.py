@@ -11,12 +11,26 @@ from tigon.layers.linear import is_observed
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm over the last dimension, times `offset` + weight; `cast` as in `rms_norm`."""
+    """RMSNorm over the last dimension, times `offset` + weight; `cast` as in `rms_norm`. Unless the
+    weight is `learned`, it is ones."""
 
-    def __init__(self, dim: int, eps: float, *, offset: float = 0.0, cast: Cast = "before_weight"):
+    weight: Tensor  # [dim]
+
+    def __init__(
+        self,
+        dim: int,
+        eps: float,
+        *,
+        offset: float = 0.0,
+        cast: Cast = "before_weight",
+        learned: bool = True,
+    ):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(dim))
-        self.eps, self.offset, self.cast = eps, offset, cast
+        self.eps, self.offset, self.cast, self.learned = eps, offset, cast, learned
+        if learned:
+            self.weight = nn.Parameter(torch.empty(dim))
+        else:  # on the CPU also where the model is built on the meta device, which keeps no values
+            self.register_buffer("weight", torch.ones(dim, device="cpu"), persistent=False)
 
     def init_weights(self) -> None:
         """Sets the weight so that `offset` + weight is 1."""
@@ -24,7 +38,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Returns the normed x [..., dim], times silu of a gate [..., dim] if there is one."""
-        return rms_norm(x, self.weight, self.eps, offset=self.offset, cast=self.cast, gate=gate)
+        weight = self.weight if self.learned else None
+        return rms_norm(x, weight, self.eps, offset=self.offset, cast=self.cast, gate=gate)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -38,32 +53,11 @@ def add_normed(x: Tensor, residual: Tensor, norm: nn.Module) -> Tensor:
     return rms_norm_add(x, residual, norm.weight, norm.eps, offset=norm.offset, cast=norm.cast)
 
 
-class UnitRMSNorm(nn.Module):
-    """RMSNorm over the last dimension without a learned weight: it has ones in its place."""
-
-    weight: Tensor  # [dim]
-    offset = 0.0
-    cast: Cast = "before_weight"
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        # On the CPU also where the model is built on the meta device, which keeps no values
-        self.register_buffer("weight", torch.ones(dim, device="cpu"), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, None, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.weight.shape[0]}, eps={self.eps}"
-
-
-def can_fuse_norm(norm: object) -> TypeGuard[RMSNorm | UnitRMSNorm]:
-    """Whether an operator may norm in place of a module: one of these classes, without hooks."""
-    if not isinstance(norm, RMSNorm | UnitRMSNorm) or is_observed(norm):
+def can_fuse_norm(norm: object) -> TypeGuard[RMSNorm]:
+    """Whether an operator may norm in place of a module: an RMSNorm without hooks."""
+    if not isinstance(norm, RMSNorm) or is_observed(norm):
         return False
-    forward = type(norm).forward  # a subclass may have another
-    return forward is RMSNorm.forward or forward is UnitRMSNorm.forward
+    return type(norm).forward is RMSNorm.forward  # a subclass may have another
 
 
 class AddRMSNorm(RMSNorm):

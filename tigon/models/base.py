@@ -113,11 +113,14 @@ class LanguageModel(nn.Module):
         """Makes the decoder of a config; families add their options."""
         if self.scales_embedding:
             options["embedding_scale"] = c.hidden_size**0.5
+        options.setdefault("input_scale", getattr(c, "embedding_multiplier", 1.0))
         return self.decoder_class(c, self.block_class, **options)
 
     def make_head(self, c: Any, **options: Any) -> LMHead:
-        """Makes the head, with the config's softcap if it has one; families add their options."""
+        """Makes the head, with the config's softcap and divisor of logits if it has them; families
+        add their options."""
         softcap = getattr(c, "final_logit_softcapping", None)
+        options.setdefault("logit_scale", 1 / getattr(c, "logits_scaling", 1.0))
         return LMHead(c.hidden_size, c.vocab_size, softcap=softcap, **options)
 
     @property

@@ -11,7 +11,8 @@ from tigon.kernels.attention.backends import Backend
 from tigon.models import resize
 from tigon.models.adapters import adapters, peft_files, weighted
 from tigon.models.base import LanguageModel
-from tigon.models.config import ModelConfig
+from tigon.models.config import ConfigError, ModelConfig
+from tigon.models.init import init_weights
 from tigon.models.pretrained import gguf_export, load, save
 from tigon.models.pretrained.names import layout
 from tigon.weights import Layout
@@ -82,7 +83,15 @@ class CausalLM(LanguageModel):
         device: torch.device | str = "cpu",
         attention: Backend = "auto",
     ) -> Self:
-        """Makes a model of a config, or of config.json's content, with random weights as
-        transformers initializes them; on "meta", without memory."""
-        model = load.from_config(cls, config, dtype=dtype, device=torch.device(device))
+        """Makes a model of a config, or of config.json's content, with random weights: matrices are
+        drawn from Normal(0, initializer_range), biases and the padding row are zeros, norms are
+        ones. On "meta" it has no memory."""
+        if not isinstance(config, ModelConfig):
+            config = load.parse_config(cls, config)
+        if not isinstance(config, cls.config_class):
+            raise ConfigError(f"{cls.__name__} is not for model_type {config.model_type!r}")
+        model = load.build_on_meta(cls, config, dtype or torch.get_default_dtype())
+        if torch.device(device).type != "meta":
+            load.materialize(model, torch.device(device))
+            init_weights(model)
         return model.use_attention(attention)

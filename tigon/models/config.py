@@ -10,17 +10,8 @@ import torch
 
 from tigon.kernels.mlp.gated_act import Activation
 from tigon.models.quantization_config import unsupported_error
-from tigon.models.rope_config import (
-    FULL,
-    RANGES,
-    SLIDING,
-    check_values,
-    read_rope,
-    read_two_ropes,
-    write_rope,
-    write_two_ropes,
-)
-from tigon.utils.config import ConfigError, field_types, read_settings, suggest
+from tigon.models.rope_config import FULL, RANGES, SLIDING, check_values, read_rope, write_rope
+from tigon.utils.config import ConfigError, check_type, field_types, read_settings, suggest
 from tigon.utils.json import quote
 
 # Keys of config.json that change no number here; a warning lists other unknown keys
@@ -36,6 +27,13 @@ _SILENT = """
 """  # the last line is read as rope_parameters and dtype
 SILENT = set(_SILENT.split())
 
+# hidden_act of config.json -> the name of a kernel
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 DROPOUT = ("attention_dropout", "residual_dropout", "resid_pdrop", "embd_pdrop")
 
@@ -188,12 +186,8 @@ class ModelConfig:
             source, cls.default_theta, longest, partial=cls.partial_rotary, extras=cls.rope_extras
         )
 
-    def _check_ranges(self) -> None:
-        """Raises ConfigError for a number, or an item of a list, that is out of its range."""
-        check_values({f.name: getattr(self, f.name) for f in fields(self)}, RANGES)
-
     def __post_init__(self) -> None:
-        self._check_ranges()
+        check_values({f.name: getattr(self, f.name) for f in fields(self)}, RANGES)
         kinds = getattr(self, "layer_types", None)
         check_layer_kinds("layer_types", kinds, self.num_hidden_layers, *self.layer_kinds)
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
@@ -210,7 +204,7 @@ class ModelConfig:
                     f"num_attention_heads={heads}, and head_dim is not given"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // heads)
-            self._check_ranges()
+            check_values({"head_dim": self.head_dim}, RANGES)
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} is odd: values are rotated in pairs")
         if self.pad_token_id is not None and self.pad_token_id >= self.vocab_size:
@@ -225,7 +219,10 @@ class ModelConfig:
     @property
     def mlp_activation(self) -> Activation:
         """The MLPs' activation: `hidden_activation` if the config has it, else `hidden_act`."""
-        return activation(getattr(self, "hidden_activation", self.hidden_act))
+        name = getattr(self, "hidden_activation", self.hidden_act)
+        if name not in ACTIVATIONS:
+            raise ConfigError(f"hidden_act={quote(name)} is not one of {', '.join(ACTIVATIONS)}")
+        return ACTIVATIONS[name]
 
     def rotates(self, layer: int) -> bool:
         """Whether the layer has RoPE: here every layer has, and families have other rules."""
@@ -349,10 +346,8 @@ class WindowedConfig(ModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRopesConfig(WindowedConfig):
-    """The config of a family whose sliding layers have another RoPE than the full ones.
-
-    `rope_parameters` holds both; `rope_theta` and `rope_scaling` apply to the full layers.
-    """
+    """The config of a family whose sliding layers have another RoPE than the full ones, both in
+    `rope_parameters`."""
 
     @classmethod
     def _local_theta(cls, source: Mapping[str, Any]) -> float:
@@ -361,16 +356,33 @@ class TwoRopesConfig(WindowedConfig):
 
     @classmethod
     def _read_rope(cls, source: Mapping[str, Any], longest: int) -> dict[str, Any]:
-        """Reads the RoPEs of full and of sliding layers, by kind of layer."""
-        return read_two_ropes(source, cls.default_theta, cls._local_theta(source), longest)
+        """Reads the RoPEs of full and of sliding layers, by kind of layer; rope_theta and
+        rope_scaling apply to full ones."""
+        ropes = check_type("rope_parameters", source.get("rope_parameters") or {}, dict)
+        scaling = check_type("rope_scaling", source.get("rope_scaling") or {}, dict)
+        if not ropes.keys() <= {FULL, SLIDING}:
+            raise ConfigError(
+                f"rope_parameters={quote(ropes)} is not given per {FULL!r} and {SLIDING!r}"
+            )
+        full, sliding = (
+            check_type(f"rope_parameters.{name}", ropes.get(name) or {}, dict)
+            for name in (FULL, SLIDING)
+        )
+        theta, local_theta = source.get("rope_theta", cls.default_theta), cls._local_theta(source)
+        return {
+            FULL: read_rope({"rope_parameters": full | scaling}, theta, longest),
+            SLIDING: read_rope({"rope_parameters": sliding}, local_theta, longest),
+        }
 
     def layer_rope(self, layer: int) -> tuple[int, Mapping[str, Any]]:
         """The layer's head dim, and the RoPE parameters of its kind, sliding or full."""
         return self.attention_sizes(layer)[0], self.rope_parameters[self.layer_type(layer)]
 
     def _rope_keys(self) -> dict[str, Any]:
-        """The keys of `to_dict` that describe both RoPEs."""
-        return write_two_ropes(self.rope_parameters)
+        """The keys of `to_dict` that describe both RoPEs: both in rope_parameters, and the full
+        layers' under transformers 4's names."""
+        ropes = self.rope_parameters
+        return write_rope(ropes[FULL]) | {"rope_parameters": dict(ropes)}
 
 
 def vocabulary_keys(c: ModelConfig) -> list[str]:
@@ -412,18 +424,3 @@ def parse_dtype(dtype: Any) -> torch.dtype:
     if name not in DTYPES:
         raise TypeError(f"dtype must be a floating one ({', '.join(DTYPES)}), not {dtype!r}")
     return getattr(torch, name)
-
-
-ACTIVATIONS: dict[str, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
-
-
-def activation(hidden_act: str) -> Activation:
-    """Maps config.json's `hidden_act` to the name of a kernel, or raises ConfigError."""
-    if hidden_act not in ACTIVATIONS:
-        raise ConfigError(f"hidden_act={quote(hidden_act)} is not one of {', '.join(ACTIVATIONS)}")
-    return ACTIVATIONS[hidden_act]

@@ -94,14 +94,16 @@ class TransformerBlock(nn.Module):
 
     def make_attention(self, c: ModelConfig, layer: int, **options: Any) -> Attention:
         """Makes attention with the config's sizes, the family's norms and options, and by default
-        the layer's window and the config's `attention_bias`, if any, also as the output's bias
-        unless there is an `attention_out_bias`."""
+        the layer's window, and the config's scale of scores, softcap and `attention_bias`, if any,
+        also as the output's bias unless there is an `attention_out_bias`."""
         head_dim, kv_heads = c.attention_sizes(layer)
         options = {**self.attention_options, **options}
         options.setdefault("window", layer_window(c, layer))
         options.setdefault("bias", getattr(c, "attention_bias", False))
         options.setdefault("out_bias", getattr(c, "attention_out_bias", options["bias"]))
         options.setdefault("qk_norm_eps", c.rms_norm_eps if self.qk_norm else None)
+        options.setdefault("scale", attention_scale(c))
+        options.setdefault("softcap", getattr(c, "attn_logit_softcapping", None))
         options |= {"offset": self.norm_offset, "cast": self.norm_cast}
         sizes = c.hidden_size, c.num_attention_heads, kv_heads, head_dim
         return self.attention_class(*sizes, **options)
@@ -128,6 +130,12 @@ class TransformerBlock(nn.Module):
 def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:
     """Makes a gated MLP with the config's sizes, and its activation unless `act` is given."""
     return GatedMLP(c.hidden_size, c.intermediate_size, act or c.mlp_activation, bias=bias)
+
+
+def attention_scale(c: Any) -> float | None:
+    """What the config multiplies attention's scores by; None: head_dim ** -0.5."""
+    scalar = getattr(c, "query_pre_attn_scalar", None)
+    return getattr(c, "attention_multiplier", None) if scalar is None else scalar**-0.5
 
 
 def layer_window(c: Any, layer: int) -> int | None:

@@ -111,27 +111,29 @@ class DeepseekV3Config(LatentConfig):
         return super().to_dict() | {key: value for key, (_, value) in ROUTER_KEYS.items()}
 
 
-def group_experts_or_mlp(c: GroupMoEConfig, layer: int) -> GatedMLP | SparseMoE:
-    """Makes the layer's experts, chosen by groups, with the shared ones, or its MLP."""
-    if not c.sparse(layer):
-        return gated_mlp(c)
-    router = GroupRouter(
-        c.hidden_size,
-        c.n_routed_experts,
-        c.num_experts_per_tok,
-        sigmoid=c.sigmoid_router,
-        groups=c.n_group,
-        top_groups=c.topk_group,
-        normalize=c.norm_topk_prob,
-        scale=c.routed_scaling_factor,
-    )
-    size = c.moe_intermediate_size
-    shared = size * c.n_shared_experts
-    return sparse_moe(c, size, shared_experts=shared, router=router)
+class GroupMoEBlock(PreNormBlock):
+    """A `PreNormBlock` with experts chosen by groups, and shared ones, or with an MLP."""
+
+    def make_mlp(self, c: GroupMoEConfig, layer: int) -> GatedMLP | SparseMoE:
+        if not c.sparse(layer):
+            return gated_mlp(c)
+        router = GroupRouter(
+            c.hidden_size,
+            c.n_routed_experts,
+            c.num_experts_per_tok,
+            sigmoid=c.sigmoid_router,
+            groups=c.n_group,
+            top_groups=c.topk_group,
+            normalize=c.norm_topk_prob,
+            scale=c.routed_scaling_factor,
+        )
+        size = c.moe_intermediate_size
+        shared = size * c.n_shared_experts
+        return sparse_moe(c, size, shared_experts=shared, router=router)
 
 
-class LatentBlock(PreNormBlock):
-    """A `PreNormBlock` with attention over latents, and with experts chosen by groups or an MLP."""
+class LatentBlock(GroupMoEBlock):
+    """A `GroupMoEBlock` with attention over latents."""
 
     def make_mixer(self, c: LatentConfig, layer: int) -> LatentAttention:
         """Makes attention over latents; mscale_all_dim scales it by YaRN's magnitude squared."""
@@ -148,9 +150,6 @@ class LatentBlock(PreNormBlock):
             bias=c.attention_bias,
             interleaved=c.rope_interleave,
         )
-
-    def make_mlp(self, c: LatentConfig, layer: int) -> GatedMLP | SparseMoE:
-        return group_experts_or_mlp(c, layer)
 
 
 class DeepseekV3(CausalLM):

@@ -6,7 +6,6 @@ Paper: arXiv 2408.00118; checked against transformers' modeling_gemma2.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tigon.layers import Attention
 from tigon.models.config import WindowedConfig
 from tigon.models.decoder import SandwichBlock
 from tigon.models.gemma import Gemma, GemmaConfig
@@ -33,15 +32,10 @@ class Gemma2Config(GemmaConfig, WindowedConfig):
 
 
 class Gemma2Block(SandwichBlock):
-    """A `SandwichBlock` whose norms multiply by 1 + weight; attention has a scale and a softcap."""
+    """A `SandwichBlock` whose norms multiply by 1 + weight."""
 
     norm_offset = 1.0
     norm_cast = "after_weight"
-
-    def make_mixer(self, c: Gemma2Config, layer: int) -> Attention:
-        """Makes attention with the config's scale and softcap."""
-        scale, softcap = c.query_pre_attn_scalar**-0.5, c.attn_logit_softcapping
-        return self.make_attention(c, layer, scale=scale, softcap=softcap)
 
 
 class Gemma2(Gemma):

@@ -70,12 +70,12 @@ class Gemma3Block(Gemma2Block):
     qk_norm = True
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        """Make attention with QK-norm, the config's biases and scale, and the layer's sliding
-        window, of which a bidirectional model has half on each side."""
+        """Makes attention with the layer's sliding window, of which a bidirectional model has half
+        on each side."""
         window = layer_window(c, layer)
         if window is not None and c.use_bidirectional_attention:
             window = window // 2 + 1  # the config gives the width of both sides
-        return self.make_attention(c, layer, scale=c.query_pre_attn_scalar**-0.5, window=window)
+        return self.make_attention(c, layer, window=window)
 
 
 class Gemma3(Gemma2):

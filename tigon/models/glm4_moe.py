@@ -5,10 +5,9 @@ Paper: arXiv 2508.06471; checked against transformers' modeling_glm4_moe.
 
 from dataclasses import dataclass
 
-from tigon.layers import Attention, GatedMLP, SparseMoE
+from tigon.layers import Attention
 from tigon.models.causal_lm import CausalLM
-from tigon.models.decoder import PreNormBlock
-from tigon.models.deepseek_v3 import GroupMoEConfig, group_experts_or_mlp
+from tigon.models.deepseek_v3 import GroupMoEBlock, GroupMoEConfig
 from tigon.models.pretrained.names import CheckpointNames
 
 
@@ -47,15 +46,12 @@ class Glm4MoeConfig(GroupMoEConfig):
         super().__post_init__()
 
 
-class Glm4MoeBlock(PreNormBlock):
-    """A `PreNormBlock` with experts chosen by groups, or an MLP."""
+class Glm4MoeBlock(GroupMoEBlock):
+    """A `GroupMoEBlock` with an optional QK-norm."""
 
     def make_mixer(self, c: Glm4MoeConfig, layer: int) -> Attention:
         eps = c.rms_norm_eps if c.use_qk_norm else None
         return self.make_attention(c, layer, out_bias=False, qk_norm_eps=eps)
-
-    def make_mlp(self, c: Glm4MoeConfig, layer: int) -> GatedMLP | SparseMoE:
-        return group_experts_or_mlp(c, layer)
 
 
 class Glm4Moe(CausalLM):

@@ -5,11 +5,9 @@ checked against transformers' modeling_granite.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-from tigon.layers import Attention, LMHead
 from tigon.models.causal_lm import CausalLM
-from tigon.models.decoder import Decoder, PreNormBlock
+from tigon.models.decoder import PreNormBlock
 from tigon.models.llama import LlamaConfig
 
 
@@ -27,21 +25,8 @@ class GraniteConfig(LlamaConfig):
     logits_scaling: float = 1.0
 
 
-class GraniteBlock(PreNormBlock):
-    """Llama's block with branches times residual_multiplier, scores times attention_multiplier."""
-
-    def make_mixer(self, c: Any, layer: int) -> Attention:
-        return self.make_attention(c, layer, scale=c.attention_multiplier)
-
-
 class Granite(CausalLM):
-    """Granite 3: `GraniteBlock`s, embedding_multiplier, and logits_scaling, a divisor."""
+    """Granite 3: a decoder of `PreNormBlock`s, with the config's multipliers."""
 
     config_class = GraniteConfig
-    block_class = GraniteBlock
-
-    def make_decoder(self, c: GraniteConfig, **options: Any) -> Decoder:
-        return super().make_decoder(c, input_scale=c.embedding_multiplier, **options)
-
-    def make_head(self, c: GraniteConfig, **options: Any) -> LMHead:
-        return super().make_head(c, logit_scale=1 / c.logits_scaling, **options)
+    block_class = PreNormBlock

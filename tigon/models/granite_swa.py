@@ -9,7 +9,8 @@ from typing import Any
 
 from tigon.layers import Attention
 from tigon.models.config import WindowedConfig, check_layer_thetas
-from tigon.models.granite import Granite, GraniteBlock, GraniteConfig
+from tigon.models.decoder import PreNormBlock
+from tigon.models.granite import Granite, GraniteConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +51,11 @@ class GraniteSWAConfig(GraniteConfig, WindowedConfig):
         return self.head_dim, self.rope_parameters | {"rope_theta": theta} if theta else {}
 
 
-class GraniteSWABlock(GraniteBlock):
-    """Granite's block with sinks, and the layer's sliding window."""
+class GraniteSWABlock(PreNormBlock):
+    """A `PreNormBlock` with sinks, which begin as zeros."""
 
     def make_mixer(self, c: Any, layer: int) -> Attention:
-        mixer = self.make_attention(c, layer, scale=c.attention_multiplier, sinks=True)
+        mixer = self.make_attention(c, layer, sinks=True)
         mixer.zero_init = ("sinks",)
         return mixer
 

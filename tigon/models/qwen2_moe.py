@@ -4,6 +4,7 @@ Paper: arXiv 2407.10671; checked against transformers' modeling_qwen2_moe.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from tigon.layers import Attention, GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
@@ -33,10 +34,14 @@ class QwenMoEConfig(MoEConfig):
         return self.num_experts > 0 and on_step and layer not in (self.mlp_only_layers or ())
 
 
-def experts_or_mlp(c: QwenMoEConfig, layer: int, shared: int = 0) -> GatedMLP | SparseMoE:
-    if not c.sparse(layer):
-        return gated_mlp(c)
-    return sparse_moe(c, c.moe_intermediate_size, normalize=c.norm_topk_prob, shared=shared)
+class QwenMoEBlock(PreNormBlock):
+    """A `PreNormBlock` with experts, and a shared one if the config has it, or with an MLP."""
+
+    def make_mlp(self, c: Any, layer: int) -> GatedMLP | SparseMoE:
+        if not c.sparse(layer):
+            return gated_mlp(c)
+        shared = getattr(c, "shared_expert_intermediate_size", 0)
+        return sparse_moe(c, c.moe_intermediate_size, normalize=c.norm_topk_prob, shared=shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +75,11 @@ class Qwen2MoeConfig(QwenMoEConfig, WindowedConfig):
         return layer % 2 == 0 and layer < self.max_window_layers
 
 
-class Qwen2MoeBlock(PreNormBlock):
-    """A `PreNormBlock` with sliding windows, and experts and a shared one, or an MLP."""
+class Qwen2MoeBlock(QwenMoEBlock):
+    """A `QwenMoEBlock` with sliding windows, and biases by `qkv_bias`."""
 
     def make_mixer(self, c: Qwen2MoeConfig, layer: int) -> Attention:
         return self.make_attention(c, layer, bias=c.qkv_bias, out_bias=False)
-
-    def make_mlp(self, c: Qwen2MoeConfig, layer: int) -> GatedMLP | SparseMoE:
-        return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)
 
 
 class Qwen2Moe(CausalLM):

@@ -5,10 +5,8 @@ Paper: arXiv 2505.09388; checked against transformers' modeling_qwen3_moe.
 
 from dataclasses import dataclass
 
-from tigon.layers import GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
-from tigon.models.decoder import PreNormBlock
-from tigon.models.qwen2_moe import QwenMoEConfig, experts_or_mlp
+from tigon.models.qwen2_moe import QwenMoEBlock, QwenMoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +38,10 @@ class Qwen3MoeConfig(QwenMoEConfig):
     sliding_window: int | None = 4096
 
 
-class Qwen3MoeBlock(PreNormBlock):
-    """A `PreNormBlock` with QK-norm per head, and with experts, none of them shared, or an MLP."""
+class Qwen3MoeBlock(QwenMoEBlock):
+    """A `QwenMoEBlock` with QK-norm per head."""
 
     qk_norm = True
-
-    def make_mlp(self, c: Qwen3MoeConfig, layer: int) -> GatedMLP | SparseMoE:
-        return experts_or_mlp(c, layer)
 
 
 class Qwen3Moe(CausalLM):

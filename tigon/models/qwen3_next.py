@@ -5,10 +5,9 @@ Checked against transformers' modeling_qwen3_next.
 
 from dataclasses import dataclass
 
-from tigon.layers import GatedMLP, SparseMoE
 from tigon.models.causal_lm import CausalLM
 from tigon.models.pretrained.names import PACKED, CheckpointNames
-from tigon.models.qwen2_moe import QwenMoEConfig, experts_or_mlp
+from tigon.models.qwen2_moe import QwenMoEBlock, QwenMoEConfig
 from tigon.models.qwen3_5 import DECAY, GatedDeltaBlock, GatedDeltaConfig
 
 
@@ -29,13 +28,10 @@ class Qwen3NextConfig(GatedDeltaConfig, QwenMoEConfig):
     norm_topk_prob: bool = True
 
 
-class Qwen3NextBlock(GatedDeltaBlock):
+class Qwen3NextBlock(QwenMoEBlock, GatedDeltaBlock):
     """Qwen3.5's block with experts or an MLP, and the rows of each key head together in files."""
 
     interleaved_heads = True
-
-    def make_mlp(self, c: Qwen3NextConfig, layer: int) -> GatedMLP | SparseMoE:
-        return experts_or_mlp(c, layer, shared=c.shared_expert_intermediate_size)
 
 
 class Qwen3Next(CausalLM):

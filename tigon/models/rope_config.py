@@ -203,33 +203,3 @@ def write_rope(rope: Rope) -> dict[str, Any]:
     if rope["rope_type"] == "longrope":  # transformers 4 looks for it here
         out["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     return out
-
-
-def read_two_ropes(
-    source: Mapping[str, Any], theta: float, local_theta: float, longest: int
-) -> dict[str, Rope]:
-    """The RoPEs of full and of sliding layers, from config.json's content.
-
-    rope_theta and rope_scaling apply to full layers. `theta` and `local_theta` are defaults.
-    """
-    ropes = check_type("rope_parameters", source.get("rope_parameters") or {}, dict)
-    scaling = check_type("rope_scaling", source.get("rope_scaling") or {}, dict)
-    if not ropes.keys() <= {FULL, SLIDING}:
-        raise ConfigError(
-            f"rope_parameters={quote(ropes)} is not given per {FULL!r} and {SLIDING!r}"
-        )
-    full, sliding = (
-        check_type(f"rope_parameters.{name}", ropes.get(name) or {}, dict)
-        for name in (FULL, SLIDING)
-    )
-    theta = source.get("rope_theta", theta)
-    return {
-        FULL: read_rope({"rope_parameters": full | scaling}, theta, longest),
-        SLIDING: read_rope({"rope_parameters": sliding}, local_theta, longest),
-    }
-
-
-def write_two_ropes(ropes: Mapping[str, Rope]) -> dict[str, Any]:
-    """config.json's keys for the RoPEs of full and of sliding layers: both in rope_parameters, and
-    the full layers' under transformers 4's names."""
-    return write_rope(ropes[FULL]) | {"rope_parameters": dict(ropes)}

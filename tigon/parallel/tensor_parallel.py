@@ -30,7 +30,7 @@ from tigon.models import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.parallel.context_parallel import share_context
 from tigon.parallel.expert_parallel import shard_experts
-from tigon.parallel.mesh import MeshSizes, as_ranks
+from tigon.parallel.mesh import as_ranks
 from tigon.parallel.tensor_modules import (
     ColumnParallelGatedLinear,
     ColumnParallelLinear,
@@ -53,6 +53,7 @@ from tigon.parallel.tensor_plan import (
     shard_specs,
     share_vocabulary,
 )
+from tigon.settings.mesh import MeshSizes
 from tigon.weights import ReplicaIndex, local_blocks, local_rows
 
 
@@ -249,13 +250,12 @@ def _install(module: nn.Module, kind: type[nn.Module], **attributes: Any) -> Non
 
 def check_tensor_ranks(model: CausalLM, ranks: int) -> None:
     """Raises ValueError for a model that cannot be sharded over this number of ranks."""
-    sizes = [model.config.vocab_size]
-    sizes += [m.num_embeddings for m in model.model.modules() if isinstance(m, Embedding)]
-    for size in sizes:
-        if (ranks - 1) * -(-size // ranks) >= size:
-            raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
     excluded = _expert_parallel_modules(model)
     for module in model.modules():
+        if isinstance(module, Embedding):
+            size = module.num_embeddings
+            if (ranks - 1) * -(-size // ranks) >= size:
+                raise ValueError(f"{ranks} ranks cannot share a vocabulary of {size} tokens")
         if isinstance(module, Linear) and module.quantized is not None:
             raise ValueError("tensor parallelism does not work with quantized weights")
         if isinstance(module, TopKMLP):

@@ -1,9 +1,8 @@
 """Renders the page of one run, or of several: one HTML file that loads nothing."""
 
-import ast
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ from jinja2 import Environment, FileSystemLoader
 
 from tigon.report.charts import charts
 from tigon.report.read import Column, RunFiles
+from tigon.settings.config import Config
 from tigon.utils.terminal import escape_controls
 
 CHARACTERS = 2000  # of a setting
 SAMPLES = 12  # steps
-SOURCE = Path(__file__).parents[1] / "train/config.py"
+DEFAULTS = {field.name: field.default for field in fields(Config)}
 
 
 def render_page(runs: Sequence[RunFiles]) -> str:
@@ -110,21 +110,11 @@ def format_setting(value: Any) -> str:
     return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}…"
 
 
-@cache
-def default_settings() -> dict[str, Any]:
-    """Returns the trainer's defaults, from its source: importing it would import torch."""
-    classes = [n for n in ast.parse(SOURCE.read_text()).body if isinstance(n, ast.ClassDef)]
-    lines = [x for n in classes if n.name.endswith("Settings") for x in n.body]
-    options = {ast.unparse(x.target): x.value for x in lines if isinstance(x, ast.AnnAssign)}
-    calls = {name: value for name, value in options.items() if isinstance(value, ast.Call)}
-    return {name: ast.literal_eval(call.args[0]) for name, call in calls.items() if call.args}
-
-
 def settings(run: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
     """Returns rows of the settings that differ from their defaults, and of the others."""
     rows: tuple[list[list[str]], list[list[str]]] = [], []
     for name, value in run.config.items():
-        texts = [format_setting(value), format_setting(default_settings().get(name, ""))]
+        texts = [format_setting(value), format_setting(DEFAULTS.get(name, ""))]
         rows[texts[0] == texts[1]].append([name, *texts])
     return rows
 

@@ -18,15 +18,15 @@ from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config
 from tigon.models.pretrained.quantization import count_parameters
 from tigon.parallel import MeshSizes
+from tigon.settings.config import Config, check_batch
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
 from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
 from tigon.train.compile_step import compile_step
-from tigon.train.config import Config, check_batch
 from tigon.train.cuda_graphs import Graphs
-from tigon.train.data import build_loader, check_eval_files, set_share_prompts
+from tigon.train.data import build_loader, find_entry_sources, set_share_prompts
 from tigon.train.distributed import World
 from tigon.train.graph_checks import check_run, uses_graphs
 from tigon.train.logging import check_sinks
@@ -54,7 +54,7 @@ from tigon.train.prefetch import Prefetcher
 from tigon.train.resume import claim
 from tigon.train.samples import SamplePrompt, read_prompts
 from tigon.train.state import TrainState
-from tigon.train.tasks import Task, find_task
+from tigon.train.tasks import TASKS, Task
 from tigon.train.throughput import Meter
 from tigon.train.vocabulary import (
     add_stop_tokens,
@@ -89,6 +89,11 @@ class RunInputs:
     def steps(self) -> int:
         """Returns the number of optimizer steps of the whole run."""
         return count_steps(self.config, self.data)
+
+    @property
+    def finished(self) -> bool:
+        """Returns whether no step is left: all are done, or the run is out of patience."""
+        return self.start >= self.steps or self.state.is_out_of_patience(self.config.patience)
 
     def check_model(self, model: CausalLM) -> None:
         """Raises ValueError if the data has tokens beyond the model's vocabulary; adds the tokens
@@ -140,7 +145,7 @@ def read_inputs(
             dtype, exact = compute_dtype(config, world.device), config.deterministic
             check_training(config.attention, world.device, dtype, deterministic=exact)
         check_sinks(config.log_to)
-        task = find_task(config.task)(config, world)
+        task = TASKS[config.task](config, world)
         if world.main:
             world.closing.enter_context(claim(config))
     if world.size > 1:  # ranks that do not share run_dir would lose the first checkpoint
@@ -161,11 +166,12 @@ def read_inputs(
         tokenizer = load_tokenizer(config, source)
         tokenizer.strftime_now = time
         check_context(config, source)
+        task.digests.update(checkpoint.read_metadata(source).get("digests", {}))
         task.check_frozen_models(tokenizer, source)
         if (reason := set_share_prompts(task, source)) is not None:
             world.log_rank0(f"prompts are computed for each answer: {reason}")
-        if config.eval_data:  # before data is tokenized
-            check_eval_files(config)
+        if config.eval_data:  # whose faults are told before data is tokenized
+            find_entry_sources(config, config.eval_data)
     auto = open_settings(config)
     with nullcontext() if early is None else tokenizer_process(task, tokenizer) as process:
         with nullcontext() if early is None else launch_first_kernel(world.device):
@@ -357,7 +363,7 @@ def _describe_model(path: str, revision: str | None = None) -> str:
     repository = Repository(path, revision=revision)
     file = repository.optional_file("generation_config.json")  # which samples go by
     generation = b"" if file is None else file.read_bytes()
-    return repr((read_config(repository, MODELS)[1], generation))
+    return repr((read_config(repository, MODELS), generation))
 
 
 def seed_everything(config: Config, world: World) -> None:

@@ -19,10 +19,10 @@ from tigon.data.formats import Row
 from tigon.data.mixture import Corpus
 from tigon.data.packing import TruncationStats
 from tigon.data.sources import Block
+from tigon.settings.config import Config
+from tigon.settings.load import load
 from tigon.tokenizer import Tokenizer, common_prefix_length
 from tigon.train.build import load_tokenizer
-from tigon.train.config import Config
-from tigon.train.config_file import load
 from tigon.train.data import (
     build_loader,
     describe_truncation,
@@ -32,7 +32,7 @@ from tigon.train.data import (
 from tigon.train.distributed import World, start
 from tigon.train.model import check_context
 from tigon.train.resume import start_time
-from tigon.train.tasks import Task, find_task
+from tigon.train.tasks import TASKS, Task
 from tigon.utils.json import escape
 from tigon.utils.terminal import escape_controls
 
@@ -62,7 +62,7 @@ def pack(arguments: Sequence[str]) -> None:
     if config.streaming:
         raise ValueError("streaming=true has no cache to make: leave it out")
     with start("cpu") as world:
-        task = find_task(config.task)(config, world)
+        task = TASKS[config.task](config, world)
         tokenizer = load_tokenizer(config)
         tokenizer.strftime_now = start_time(None, world)
         check_context(config)
@@ -121,7 +121,7 @@ def preview(config: Config, count: int = 5) -> Preview:
     """
     if count < 1:
         raise ValueError(f"-n {count} must be at least 1")
-    task = find_task(config.task)(config, World(0, 1, torch.device("cpu")))
+    task = TASKS[config.task](config, World(0, 1, torch.device("cpu")))
     tokenizer = load_tokenizer(config)
     with suppress(OSError, ValueError):  # a directory with nothing but a tokenizer will do
         set_share_prompts(task, None)

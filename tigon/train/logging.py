@@ -15,8 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tigon.train.config import Config
-from tigon.train.config_file import dump
+from tigon.settings.config import Config
+from tigon.settings.load import dump
 from tigon.train.console import SPEED, Console, Row
 from tigon.train.distributed import World
 from tigon.utils.json import parse_object

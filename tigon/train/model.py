@@ -35,9 +35,9 @@ from tigon.parallel import (
     shard_model,
     share_context,
 )
+from tigon.settings.config import Config, micro_batch_rows
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.config import Config, micro_batch_rows
 from tigon.train.distributed import World, local, meshes_of, shard
 from tigon.train.optim import check_local_model
 from tigon.train.vocabulary import read_vocabulary
@@ -106,7 +106,7 @@ def read_model_config(config: Config, source: Path | None = None) -> Any:
     config.json has it: before new_tokens and scores."""
     if source is not None or config.init:
         return _read_config_file(_init_path(config) if source is None else source / "config.json")
-    return read_config(Repository(config.model, revision=config.revision), MODELS)[1]
+    return read_config(Repository(config.model, revision=config.revision), MODELS)
 
 
 def base_digest(config: Config) -> str:
@@ -442,7 +442,7 @@ def meta_model_from_path(
 ) -> CausalLM:
     """Returns the model of a directory or hub repository on the meta device, from its config.json
     alone; `vocab_size` replaces that of the config."""
-    config = read_config(Repository(path), MODELS)[1]
+    config = read_config(Repository(path), MODELS)
     if vocab_size is not None:
         config = replace(config, vocab_size=vocab_size)
     return _from_config(config, dtype, path)
@@ -451,7 +451,7 @@ def meta_model_from_path(
 def check_frozen(config: Config, path: str, tokenizer: Tokenizer) -> None:
     """Raises ValueError if a frozen model has another vocabulary than the tokenizer, or a context
     shorter than the run's sequences. Reads no weights."""
-    context = read_config(Repository(path), MODELS)[1].max_position_embeddings
+    context = read_config(Repository(path), MODELS).max_position_embeddings
     check_longest(config, context, path)
     frozen_vocab = Tokenizer.from_pretrained(path).backend.get_vocab()
     vocab = tokenizer.backend.get_vocab()

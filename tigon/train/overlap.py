@@ -19,10 +19,10 @@ from tigon.data.cache import train_extra
 from tigon.data.sources import BLOCK_BYTES
 from tigon.data.tokenized import MIN_PARALLEL_BLOCKS, end_children_with_parent
 from tigon.models import CausalLM
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
 from tigon.train.compile_step import compile_step, has_kernels
-from tigon.train.config import Config
 from tigon.train.data import find_entry_sources, tokenize_entries
 from tigon.train.signals import handled_signals
 from tigon.train.tasks import Task

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from tigon.train.config import Profile
+from tigon.settings.config import Profile
 from tigon.train.distributed import World
 
 TRACE = "trace.json.gz"

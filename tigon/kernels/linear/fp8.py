@@ -30,7 +30,7 @@ from tigon.kernels.linear.fp8_casts import (
 )
 from tigon.kernels.linear.linear import deferred_product, defers_product, placeholder
 from tigon.kernels.linear.maxima import find_maxima, request_maxima
-from tigon.kernels.recompute import find_recompute, start_fetch
+from tigon.kernels.recompute import find_recompute, save_input, start_fetch
 from tigon.kernels.runtime import check_devices, refuse_second_derivative, runs_triton
 
 # The forward casts also find the maxima of the columns of x and W, a few KiB that are kept, so that
@@ -98,9 +98,8 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
         recompute, fused, col_maxima, shape = args
         needs_x, needs_weight, *_ = ctx.needs_input_grad
-        saved_x = () if not needs_weight else (x,) if recompute is None else recompute.saved
+        ctx.recompute_fn, saved_x = save_input(x, recompute) if needs_weight else (None, ())
         ctx.save_for_backward(weight if needs_x else None, *saved_x)
-        ctx.recompute_fn = None if recompute is None else recompute.fn
         ctx.fused, ctx.shape = fused, shape
         ctx.col_maxima = ColumnMaxima() if col_maxima is None else col_maxima
         if col_maxima is not None:
@@ -113,9 +112,9 @@ class _Fp8Linear(torch.autograd.Function):
         weight, *saved_x = ctx.saved_tensors
         col_maxima: ColumnMaxima = ctx.col_maxima
         options: dict[str, Any] = {"fused": ctx.fused}
-        needs_weight, remote = ctx.needs_input_grad[1], None
-        if needs_weight and ctx.recompute_fn is not None:  # beside the casts and the product of dX
-            remote = start_fetch(ctx.recompute_fn, saved_x)
+        needs_weight = ctx.needs_input_grad[1]
+        # Beside the casts and the product of dX
+        remote = start_fetch(ctx.recompute_fn, saved_x) if needs_weight else None
         if not needs_weight:
             rows, columns = cast_rows(dy, **options), None
         elif weight is None:
@@ -184,8 +183,6 @@ def finish_output(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
     """Returns `fp8_linear`, `fused` by the kernels, else by the reference."""
     recompute = find_recompute(x) if weight.requires_grad else None
-    if recompute is not None:
-        recompute.keep_gate_up()
     rows, col_maxima = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
     y = _Fp8Linear.apply(rows, weight, recompute, fused, col_maxima, x.shape)
     if col_maxima is not None:

@@ -368,5 +368,4 @@ def cast_input(
         if gate is None and weight is not None:
             cast = _cast_normed(as_rows(x), bits, rstd, weight.contiguous(), *fn.constants)
             return ScaledMatrix(*cast)
-    x = saved[0] if fn is None else run_recompute(fn, saved)
-    return cast_columns(x.view(-1, columns), bits, fused=fused)
+    return cast_columns(run_recompute(fn, saved).view(-1, columns), bits, fused=fused)

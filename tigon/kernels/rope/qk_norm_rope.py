@@ -35,7 +35,6 @@ from tigon.kernels.rope.rope import (
 from tigon.kernels.runtime import (
     check_devices,
     is_plain,
-    is_transformed,
     is_watched,
     num_sms,
     operator,
@@ -322,9 +321,7 @@ class _QKNormRope(torch.autograd.Function):
 
 def _may_overwrite(qkv: Tensor) -> bool:
     """Whether nothing else can need the memory of `qkv`, and a graph would save it."""
-    if torch.compiler.is_compiling() or not is_plain(qkv) or is_transformed(qkv):
-        return False
-    if is_watched(qkv):
+    if torch.compiler.is_compiling() or not is_plain(qkv) or is_watched(qkv):
         return False
     base = qkv if qkv._base is None else qkv._base
     # What has no gradient is a leaf

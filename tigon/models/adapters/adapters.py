@@ -22,11 +22,9 @@ from tigon.layers import (
     LowRank,
     LowRankEmbedding,
     LowRankExperts,
-    SavedModules,
 )
 from tigon.layers.lora import LORA_A, LORA_B, MAGNITUDE, dropout_seed
 from tigon.models.adapters.lora import (
-    LoraConfig,
     LoRAParts,
     changes_embedding_or_head,
     check_dropout,
@@ -35,6 +33,7 @@ from tigon.models.adapters.lora import (
 from tigon.models.base import LanguageModel
 from tigon.models.init import copy_local
 from tigon.models.pretrained.names import EMBEDDING, HEAD
+from tigon.settings.lora import LoraConfig
 from tigon.utils.json import quote
 from tigon.weights import local_rows, local_shard, row_group
 
@@ -205,7 +204,7 @@ def add_parameters(
     for end in config.modules_to_save:
         owner = _embedding_or_head(model, end)
         if owner.copies is None:
-            owner.copies = SavedModules()
+            owner.copies = Adapters()
         empty = torch.empty(owner.weight.shape, dtype=dtype, device=device)
         owner.copies.register_parameter(name, nn.Parameter(empty))
 
@@ -323,7 +322,7 @@ def set_active_name(model: LanguageModel, name: str | None) -> None:
     """Makes this adapter, or none, the active one in the model and its layers, unchecked."""
     model.active_adapter = name
     for module in model.modules():
-        if isinstance(module, Adapters | SavedModules):
+        if isinstance(module, Adapters):
             module.chosen = name
 
 
@@ -359,17 +358,13 @@ def delete_adapter(model: LanguageModel, name: str) -> None:
     base's parameters train as before the first."""
     resolve_adapter_name(model, name)
     _check_not_captured(model)
-    for module in model.modules():
-        if isinstance(module, Adapters):
-            module._modules.pop(name, None)
-        elif isinstance(module, SavedModules):
-            module._parameters.pop(name, None)
-    for module in model.modules():
-        for kind, child in list(module._modules.items()):
-            if not isinstance(child, Adapters | SavedModules):
-                continue
-            if not child._modules and not child._parameters:
-                setattr(module, kind, None)
+    for module in list(model.modules()):
+        for kind, child in list(module.named_children()):
+            if isinstance(child, Adapters):
+                child._modules.pop(name, None)
+                child._parameters.pop(name, None)
+                if not child._modules and not child._parameters:
+                    setattr(module, kind, None)
     del model.adapters[name]
     if model.active_adapter == name:
         set_active_name(model, None)

@@ -28,7 +28,6 @@ from tigon.models.adapters.adapters import (
     resolve_adapter_name,
 )
 from tigon.models.adapters.lora import (
-    LoraConfig,
     changes_embedding_or_head,
     check_dropout,
     find_target_modules,
@@ -45,11 +44,11 @@ from tigon.models.adapters.peft_config import (
     rename_decoder,
     warn_of_misread_modules,
 )
-from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import HEAD, PREFIXES, layout
 from tigon.models.pretrained.save import SavePretrained, check_target, write_json, write_model
-from tigon.utils.config import prefix_errors
+from tigon.settings.lora import LoraConfig
+from tigon.utils.config import check_keywords, prefix_errors
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.paths import expand_user
 from tigon.weights import (
@@ -70,7 +69,6 @@ from tigon.weights.write import all_finite
 PICKLE = "adapter_model.bin"
 SINGLE_EXPERT = re.compile(r".+\.experts\.\d+\.\w+\.lora_[AB]\.weight")
 DECODER_PREFIXES = ("layers.", "embed_tokens.")
-BASE_WEIGHT = re.compile(r"(.+)\.base_layer\.weight")  # PEFT saves it for embedding and head
 
 
 def peft_name(name: str, adapter: str) -> str:
@@ -95,7 +93,6 @@ class PeftAdapter(NamedTuple):
     checkpoint: Checkpoint
     names: dict[str, str]  # a tensor's name from `peft_name` -> its name in the file
     base_names: dict[str, str]  # path of a module -> the file's name of its base weight
-    base_checkpoint: Checkpoint  # the base weights of `base_names`
     tied: bool  # whether training keeps embedding and head equal (PEFT's ensure_weight_tying)
 
 
@@ -126,16 +123,13 @@ def read_adapter(repository: Repository, model: LanguageModel) -> PeftAdapter:
                 "not read: save the adapter again with a current PEFT"
             )
         config = parse_lora_config(values, tensors, names, model)
-    # Only of modules that have a weight to themselves: others are slices of one
-    modules = {m.name: m.path for m in find_target_modules(model) if m.stored_path == m.name}
-    matches = ((BASE_WEIGHT.fullmatch(name), file_name) for name, file_name in names.items())
-    base_names = {
-        modules[m[1]]: file_name for m, file_name in matches if m is not None and m[1] in modules
-    }
-    base_checkpoint = Checkpoint(file, {name: tensors.pop(name) for name in base_names.values()})
+    # PEFT saves it for embedding and head; modules without a weight to themselves have none
+    modules = [m for m in find_target_modules(model) if m.stored_path == m.name]
+    base_weights = {m.path: f"{m.name}.base_layer.weight" for m in modules}
+    base_names = {path: names[name] for path, name in base_weights.items() if name in names}
     tied = bool(values.get("ensure_weight_tying")) and model.ties_head
     tied = tied and changes_embedding_or_head(model, config)
-    return PeftAdapter(config, Checkpoint(file, tensors), names, base_names, base_checkpoint, tied)
+    return PeftAdapter(config, Checkpoint(file, tensors), names, base_names, tied)
 
 
 def _drop_duplicates(tensors: dict[str, TensorInfo], names: dict[str, str], embedding: str) -> None:
@@ -258,16 +252,14 @@ def _check_base(model: LanguageModel, adapter: PeftAdapter) -> None:
     for path, file_name in adapter.base_names.items():
         weight = model.get_submodule(path).get_parameter("weight")
         name = escape(f"{adapter.checkpoint.name}: {file_name}")
-        shape = adapter.base_checkpoint.tensors[file_name].shape
+        shape = adapter.checkpoint.tensors[file_name].shape
         if shape != weight.shape:
             raise ValueError(
                 f"{name} is {list(shape)}, the model's {list(weight.shape)}: it is of another base"
             )
-        loaded = {"weight": nn.Parameter(torch.empty_like(weight), requires_grad=False)}
-        parts: Layout = {"weight": (TensorSlice.whole(file_name, tuple(weight.shape)),)}
-        ignored = adapter.base_checkpoint.tensors.keys() - {file_name}
-        load_into(loaded, parts, adapter.base_checkpoint, ignored=ignored, into=name)
-        if not torch.equal(loaded["weight"], weight):
+        stored = torch.empty_like(weight, device="cpu")
+        adapter.checkpoint.read_into(file_name, stored)
+        if not torch.equal(stored, weight.cpu()):
             raise ValueError(f"{name} is not the model's own: the adapter is of another base")
 
 
@@ -284,7 +276,7 @@ def _load_values(model: LanguageModel, name: str, adapter: PeftAdapter) -> None:
     }
     into = f"an adapter of this {type(model).__name__}"
     options: dict[str, Any] = {"layout": slices, "checkpoint": adapter.checkpoint}
-    options |= {"source_of": source_of, "into": into}
+    options |= {"source_of": source_of, "into": into, "ignored": adapter.base_names.values()}
     match_tensors(parameters, **options)  # before anything is allocated: sizes are the file's
     for p in parameters.values():
         empty = torch.empty_like(p, device=model.device)

@@ -16,10 +16,8 @@ from tigon.generation import check_generation_config
 from tigon.hub import HubOptions, config_file
 from tigon.kernels.attention.backends import Backend
 from tigon.layers import QuantizedWeight
-from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
 from tigon.models.config import ConfigError, ModelConfig, parse_dtype, torch_dtype, vocabulary_keys
-from tigon.models.init import init_weights
 from tigon.models.pretrained.gguf import GGUFModel
 from tigon.models.pretrained.match import (
     check_counts,
@@ -37,16 +35,12 @@ from tigon.models.pretrained.names import (
     embedding_and_head,
     module_buffers,
 )
-from tigon.models.pretrained.quantization import (
-    Quantize,
-    check_quantize,
-    load_quantized,
-    quantize_model,
-)
+from tigon.models.pretrained.quantization import check_quantize, load_quantized, quantize_model
 from tigon.models.quantization_config import KEY as QUANTIZATION
 from tigon.models.quantization_config import read_quantization
+from tigon.settings.lora import Quantize
 from tigon.utils import config
-from tigon.utils.config import prefix_errors
+from tigon.utils.config import check_keywords, prefix_errors
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.memory import check_memory
 from tigon.weights import (
@@ -67,38 +61,36 @@ M = TypeVar("M", bound=LanguageModel)
 
 def read_config(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None = None
-) -> tuple[type[M], ModelConfig]:
-    """Finds the class of the repository's model, and reads its config but no weights."""
-    return open_model(repository, models, gguf_file)[1:3]
+) -> ModelConfig:
+    """Reads the config of the repository's model, but no weights."""
+    return open_model(repository, models, gguf_file)[1]
 
 
 def open_model(
     repository: Repository, models: Mapping[str, type[M]], gguf_file: str | None
-) -> tuple[str, type[M], ModelConfig, Callable[[], Checkpoint]]:
-    """Returns a model's file name, class and config, and a function that opens its checkpoint."""
+) -> tuple[str, ModelConfig, Callable[[], Checkpoint]]:
+    """Returns a model's file name and config, and a function that opens its checkpoint."""
     if gguf_file is not None:
         file = escape(f"{repository.name}/{gguf_file}")
         gguf = GGUF.open(repository.file(gguf_file))
         with prefix_errors(file):
             model = GGUFModel(gguf)
-            cls = _find_class(model.config, models)
-            config = cls.config_class.from_dict(model.config)
-            return file, cls, config, lambda: model.checkpoint(file)
+            return file, parse_any_config(model.config, models), lambda: model.checkpoint(file)
     file = f"{repository.name}/config.json"
     # Configs of other families have infinities; ours are checked key by key
     content = read_json(config_file(repository), nan=True)
     with prefix_errors(file):
-        cls = _find_class(_text_config(content), models)
-        scales = read_quantization(content)
-        config = parse_config(cls, content, ignored=(QUANTIZATION,))
-        return file, cls, config, lambda: Checkpoint.open(repository, scales)
+        config, scales = parse_any_config(content, models), read_quantization(content)
+        return file, config, lambda: Checkpoint.open(repository, scales)
 
 
 def parse_any_config(content: Mapping[str, Any], models: Mapping[str, type[M]]) -> ModelConfig:
     """Reads the config that config.json's content has for one of these models, the text model of a
     multimodal one, but not how weights are quantized; raises ConfigError."""
-    cls = _find_class(_text_config(content), models)
-    return parse_config(cls, content, ignored=(QUANTIZATION,))
+    kind = _text_config(content).get("model_type")
+    if not isinstance(kind, str) or kind not in models:
+        raise ConfigError(f"model_type {quote(kind)} is not {' or '.join(map(repr, models))}")
+    return parse_config(models[kind], content, ignored=(QUANTIZATION,))
 
 
 def parse_config(
@@ -110,14 +102,6 @@ def parse_config(
     if content.get("model_type") not in MULTIMODAL:
         return config
     return replace(config, source=replace(config.source, wrapper=content))
-
-
-def _find_class(source: Mapping[str, Any], models: Mapping[str, type[M]]) -> type[M]:
-    """Finds the model class of a config's model_type; raises ConfigError if there is none."""
-    kind = source.get("model_type")
-    if not isinstance(kind, str) or kind not in models:
-        raise ConfigError(f"model_type {quote(kind)} is not {' or '.join(map(repr, models))}")
-    return models[kind]
 
 
 def _text_config(source: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -228,7 +212,8 @@ def build(
     """
     model_dtype = None if dtype == "auto" else parse_dtype(dtype)
     check_quantize(quantize)
-    file, cls, config, open_checkpoint = open_model(repository, models, gguf_file)
+    file, config, open_checkpoint = open_model(repository, models, gguf_file)
+    cls = models[config.model_type]
     with prefix_errors(file):
         checkpoint = open_checkpoint()  # last, since it may download
         check_sizes(config, checkpoint)
@@ -438,23 +423,3 @@ def _default_dtype(config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
     plain = (i for i in checkpoint.tensors.values() if not isinstance(i, DecodedTensor))
     floating = (i.dtype for i in plain if i.dtype.is_floating_point)
     return next(floating, torch.float32)
-
-
-def from_config(
-    cls: type[M],
-    config: Mapping[str, Any] | ModelConfig,
-    *,
-    dtype: torch.dtype | None,
-    device: torch.device,
-) -> M:
-    """Builds a model with random weights: matrices are drawn from Normal(0, initializer_range),
-    biases and the padding row are zeros, norms are ones."""
-    if not isinstance(config, ModelConfig):
-        config = parse_config(cls, config)
-    if not isinstance(config, cls.config_class):
-        raise ConfigError(f"{cls.__name__} is not for model_type {config.model_type!r}")
-    model = build_on_meta(cls, config, dtype or torch.get_default_dtype())
-    if device.type != "meta":
-        materialize(model, device)
-        init_weights(model)
-    return model

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from tigon.layers import (
+    Adapters,
     FusedLinear,
     LayerAdapter,
     Linear,
@@ -17,7 +18,6 @@ from tigon.layers import (
     LowRankExperts,
     QuantizedWeight,
     RowOrder,
-    SavedModules,
 )
 from tigon.layers.lora import LORA_B, MAGNITUDE
 from tigon.utils.tensor_names import is_ignored
@@ -99,7 +99,7 @@ def layout(model: nn.Module, names: CheckpointNames, stacked_experts: bool) -> L
         name = f"{path}.{kind}"
         shape = specs[name].shape if name in specs else tuple(p.shape)
         parent, _, leaf = path.rpartition(".")
-        if isinstance(module, LayerAdapter | SavedModules):
+        if isinstance(module, Adapters | LayerAdapter):
             slices[name] = _adapter_slices(model, path, module, kind, shape, names)
         elif name == HEAD:
             slices[name] = (TensorSlice.whole(names.head, shape),)
@@ -164,13 +164,13 @@ def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
 def _adapter_slices(
     model: nn.Module,
     path: str,
-    module: LayerAdapter | SavedModules,
+    module: Adapters | LayerAdapter,
     kind: str,
     shape: tuple[int, ...],
     names: CheckpointNames,
 ) -> tuple[TensorSlice, ...]:
     """Slices an adapter's parameter into tensors named as in PEFT's files, without their prefix."""
-    if isinstance(module, SavedModules):
+    if isinstance(module, Adapters):
         owner = path.rpartition(".")[0]
         owner = names.head.removesuffix(".weight") if owner == "lm_head" else owner
         return (TensorSlice.whole(f"{owner}.modules_to_save.{kind}.weight", shape),)

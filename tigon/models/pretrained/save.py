@@ -104,12 +104,11 @@ def prepare_save(
     *,
     tokenizer: SavePretrained | None,
     ranks: WriterGroup,
-    dtype: torch.dtype | str | None = None,
+    dtype: torch.dtype,
     stacked_experts: bool | None = None,
     values: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[TensorEntry], Callable[[Path], None]]:
     """Collects the tensors that save_pretrained writes, and a writer of the other files."""
-    dtype = model.dtype if dtype is None else parse_dtype(dtype)
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
         raise TypeError(f"tokenizer must be a tokenizer, or None, not {tokenizer!r}")
     parts_of = file_layout(model, stacked_experts)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tigon.models import CausalLM
 from tigon.parallel import forward_order
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.train.optim.adamw import LowPrecisionOptimizer
 from tigon.train.optim.clip import BucketedNorm
 

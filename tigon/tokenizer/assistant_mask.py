@@ -137,7 +137,7 @@ def _weigh_turns(
     is_end = turns[-1] == len(conversation.messages) - 1
     has_all = train_on == "assistant" or (train_on == "last" and is_end)
     are_alike = turns == conversation.turns and len({chosen[i] for i in turns}) == 1
-    if conversation.has_generation and has_all and are_alike:  # no matter whose a block is
+    if conversation.has_generation and has_all and are_alike:  # all blocks, whichever turn's
         spans = [Span(*bounds, chosen[turns[0]]) for bounds in _blocks(full, 0, len(full.text))]
         if not spans:
             raise ValueError(UNMARKED)

@@ -19,12 +19,7 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
-from huggingface_hub.utils import (
-    build_hf_headers,
-    get_session,
-    hf_raise_for_status,
-    validate_repo_id,
-)
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 
 from tigon.utils.json import quote
 from tigon.utils.paths import expand_user
@@ -342,7 +337,7 @@ def check_repository(name: str) -> None:
 def is_hub_name(text: str) -> bool:
     """Whether the text could be owner/name of a repository."""
     try:
-        validate_repo_id(text)
+        huggingface_hub.utils.validate_repo_id(text)
     except ValueError:
         return False
     return text.count("/") == 1

@@ -79,9 +79,9 @@ def _run(arguments: list[str]) -> int:
     """Parses the arguments and runs the command; returns its exit code."""
     # Imported now: torch takes seconds, and --help must not
     if arguments[:1] == ["train"]:  # has a syntax and a help of its own
-        command = import_module("tigon.settings.command").read_command(arguments[1:])
-        if command is not None:
-            _import_interruptibly("tigon.train.launch").run_command(command)
+        options = import_module("tigon.settings.command").read_command(arguments[1:])
+        if options is not None:
+            _import_interruptibly("tigon.train.launch").run_command(options)
         return 0
     args = _parse(arguments)
     args.arguments_given = arguments

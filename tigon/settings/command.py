@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import yaml
@@ -30,19 +30,13 @@ torchrun --nproc-per-node 8 -m tigon train config.yaml [key=value | --key value 
 """
 
 
-@dataclass(frozen=True)
-class TrainCommand:
-    """What `tigon train` is to do."""
+def read_command(arguments: list[str]) -> argparse.Namespace | None:
+    """Returns the options of `tigon train` with its `config` and `settings`, the texts that it is
+    read from; None after --help and --print-config.
 
-    config: Config
-    settings: list[str]  # which ranks read again: the config file and key=value
-    nproc: int | None
-    dry_run: bool
-
-
-def read_command(arguments: list[str]) -> TrainCommand | None:
-    """Returns what to do, after checks that need no torch; None after --help and --print-config.
-    Exits with one line on bad settings, and on data or a model that are not there."""
+    All is checked that needs no torch: exits with one line on bad settings, and on data or a model
+    that are not there.
+    """
     # No abbreviations: settings may be given as --key value
     parser = argparse.ArgumentParser("tigon.train", USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
@@ -67,9 +61,9 @@ def read_command(arguments: list[str]) -> TrainCommand | None:
         if not launched():  # one rank that ended alone would leave the others waiting
             check_files(config)
     except (ValueError, OSError) as error:
-        status = refusal(error)
-        sys.exit(one_line(status) if isinstance(status, str) else status)
-    return TrainCommand(config, rest, options.nproc, options.dry_run)
+        sys.exit(refusal(error))
+    options.config, options.settings = config, rest
+    return options
 
 
 def check_files(config: Config) -> None:
@@ -129,7 +123,8 @@ def refusal(error: Exception) -> str | int:
     if LAUNCHED in os.environ or (elastic and os.environ.get("LOCAL_RANK", "0") != "0"):
         return 1
     rank = os.environ.get("RANK", "0")
-    return f"tigon.train: {'' if elastic or rank == '0' else f'rank {rank}: '}{error}"
+    where = "" if elastic or rank == "0" else f"rank {rank}: "
+    return one_line(f"tigon.train: {where}{error}")
 
 
 def help_text() -> str:

@@ -6,6 +6,7 @@ import signal
 import sys
 import tempfile
 import traceback
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-from tigon.settings.command import TrainCommand, read_command, refusal
-from tigon.settings.config import Config, check_batch, mesh_sizes, parallel_settings
+from tigon.settings.command import read_command, refusal
+from tigon.settings.config import Config, parallel_settings
 from tigon.train.build import prepare
 from tigon.train.distributed import (
     InputError,
@@ -48,30 +49,30 @@ EXPECTED = (InputError, OSError, FloatingPointError)  # a person can mend these:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; exits with one line on bad settings and bad data."""
     with escaping_output():
-        command = read_command(list(sys.argv[1:] if arguments is None else arguments))
-        if command is not None:
-            run_command(command)
+        options = read_command(list(sys.argv[1:] if arguments is None else arguments))
+        if options is not None:
+            run_command(options)
 
 
-def run_command(command: TrainCommand) -> None:
-    """Trains on this process or on `--nproc` ranks; exits unless all went well."""
-    config, count, dry = command.config, command.nproc, command.dry_run
+def run_command(options: Namespace) -> None:
+    """Trains, with what `read_command` returned, on this process or on `--nproc` ranks; exits
+    unless all went well."""
+    config, count, dry = options.config, options.nproc, options.dry_run
     gpus = torch.cuda.device_count()
-    alone = dry and count is not None and count > gpus and config.device != "cpu"
-    if count is not None and not alone:
+    if count is not None and not (dry and count > gpus and config.device != "cpu"):
         try:
             check_count(count, config.device)
         except ValueError as error:
             sys.exit(refusal(error))
-    if count is not None and count > 1 and not alone:
-        options = ["--dry-run"] if dry else []
-        code, problem = run_ranks(count, ["train", *options, *command.settings])
-        if problem is not None:
-            print(f"tigon.train: {one_line(problem)}", file=sys.stderr)
-        sys.exit(code)
+        if count > 1:
+            given = [*(["--dry-run"] if dry else []), *options.settings]
+            code, problem = run_ranks(count, ["train", *given])
+            if problem is not None:
+                print(f"tigon.train: {one_line(problem)}", file=sys.stderr)
+            sys.exit(code)
     run = record(launch) if is_torchelastic_launched() else launch  # tells torch's agent
     if status := run(config, plan=(count or 1) if dry else None):
-        sys.exit(one_line(status) if isinstance(status, str) else status)
+        sys.exit(status)
 
 
 def launch(config: Config, plan: int | None = None) -> str | int:
@@ -85,9 +86,6 @@ def launch(config: Config, plan: int | None = None) -> str | int:
     try:
         ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
         pick_device(device)
-        if config.parallel != "auto":
-            sizes = mesh_sizes(config, ranks if plan is None else max(plan, ranks))
-            check_batch(config, sizes.data)
     except ValueError as error:
         return refusal(error)
     signals = Signals(silent=os.environ.get("RANK", "0") != "0")
@@ -101,7 +99,7 @@ def launch(config: Config, plan: int | None = None) -> str | int:
     except InputError as error:  # the same on all ranks
         return refusal(error)
     except EXPECTED as error:
-        return f"tigon.train: {error}"
+        return one_line(f"tigon.train: {error}")
 
 
 def _run(config: Config, world: World, plan: int | None) -> int:

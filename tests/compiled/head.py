@@ -75,17 +75,15 @@ LOSSES: dict[str, dict[str, Any]] = {
 DIVERGENCES: dict[str, dict[str, Any]] = {
     "forward": {},
     "forward, capped, gradient": {"grad": True, "options": CAPPED},
-    "forward, normalized, gradient added": {"grad": True, "add": True, "normalized": True},
+    "forward, gradient added": {"grad": True, "add": True},
     "reverse, gradient": {"beta": 1.0, "grad": True},
-    "reverse, normalized": {"beta": 1.0, "normalized": True},
-    "reverse, normalized, capped, gradient": {
-        "beta": 1.0, "normalized": True, "grad": True, "options": CAPPED,
-    },
+    "reverse": {"beta": 1.0},
+    "reverse, capped, gradient": {"beta": 1.0, "grad": True, "options": CAPPED},
     "mixture": {"beta": 0.5},
     "fp32, mixture, capped, gradient added": {
         "dtype": FP32, "beta": 0.5, "grad": True, "add": True, "options": CAPPED,
     },
-    "mixture, normalized, gradient": {"beta": 0.5, "normalized": True, "grad": True},
+    "mixture, gradient": {"beta": 0.5, "grad": True},
     "many tokens": {"V": 32000, "grad": True, "beta": 0.5},
     "one token": {"V": 1, "grad": True},
     "some of the tokens, forward, gradient": {"known": "masses", "grad": True},
@@ -124,13 +122,12 @@ def _divergence_rows(
     beta: float = 0.0,
     grad: bool = False,
     add: bool = False,
-    normalized: bool = False,
     known: str = "",
 ) -> None:
     student, teacher = zeros(8, V, dtype=dtype), zeros(8, V, dtype=dtype)
     one, out = zeros(8, dtype=FP32), torch.zeros_like(student)
     gradient = LogitGradient(one, out, torch.zeros_like(out) if add else None) if grad else None
-    more: dict[str, Any] = {"normalized": normalized}
+    more: dict[str, Any] = {}
     if known:
         more["masses"] = logit_masses(student, teacher, options, options)
     if known == "mean":

@@ -46,7 +46,6 @@ from tests.kernels.loss_cases import (
     CAPPED,
     LOSSES,
     SMALL,
-    divergence_case,
     every_row,
     in_chunks,
     kl_case,
@@ -216,7 +215,6 @@ CASES: dict[str, OpCase] = {
     "selected_logprobs": logprobs_case(Options()),
     "selected_logprobs, chunks": logprobs_case(Options(logit_scale=2.0), logits_bytes=3000),
     "selected_logprobs, capped": logprobs_case(Options(softcap=3.0)),
-    **{f"divergence, {beta}, {r}": divergence_case(beta, r) for beta in BETAS for r in BOTH},
 }
 # One of each operator, and those whose kernels have other branches
 KINDS = (
@@ -225,7 +223,7 @@ KINDS = (
     "cross_entropy, sum",
     "sigmoid_gate", "delta_gates", "causal_conv, silu", "causal_conv_qkv, packed",
     "linear_cross_entropy, all, sum", "linear_kl, 0.3, sum", "selected_logprobs",
-    "divergence, 0.3, sum", "gated_delta_rule", "softmax_topk, normalize",
+    "gated_delta_rule", "softmax_topk, normalize",
 )  # fmt: skip
 MORE_KINDS = (
     "causal_conv, packed",

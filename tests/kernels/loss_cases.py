@@ -17,7 +17,6 @@ from tests.kernels.op_case import HALF, Call, Inputs, OpCase
 from tigon.kernels import (
     cross_entropy,
     cross_entropy_ref,
-    divergence,
     linear_cross_entropy,
     linear_kl,
     selected_logprobs,
@@ -172,25 +171,6 @@ def logprobs_case(options: Options, **more: Any) -> OpCase:
     return OpCase(
         selected_logprobs, definition, make, None, {"options": options, **more}, [(37, 19, 211)],
         [], [(0, 19, 211)], result=torch.float32, second="linear_cross_entropy",
-    )  # fmt: skip
-
-
-def divergence_case(beta: float, reduction: str) -> OpCase:
-    def make(n: int, v: int) -> Inputs:
-        logprobs = torch.randn(n, v).log_softmax(-1), (2 * torch.randn(n, v)).log_softmax(-1)
-        names = ("logprobs", "teacher_logprobs")
-        return dict(zip(names, logprobs, strict=True)) | {"token_weights": torch.rand(n) + 0.1}
-
-    def definition(
-        logprobs: Tensor, teacher_logprobs: Tensor, token_weights: Tensor, **how: Any
-    ) -> Tensor:
-        p, q = logprobs.double().exp(), teacher_logprobs.double().exp()
-        return exact.reduced(exact.divergences(p, q, beta) * token_weights, reduction)
-
-    return OpCase(
-        divergence, definition, make, None, {"beta": beta, "reduction": reduction}, [(21, 211)], [],
-        [(0, 7)], ("teacher_logprobs", "token_weights"), result=torch.float32, second="kl",
-        rtol=1e-3,
     )  # fmt: skip
 
 

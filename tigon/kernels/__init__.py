@@ -23,7 +23,6 @@ from tigon.kernels.linear.linear import gemv, gemv_ref
 from tigon.kernels.linear.lora import lora_linear, lora_linear_ref
 from tigon.kernels.loss.api import (
     cross_entropy,
-    divergence,
     linear_cross_entropy,
     linear_cross_entropy_ref,
     linear_kl,
@@ -53,7 +52,7 @@ __all__ = [
     "KVBuffers", "LogProbs", "VocabularyShard", "append_attention", "append_attention_ref",
     "argmax", "argmax_ref", "attention", "attention_ref", "causal_conv", "causal_conv_qkv",
     "causal_conv_qkv_ref", "causal_conv_ref", "checks", "cross_entropy", "cross_entropy_ref",
-    "delta_gates", "delta_gates_ref", "divergence", "embedding_rows", "embedding_rows_ref",
+    "delta_gates", "delta_gates_ref", "embedding_rows", "embedding_rows_ref",
     "fp8_linear", "fp8_linear_ref", "gated_act", "gated_act_ref", "gated_delta_rule",
     "gated_delta_rule_ref", "gated_delta_step", "gated_delta_step_ref", "gemv", "gemv_ref",
     "grouped_mlp", "grouped_mlp_ref", "kl_ref", "linear_cross_entropy", "linear_cross_entropy_ref",

@@ -31,7 +31,7 @@ from tigon.kernels.linear.fp8_casts import (
     cast_rows_ref,
     scaled_product_ref,
 )
-from tigon.kernels.linear.linear import deferred_product, defers_product, placeholder
+from tigon.kernels.linear.linear import defers_product, finish_product, placeholder
 from tigon.kernels.linear.maxima import find_maxima, request_maxima
 from tigon.kernels.recompute import find_recompute, save_input, start_fetch
 from tigon.kernels.runtime import check_devices, refuse_second_derivative, runs_triton
@@ -65,7 +65,7 @@ class ColumnMaxima:
     """The column maxima of x and of the weight, found by the forward casts for backward.
 
     Not saved by autograd: a recomputed block has to name what it saves before it computes its
-    products (see `deferred_product`), and the first pass has found them.
+    products (see `finish_product`), and the first pass has found them.
     """
 
     x: Tensor | None = None
@@ -181,7 +181,7 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = _Fp8Linear.apply(rows, weight, recompute, col_maxima, x.shape)
     if col_maxima is not None:
         learns = rows.requires_grad, weight.requires_grad
-        y = deferred_product(y, lambda: cast_product(rows, weight, *learns, col_maxima))
+        y = finish_product(y, lambda: cast_product(rows, weight, *learns, col_maxima))
     return finish_output(y, x.shape[:-1], bias)
 
 

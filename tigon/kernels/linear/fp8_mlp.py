@@ -41,7 +41,7 @@ from tigon.kernels.linear.fp8_casts import (
     store_row_cast,
     tile_of_program,
 )
-from tigon.kernels.linear.linear import deferred_product, defers_product, placeholder
+from tigon.kernels.linear.linear import defers_product, finish_product, placeholder
 from tigon.kernels.linear.maxima import atomic_max_columns, find_maxima, magnitude
 from tigon.kernels.mlp.gated_act import (
     BACKWARD,
@@ -247,7 +247,7 @@ class _Fp8MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, *args: Any) -> Tensor:
-        ctx.act, recompute, ctx.state, ctx.shape, deferred = args
+        (ctx.act, recompute, ctx.state, ctx.shape), deferred = args, defers_product()
         # A pass in backward only saves: the maxima are those of the first one
         gate_up = cast_product(x, up, not deferred, not deferred, ctx.state.up)
         ctx.recompute_fn, saved_x = save_input(x, recompute)
@@ -274,7 +274,7 @@ class _Fp8MLP(torch.autograd.Function):
             remote.reduce(dx.view(ctx.shape))  # beside what follows
         x = cast_input(ctx.recompute_fn, saved_x, ctx.shape[-1], state.up.x)
         d_up = scaled_product(casts.columns, x, fast=FAST_BACKWARD)
-        return dx, d_up, d_down, *5 * (None,)
+        return dx, d_up, d_down, *4 * (None,)
 
 
 def fp8_mlp(
@@ -291,9 +291,8 @@ def fp8_mlp(
         return fp8_linear(gated_act(gate_up, act, overwrite=True), down, bias)
     check_product(x, up)
     check_product(x.new_empty(0, len(up) // 2), down)
-    deferred, state = defers_product(), MLPState()
-    rows = x.reshape(-1, x.shape[-1])
-    y = _Fp8MLP.apply(rows, up, down, act, find_recompute(x), state, x.shape, deferred)
+    rows, state = x.reshape(-1, x.shape[-1]), MLPState()
+    y = _Fp8MLP.apply(rows, up, down, act, find_recompute(x), state, x.shape)
     if (saved := state.gate_up) is not None:
-        y = deferred_product(y, lambda: _down_product(saved, down, act, state))
+        y = finish_product(y, lambda: _down_product(saved, down, act, state))
     return finish_output(y, x.shape[:-1], bias)

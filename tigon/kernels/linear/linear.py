@@ -121,7 +121,7 @@ def matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
 # (torch.utils.checkpoint's early stop), and nothing reads its output. But a Function saves its
 # tensors after its forward, so its last product, a tenth of a block's operations or more, would be
 # computed in vain. There a product is two nodes: one that saves and returns a `placeholder`, and
-# one that computes (`deferred_product`).
+# one that computes (`finish_product`).
 
 
 def _parameter_gradients(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
@@ -151,9 +151,9 @@ class _DeferredProduct(torch.autograd.Function):
         return dy, None
 
 
-def deferred_product(output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """Returns `compute()`, the product that the node of `output` has deferred, as its result."""
-    return _DeferredProduct.apply(output, compute)
+def finish_product(output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+    """Returns `output`, or `compute()` as its result if its node has deferred the product."""
+    return _DeferredProduct.apply(output, compute) if defers_product() else output
 
 
 class _Linear(torch.autograd.Function):
@@ -164,10 +164,10 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
-        weight, bias, recompute, deferred = args
+        weight, bias, recompute = args
         (ctx.recompute_fn, saved_x), ctx.shape = save_input(x, recompute), x.shape
         ctx.save_for_backward(weight, *saved_x)
-        return placeholder(x, weight.shape[0]) if deferred else F.linear(x, weight, bias)
+        return placeholder(x, weight.shape[0]) if defers_product() else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -186,7 +186,7 @@ class _Linear(torch.autograd.Function):
         del x
         if needs_x and dx is None:
             dx = chunked_matmul(rows, weight).view(ctx.shape)
-        return dx, dweight, dbias, None, None
+        return dx, dweight, dbias, None
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -194,10 +194,10 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, product: Tensor, *args: Any) -> Tensor:
-        weight, bias, ctx.act, ctx.overwrite, deferred = args
+        weight, bias, ctx.act, ctx.overwrite = args
         ctx.shape = product.shape
         ctx.save_for_backward(gate_up, weight)
-        if deferred:
+        if defers_product():
             return placeholder(product, weight.shape[0])
         return F.linear(product, weight, bias)
 
@@ -210,7 +210,7 @@ class _GatedLinear(torch.autograd.Function):
         gradient, product = gradient_and_product(d, gate_up, ctx.act, ctx.overwrite)
         del d
         dweight, dbias = _parameter_gradients(rows, product, ctx.needs_input_grad[3])
-        return gradient, None, dweight, dbias, None, None, None
+        return gradient, None, dweight, dbias, None, None
 
 
 def _has_gradient_at_risk(x: Tensor, weight: Tensor) -> bool:
@@ -234,7 +234,8 @@ def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         and is_plain(weight)
         and has_plain_operands(x, weight)
     ):
-        return _Linear.apply(x, weight, bias, None, False)
+        y = _Linear.apply(x, weight, bias, None)
+        return finish_product(y, lambda: F.linear(x, weight, bias))
     return F.linear(x, weight, bias)
 
 
@@ -250,14 +251,12 @@ def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     plain = is_plain_parameter(weight) and weight.is_contiguous()
     if not (plain and has_plain_operands(x, weight)):
         return chunked_linear(x, weight, bias)
-    deferred = defers_product()
     if recompute.gated is not None and recompute.single_reader:
         gate_up, act, node = recompute.gated
-        values = act, node.overwrite, deferred
-        y: Tensor = _GatedLinear.apply(gate_up, x.detach(), weight, bias, *values)
+        y = _GatedLinear.apply(gate_up, x.detach(), weight, bias, act, node.overwrite)
     else:
-        y = _Linear.apply(x, weight, bias, recompute, deferred)
-    return deferred_product(y, lambda: F.linear(x, weight, bias)) if deferred else y
+        y = _Linear.apply(x, weight, bias, recompute)
+    return finish_product(y, lambda: F.linear(x, weight, bias))
 
 
 # One row, as in decoding one sequence, with the gated activation after it.

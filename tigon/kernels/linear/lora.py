@@ -33,8 +33,8 @@ from tigon.kernels.linear.fp8 import ColumnMaxima, fp8_gradient, fp8_linear, fp8
 from tigon.kernels.linear.linear import (
     chunked_linear,
     chunked_matmul,
-    deferred_product,
     defers_product,
+    finish_product,
     has_plain_operands,
     linear,
     placeholder,
@@ -210,7 +210,6 @@ class _LoRACall(NamedTuple):
     columns_and_scales: Sequence[tuple[int, float]]  # first column and scale of each addition
     recompute_fn: RecomputeFn | None  # x is computed again
     gated: tuple[Activation, bool] | None  # and whether its gradient may overwrite gate_up
-    deferred: bool
     dropout: Dropout | None
 
     def additions(self, bs: Sequence[Tensor]) -> list[LoRATerm]:
@@ -221,8 +220,7 @@ class _LoRACall(NamedTuple):
 class _LoRALinear(torch.autograd.Function):
     """The layer with a frozen base. Differentiates to `gate_up` instead of x if that is given.
 
-    x is then the gated activation of `gate_up`, and nothing else reads it. `deferred`: y is not
-    computed; see `deferred_product`.
+    x is then the gated activation of `gate_up`, and nothing else reads it.
     """
 
     @staticmethod
@@ -230,7 +228,7 @@ class _LoRALinear(torch.autograd.Function):
         weight, bias, a, u, call, saved_x, *bs = args
         ctx.call, ctx.shape, ctx.columns = call, x.shape, weight.shape[0]
         ctx.save_for_backward(weight, a, u, *bs, *saved_x)
-        if call.deferred:
+        if defers_product():
             return placeholder(x, ctx.columns)
         return _base_plus_low_rank(call.base, x, weight, bias, u, call.additions(bs))
 
@@ -302,7 +300,6 @@ def lora_linear(
         rows = base._replace(product=base.linear, plain=plain)
         u = _project_down(x, a, dropout)
         return _base_plus_low_rank(rows, x, weight, bias, u, additions)
-    deferred = defers_product()
     values, gate_up, recompute_fn, gated = x, None, None, None
     saved_x: Sequence[Tensor | None] = ()
     recompute = find_recompute(x) if a.requires_grad else None
@@ -314,9 +311,7 @@ def lora_linear(
     with torch.no_grad():
         u = _project_down(x, a, dropout)
     columns_and_scales = [(first, scale) for first, _, scale in additions]
-    call = _LoRACall(base, columns_and_scales, recompute_fn, gated, deferred, dropout)
+    call = _LoRACall(base, columns_and_scales, recompute_fn, gated, dropout)
     bs = [b for _, b, _ in additions]
     y = _LoRALinear.apply(values, gate_up, weight, bias, a, u, call, saved_x, *bs)
-    if deferred:
-        y = deferred_product(y, lambda: _base_plus_low_rank(base, x, weight, bias, u, additions))
-    return y
+    return finish_product(y, lambda: _base_plus_low_rank(base, x, weight, bias, u, additions))

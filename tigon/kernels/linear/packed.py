@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tigon.kernels.linear.linear import (
     chunked_matmul,
-    deferred_product,
     defers_product,
+    finish_product,
     has_plain_operands,
     is_at_risk,
     linear,
@@ -60,15 +60,15 @@ class _PackedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, recompute: Recompute | None, deferred: bool, *operands: Tensor | None
+        ctx: Any, x: Tensor, recompute: Recompute | None, *operands: Tensor | None
     ) -> Tensor:
         count = len(operands) // 2  # weights, then biases
         weights: Any = operands[:count]
         ctx.count, ctx.shape = count, x.shape
-        learned = any(ctx.needs_input_grad[3 : 3 + count])
+        learned = any(ctx.needs_input_grad[2 : 2 + count])
         ctx.recompute_fn, inputs = save_input(x, recompute) if learned else (None, ())
         ctx.save_for_backward(*weights, *inputs)
-        if deferred:
+        if defers_product():
             return placeholder(x, sum(len(w) for w in weights))
         return _products(x, weights, operands[count:])
 
@@ -79,19 +79,19 @@ class _PackedLinear(torch.autograd.Function):
         weights, inputs = saved[:count], saved[count:]
         parts = dy.reshape(-1, dy.shape[-1]).split([len(w) for w in weights], 1)
         gradients: list[Tensor | None] = [None] * (2 * count)
-        if any(needs[3 : 3 + count]):
+        if any(needs[2 : 2 + count]):
             # Before the input's gradient: the input is gone when that comes
             x = run_recompute(ctx.recompute_fn, inputs)
             rows = x.reshape(-1, x.shape[-1])
             for i, part in enumerate(parts):
-                gradients[i] = chunked_matmul(part.t(), rows) if needs[3 + i] else None
+                gradients[i] = chunked_matmul(part.t(), rows) if needs[2 + i] else None
             del x, rows
         for i, part in enumerate(parts):
-            gradients[count + i] = part.sum(0) if needs[3 + count + i] else None
+            gradients[count + i] = part.sum(0) if needs[2 + count + i] else None
         dx: Tensor | None = None
         for part, weight in zip(parts, weights, strict=True) if needs[0] else ():
             dx = _add_product(dx, part, weight)
-        return None if dx is None else dx.view(ctx.shape), None, None, *gradients
+        return None if dx is None else dx.view(ctx.shape), None, *gradients
 
 
 def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Tensor:
@@ -111,6 +111,5 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Tenso
     recompute = find_recompute(x)
     if recompute is not None and recompute.fn.remote is not None:
         return packed_linear_ref(x, weights, biases)
-    deferred = defers_product()
-    y: Tensor = _PackedLinear.apply(x, recompute, deferred, *weights, *biases)
-    return deferred_product(y, lambda: _products(x, weights, biases)) if deferred else y
+    y: Tensor = _PackedLinear.apply(x, recompute, *weights, *biases)
+    return finish_product(y, lambda: _products(x, weights, biases))

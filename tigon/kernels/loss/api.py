@@ -21,7 +21,7 @@ from tigon.kernels.loss.logits import (
     logits_ref,
     scale_and_cap,
 )
-from tigon.kernels.loss.terms import KL, CrossEntropy, Divergence, Head, LogProbs, ValidRows
+from tigon.kernels.loss.terms import KL, CrossEntropy, Head, LogProbs, ValidRows
 
 
 def cross_entropy(
@@ -58,35 +58,6 @@ def _cross_entropy_term(options: Options, **fields: Any) -> tuple[CrossEntropy, 
         "z_loss": options.z_loss,
     }
     return CrossEntropy(**fields, **regularizers), options.without_regularizers()
-
-
-def divergence(
-    logprobs: Tensor,  # [N, V]
-    teacher_logprobs: Tensor,  # [N, V]
-    *,
-    token_weights: Tensor | None = None,  # [N]
-    denominator: Tensor | float = 1.0,
-    reduction: Reduction = "sum",
-    beta: float = 0.0,
-) -> Tensor:
-    """Returns `sum(w_t * D_t) / denominator` in fp32, or each `w_t * D_t` [N]; D: see `linear_kl`.
-
-    For log-probabilities that exist, defined by `kl_ref`: they are not normalized again. The
-    teacher's get no gradient.
-    """
-    if logprobs.shape != teacher_logprobs.shape:
-        raise ValueError(
-            f"logprobs {tuple(logprobs.shape)} and teacher_logprobs "
-            f"{tuple(teacher_logprobs.shape)} are not [N, V] both"
-        )
-    term = Divergence(
-        teacher_logprobs=teacher_logprobs,
-        weights=token_weights,
-        denominator=denominator,
-        reduction=reduction,
-        beta=beta,
-    )
-    return run_loss_term(logprobs, None, None, term).value
 
 
 # Operators with a head

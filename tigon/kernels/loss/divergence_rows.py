@@ -59,7 +59,6 @@ def _reference(
     teacher_options: Options,
     beta: float,
     grad: LogitGradient | None,
-    normalized: bool,
     masses: Tensor | None,
     mean: Tensor | None,
 ) -> Tensor:
@@ -69,7 +68,7 @@ def _reference(
     if masses is not None:
         s_peak, s_mass, t_peak, t_mass = masses.T[..., None]
         a, b = a - s_peak - s_mass, b - t_peak - t_mass
-    elif not normalized:
+    else:
         a, b = a.log_softmax(-1), b.log_softmax(-1)
     losses = kl_ref(a, b, beta)
     if masses is not None and mean is None:
@@ -77,10 +76,7 @@ def _reference(
         mean = masses.new_full(masses.shape[:1], -1.0)  # of a forward divergence, the only one here
     if grad is not None:
         d = _kl_derivative(a, b, beta)
-        if not normalized:
-            d -= a.exp() * (d.sum(-1, keepdim=True) if mean is None else mean[:, None])
-        elif beta == 1:
-            d += a.exp()
+        d -= a.exp() * (d.sum(-1, keepdim=True) if mean is None else mean[:, None])
         d *= (grad.row_scale * options.logit_scale)[:, None]
         if options.softcap is not None:
             d *= 1 - (z / options.softcap).square()
@@ -180,7 +176,7 @@ def _divergence_kernel(
     V, s_stride, t_stride, out_stride, before_stride, beta,
     head,  # scale and softcap; None for none
     t_head,
-    MIX: tl.constexpr, REVERSE: tl.constexpr, NORMALIZED: tl.constexpr, HAS_MEAN: tl.constexpr,
+    MIX: tl.constexpr, REVERSE: tl.constexpr, HAS_MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Processes a row per program: two passes to normalize, one or two for loss and gradient."""
@@ -188,12 +184,11 @@ def _divergence_kernel(
     student += row * s_stride
     teacher += row * t_stride
     columns = tl.arange(0, BLOCK)
-    s_peak, s_mass, t_peak, t_mass = 0.0, 0.0, 0.0, 0.0
     if masses is not None:
         masses += row * 4
         s_peak, s_mass = tl.load(masses), tl.load(masses + 1) * LOG2E
         t_peak, t_mass = tl.load(masses + 2), tl.load(masses + 3) * LOG2E
-    elif not NORMALIZED:
+    else:
         s_peak, s_mass = _mass(student, V, head, BLOCK)
         t_peak, t_mass = _mass(teacher, V, t_head, BLOCK)
     FORWARD: tl.constexpr = not (MIX or REVERSE)
@@ -220,8 +215,6 @@ def _divergence_kernel(
             mean_g += p * g
             if row_scale is not None and FORWARD:
                 d = (p - q) * slope
-                if NORMALIZED:
-                    d = -q * slope
                 _store(out, before, at, V, d, z, slope, head)
         if means is not None:  # after the loss, Triton 3.9's compiler would crash
             tl.store(means + row, tl.sum(mean_g, axis=0))
@@ -231,8 +224,6 @@ def _divergence_kernel(
         mean = tl.sum(mean_g, axis=0)
         if HAS_MEAN:
             mean = tl.load(means + row)
-        if NORMALIZED:
-            mean = -LOG2E if REVERSE else 0.0
         for start in range(0, V, BLOCK):
             at = start + columns
             z = transform(tl.load(student + at, mask=at < V, other=0.0), head)
@@ -260,7 +251,6 @@ def divergence_rows(
     beta: float,
     grad: LogitGradient | None = None,
     *,
-    normalized: bool = False,  # both are log-probabilities, to be taken as they are
     masses: Tensor | None = None,  # [N, 4]
     mean: Tensor | None = None,  # [N]
 ) -> Tensor:
@@ -271,8 +261,7 @@ def divergence_rows(
     second call, unless beta is 0; the result of that call is undefined.
     """
     if not runs_triton(student):
-        more = beta, grad, normalized, masses, mean
-        return _reference(student, teacher, options, teacher_options, *more)
+        return _reference(student, teacher, options, teacher_options, beta, grad, masses, mean)
     n, vocab = student.shape
     student, teacher = (x if x.stride(1) == 1 else x.contiguous() for x in (student, teacher))
     losses = torch.empty(n, dtype=torch.float32, device=student.device)
@@ -287,7 +276,7 @@ def divergence_rows(
             None if grad is None else grad.out, before, vocab, student.stride(0), teacher.stride(0),
             0 if grad is None else grad.out.stride(0), 0 if before is None else before.stride(0),
             float(beta), head_constants(options), head_constants(teacher_options),
-            MIX=0 < beta < 1, REVERSE=beta == 1, NORMALIZED=normalized, HAS_MEAN=mean is not None,
+            MIX=0 < beta < 1, REVERSE=beta == 1, HAS_MEAN=mean is not None,
             BLOCK=block, num_warps=num_warps,
         )  # fmt: skip
     return losses if means is None else torch.stack((losses, means), 1)

@@ -303,7 +303,7 @@ def run_loss_terms(
     lead = hidden.shape[:-1]
     width = vocab = hidden.shape[-1] if weight is None else weight.shape[0]
     if vocabulary is not None:
-        vocab = vocabulary.check(weight, criteria)
+        vocab = vocabulary.check(weight)
     if weight is not None:
         check_head(hidden, weight, bias)
         check_devices(hidden=hidden, weight=weight, bias=bias)

@@ -115,7 +115,6 @@ class LossPlan(NamedTuple):
     options: Options
     beta: float = 0.0
     teacher_options: Options | None = None  # None: plain. Dynamo traces no default of our own class
-    normalized: bool = False
     metrics: tuple[str, ...] = ()
     statistics: bool = False  # return these too
 
@@ -124,10 +123,10 @@ class LossPlan(NamedTuple):
         return f"{self.kind}:{','.join(self.names)}"
 
     def numbers(self) -> list[float]:
-        """Lists the rest of the plan as eight floats, which `_plans` reads back."""
+        """Lists the rest of the plan as seven floats, which `_plans` reads back."""
         o, t = self.options, self.teacher_options or DEFAULT_OPTIONS
         heads = [o.softcap or 0.0, o.logit_scale, t.softcap or 0.0, t.logit_scale]
-        return [*heads, o.label_smoothing, o.z_loss, self.beta, float(self.normalized)]
+        return [*heads, o.label_smoothing, o.z_loss, self.beta]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -179,12 +178,12 @@ def _plans(words: str, numbers: list[float]) -> list[LossPlan]:
     plans = []
     for i, word in enumerate(words.split()):
         kind, names = word.split(":")
-        cap, scale, t_cap, t_scale, smoothing, z_loss, beta, normalized = numbers[8 * i : 8 * i + 8]
+        cap, scale, t_cap, t_scale, smoothing, z_loss, beta = numbers[7 * i : 7 * i + 7]
         options = Options(cap or None, scale, smoothing, z_loss)
         teacher = Options(t_cap or None, t_scale)
         metrics = tuple(n for n in names.split(",") if n not in ("loss", *STATISTICS))
         statistics = STATISTICS[0] in names
-        plans.append(LossPlan(kind, options, beta, teacher, bool(normalized), metrics, statistics))
+        plans.append(LossPlan(kind, options, beta, teacher, metrics, statistics))
     return plans
 
 
@@ -300,11 +299,7 @@ def _head_pass(
                 matmul_into(out, weight, d_hidden[part])
             if needs[1]:
                 masked = _mask_rows(live, part, h)
-                columns = out.split([first, out.shape[1] - first], 1)
-                d_weights = [
-                    add_product(total, x.T, masked, only=only)
-                    for total, x in zip(d_weights, columns, strict=False)
-                ]
+                d_weights = _add_products(d_weights, out, masked, first, only=only)
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
@@ -403,12 +398,13 @@ def _run_term(
         stored = topk_rows if cut is None else partial(shard_topk_rows, cut)
         return [stored(logits, first, second, plan.options, plan.beta, grad)]
     if plan.kind == "divergence":
-        teacher = first if weight is None else _product(first, weight, bias)
+        assert weight is not None
+        teacher = _product(first, weight, bias)
         numbers = plan.options, plan.teacher_options or DEFAULT_OPTIONS, plan.beta
         if cut is not None:
             teacher, _ = cut.without_padding(teacher, None)
             return [shard_divergence_rows(cut, logits, teacher, *numbers, grad)]
-        return [divergence_rows(logits, teacher, *numbers, grad, normalized=plan.normalized)]
+        return [divergence_rows(logits, teacher, *numbers, grad)]
     lse_parts = None if peak is None or log_mass is None else (peak, log_mass)
     run = loss_rows if cut is None else partial(shard_loss_rows, cut)
     rows = run(logits, first, plan.options, plan.metrics, grad, lse_parts)
@@ -440,7 +436,7 @@ def _pass_sizes(
     """Returns the chunk sizes with room for a sum of gradients, a teacher's logits and a copy."""
     several = len(plans) > 1 and any(needs)
     extra = int(weight is not None and several)
-    extra += any(plan.kind == "divergence" and not plan.normalized for plan in plans)
+    extra += any(plan.kind == "divergence" for plan in plans)
     extra += any(plan.kind == "topk" for plan in plans) and (several or weight is None)
     vocab = hidden.shape[1] if weight is None else weight.shape[0]
     if shard:
@@ -470,6 +466,17 @@ def _product(
         else:
             torch.addmm(bias, h, weight.T, out=logits)
     return logits if low is None or up is None else logits.addmm_(low, up.T)
+
+
+def _add_products(
+    totals: list[Tensor | None], d_logits: Tensor, h: Tensor, first: int, *, only: bool
+) -> list[Tensor | None]:
+    """Adds a chunk to the weight's gradient: one tensor, or two, the first with `first` rows."""
+    columns = d_logits.split([first, d_logits.shape[1] - first], 1)
+    return [
+        add_product(total, out_logits.T, h, only=only)
+        for total, out_logits in zip(totals, columns, strict=False)
+    ]
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:

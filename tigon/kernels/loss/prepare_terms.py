@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tigon.kernels.loss.fused_linear_pass import LossPlan
 from tigon.kernels.loss.logits import (
-    DEFAULT_OPTIONS,
     IGNORE_INDEX,
     METRICS,
     Options,
@@ -24,7 +23,6 @@ from tigon.kernels.loss.logits import (
 from tigon.kernels.loss.terms import (
     KL,
     CrossEntropy,
-    Divergence,
     Head,
     LogProbs,
     LossTerm,
@@ -91,17 +89,13 @@ def prepare_term(
         targets = targets.flatten()
     if weights is not None:
         weights = weights.flatten().float()
-    if isinstance(c, KL | Divergence):
+    if isinstance(c, KL):
         if not 0 <= c.beta <= 1:
             raise ValueError(f"beta={c.beta} is not in [0, 1]")
         if targets is not None and weights is None:
             weights = (targets != IGNORE_INDEX).float()
         elif targets is not None and weights is not None:
             weights = torch.where(targets != IGNORE_INDEX, weights, 0)
-        if isinstance(c, Divergence):
-            plan = LossPlan("divergence", DEFAULT_OPTIONS, float(c.beta), normalized=True)
-            logprobs = c.teacher_logprobs.detach().flatten(0, -2)
-            return PreparedTerm(c, plan, (logprobs, None, None, None), targets, weights, scale)
         plan, tensors, teacher = _prepare_teacher(hidden, c, options, vocab, width, targets)
         return PreparedTerm(c, plan, tensors, targets, weights, scale, teacher)
     if targets is None:

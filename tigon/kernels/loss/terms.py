@@ -145,11 +145,3 @@ class KL(WeightedTerm):
     teacher_logprobs: Tensor | None = None  # [..., K]
     beta: float = 0.0
     temperature: float = 1.0
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Divergence(WeightedTerm):
-    """`KL` for log-probabilities [N, V] instead of logits, which are not normalized again."""
-
-    teacher_logprobs: Tensor
-    beta: float = 0.0

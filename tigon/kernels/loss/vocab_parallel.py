@@ -21,7 +21,6 @@ from tigon.kernels.loss.divergence_rows import (
     stored_losses,
 )
 from tigon.kernels.loss.logits import IGNORE_INDEX, LogitGradient, Options, scale_and_cap
-from tigon.kernels.loss.terms import Divergence, LossTerm
 from tigon.kernels.runtime import is_plain, operator, pdl_options, pdl_wait, runs_triton, tl, triton
 
 
@@ -45,10 +44,10 @@ class VocabularyShard(NamedTuple):
             raise ValueError(f"rows {first} to {first + rows} are not all in [0, {size})")
         return cls(group, ranks, first, rows, size)
 
-    def check(self, weight: Tensor | None, criteria: Sequence[LossTerm]) -> int:
-        """Returns the size of the full vocabulary; raises ValueError without a weight, for one of
-        fewer rows than the shard, and for terms of log-probabilities."""
-        if weight is None or any(isinstance(c, Divergence) for c in criteria):
+    def check(self, weight: Tensor | None) -> int:
+        """Returns the size of the full vocabulary; raises ValueError without a weight, and for one
+        of fewer rows than the shard."""
+        if weight is None:
             raise ValueError("a vocabulary is for a head's weight: of logits, gather the columns")
         if len(weight) < self.rows:
             raise ValueError(f"the weight has {len(weight)} rows, and its shard {self.rows}")

@@ -23,9 +23,9 @@ from bench.compare_side import laps
 from bench.harness import Record, installed
 from bench.train_cases import Options, adamw, draw, is_drawn, names_of, peer_model
 from tigon.kernels.attention import backends
+from tigon.settings.config import Config
 from tigon.train import load, start
 from tigon.train.build import read_inputs
-from tigon.train.config import Config
 from tigon.train.distributed import World, local
 from tigon.train.dry_run import random_run
 from tigon.train.trainer import forward_backward, update_weights

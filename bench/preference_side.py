@@ -31,9 +31,9 @@ from bench.processes import say
 from bench.timing import GIB, allocated, peaks
 from bench.train_cases import ADAM, LLAMA_8B, Options, fill, fill_ours, peer_model
 from bench.train_side import free, guarded
+from tigon.settings.config import Config
 from tigon.train import load, start
 from tigon.train.build import build_run, read_inputs
-from tigon.train.config import Config
 from tigon.train.model import add_lora, apply_model_settings
 from tigon.train.optim import build_optimizer
 from tigon.train.tasks.preference import PairTask

@@ -55,7 +55,7 @@ def main() -> int:
 
     step("Fine-tune all parameters; what the user says is masked, conversations are packed")
     python(
-        *("-m", "tigon.train", "configs/quickstart.yaml", f"model={model}"),
+        *("-m", "tigon", "train", "configs/quickstart.yaml", f"model={model}"),
         *(f"data={data}/train.jsonl", f"eval_data={data}/eval.jsonl", f"run_dir={run}"),
     )
 

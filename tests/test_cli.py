@@ -79,7 +79,7 @@ def test_help_names_every_command(capsys: Capture) -> None:
         ("import tigon", HEAVY),
         ("main(['-h'])", HEAVY),
         ("main(['info', MODEL])", ["torch", "numpy", "tokenizers", "tigon.train"]),
-        ("main(['report', RUN])", ["torch", "tokenizers"]),
+        ("main(['report', RUN])", ["torch"]),
         pytest.param("import tigon.cli.commands, tigon.train", LATER, marks=pytest.mark.slow),
     ],
 )
@@ -93,6 +93,47 @@ def test_modules_that_commands_do_not_import(code, modules, directory, tmp_path)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout.endswith("[]\n"), done
     assert "MODEL" not in code or "architecture  LlamaForCausalLM" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train --help", ""),
+        ("train nonsense=1", "unknown setting 'nonsense'"),
+        ("train none.yaml", "no config file none.yaml"),
+        ("train --nproc 2 nonsense=1", "unknown setting 'nonsense'"),
+        ("train CONFIG", "no directory ./none"),
+        ("train CONFIG model=MODEL data=none.jsonl", "no data file matches 'none.jsonl'"),
+        ("train CONFIG eval_data=none.jsonl", "eval_data: no data file matches 'none.jsonl'; give"),
+        ("train CONFIG lora.targets=[]", "targets is empty"),
+        ("train CONFIG task=stf", "no task is called task='stf'; did you mean 'sft'?"),
+        ("train CONFIG format=alpaca", "format='alpaca' is not one of messages, "),
+        ("train CONFIG chat_template_kwargs.messages=x", "chat_template_kwargs must be an object"),
+        ("train CONFIG --nproc 3", "batch_size=8 must be a multiple of 3 ranks"),
+        ("train CONFIG parallel.tensor=2", "parallel: tensor 2 is for 2 ranks, and there are 1"),
+        ("data show data=DATA model=m wrong=1", "unknown setting 'wrong'"),
+        ("data pack none.jsonl model=m", "no data file matches 'none.jsonl'"),
+        ("generate ./none hi", "no directory ./none"),
+        ("plan ./none --gpus 8 --seq-len 64", "no directory ./none"),
+    ],
+)
+def test_a_wrong_setting_is_told_without_torch(arguments, message, directory, tmp_path):
+    """Which takes seconds to import."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"model: ./none\ndata: {__file__}\nrun_dir: {tmp_path}/run\n")
+    program = (
+        "import atexit, sys; from tigon.cli import main\n"
+        "atexit.register(lambda: print([m for m in ('torch', 'numpy') if m in sys.modules]))\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    for name, place in (("CONFIG", path), ("MODEL", directory), ("DATA", __file__)):
+        arguments = arguments.replace(name, str(place))
+    given = arguments.split()
+    done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True)
+    assert done.stdout.endswith("[]\n"), done.stderr
+    command = "tigon.train" if given[0] == "train" else f"tigon {given[0]}"
+    assert done.stderr.startswith(f"{command}: {message}" if message else ""), done.stderr
+    assert done.stderr.count("\n") == done.returncode == bool(message)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +181,7 @@ def test_modules_that_commands_do_not_import(code, modules, directory, tmp_path)
         ("eval perplexity MODEL BAD", "bad.jsonl:2: not valid JSON"),
         ("eval perplexity MODEL BAD --context 1", "context=1 is not in"),
         ("eval parity ./none", "no directory ./none"),
-        ("export ./none MODEL", "exists and is a directory with files in it"),
+        ("export a/b MODEL", "exists and is a directory with files in it"),
         ("export MODEL NEW --max-shard-size 5XB", "5XB"),
         ("export MODEL NEW --dtype q8_0", "--dtype q8_0 needs a GGUF file"),
         ("export MODEL GGUF", "a.gguf exists: remove it, choose another path"),
@@ -237,7 +278,7 @@ def test_every_package_is_an_attribute() -> None:
     assert packages - {"cli", "utils"} == set(tigon.PACKAGES) - {"hub"}
 
 
-@pytest.mark.parametrize("arguments", [["info"], ["train", "config.yaml"]])
+@pytest.mark.parametrize("arguments", [["info"], ["train", "model=m", "data=hf://d", "run_dir=r"]])
 def test_interrupt_during_the_import_of_torch(arguments, tmp_path):
     """Which loses it, as compiled modules do."""
     (tmp_path / "torch.py").write_text(

@@ -39,6 +39,7 @@ PACKAGES = (
     "plan",
     "report",
     "serve",
+    "settings",
     "tokenizer",
     "train",
     "weights",

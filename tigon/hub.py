@@ -19,7 +19,12 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
-from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+from huggingface_hub.utils import (
+    build_hf_headers,
+    get_session,
+    hf_raise_for_status,
+    validate_repo_id,
+)
 
 from tigon.utils.json import quote
 from tigon.utils.paths import expand_user
@@ -326,3 +331,18 @@ def _is_blob(target: Path, root: Path) -> bool:
             shared = repository.parent / "blobs" / target.name[:2]
             return target.parent in (repository / "blobs", shared)
     return False
+
+
+def check_repository(name: str) -> None:
+    """Raises ValueError for what cannot be the name of a repository."""
+    if not is_hub_name(name if "/" in name else f"owner/{name}"):
+        raise ValueError(f"{name!r} is no name of a hub repository (owner/name)")
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether the text could be owner/name of a repository."""
+    try:
+        validate_repo_id(text)
+    except ValueError:
+        return False
+    return text.count("/") == 1

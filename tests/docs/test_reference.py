@@ -10,8 +10,7 @@ import yaml
 
 from tests.docs.pages import ROOT
 from tigon.cli.main import COMMANDS, SAMPLING
-from tigon.train.config import SECTIONS
-from tigon.train.tasks import describe_tasks
+from tigon.settings.config import SECTIONS
 from tigon.utils.config import describe_type, field_types
 
 SETTINGS = """# Settings of training
@@ -22,7 +21,7 @@ call them is on the page of [migration](migration.md#names-of-settings).
 """
 COMMANDS_PAGE = """# Commands
 
-What the command line takes; `tigon COMMAND --help` prints the same. `python -m tigon.cli` is the
+What the command line takes; `tigon COMMAND --help` prints the same. `python -m tigon` is the
 same command, for torchrun. Errors that you can fix are one line, and the exit code is 1.
 """
 TRAIN = """`tigon train config.yaml key=value ...` takes [settings](settings.md), and these options:
@@ -40,7 +39,7 @@ def table(cls: type) -> list[str]:
     lines, kinds = ["| setting | type | default | |", "|---|---|---|---|"], field_types(cls)
     for f in fields(cls):
         default = "" if f.default is MISSING else yaml.safe_dump(f.default, default_flow_style=True)
-        help = f.metadata.get("help", "").replace("{tasks}", describe_tasks())
+        help = f.metadata.get("help", "")
         help = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", help)
         value = default.removesuffix("\n...\n").strip()
         cells = [f"`{f.name}`", describe_type(kinds[f.name]), f"`{value}`" if value else "", help]

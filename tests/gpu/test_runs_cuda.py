@@ -22,10 +22,10 @@ ROOT = Path(__file__).parents[2]
 SAME = {"device": "cuda", "deterministic": "true", "warmup_steps": 2}
 WIDE = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}  # head dim 64
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-TORCHRUN += ["-m", "tigon.train"]
+TORCHRUN += ["-m", "tigon", "train"]
 COMMANDS = {
-    "one": ["-m", "tigon.train"],
-    "nproc": ["-m", "tigon.train", "--nproc", "2"],
+    "one": ["-m", "tigon", "train"],
+    "nproc": ["-m", "tigon", "train", "--nproc", "2"],
     "torchrun": TORCHRUN,
 }
 

@@ -10,7 +10,7 @@ from tests.train.ranks import train_on_gpus
 from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.mlp import grouped_product
 from tigon.train import checkpoint, load, main, prepare, start
-from tigon.train.checkpoint.format import optimizer_states, state_blocks, weight_state
+from tigon.train.checkpoint.format import full_state, state_blocks
 
 __all__ = ["workspace"]
 pytestmark = pytest.mark.gpu
@@ -135,5 +135,5 @@ def test_host_copy_has_the_bits_of_its_moment(workspace, tmp_path):
 
 
 def tensors(run) -> dict[str, torch.Tensor]:
-    state = weight_state(run.model) | optimizer_states(run.model, run.optimizer)
+    state = full_state(run.model, run.optimizer, None)
     return {block.name: block.rows.clone() for block in state_blocks(state)}

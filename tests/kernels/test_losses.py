@@ -352,31 +352,6 @@ def test_divergence_leaves_out_rows_of_weight_0(reduction: str) -> None:
         assert linear_kl(**x, beta=beta, reduction="none").isnan().nonzero().tolist() == [[4]]
 
 
-@reductions
-def test_torch_func(reduction: str) -> None:
-    hidden, weight, bias, targets = inputs()
-
-    def total(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        loss, _ = linear_cross_entropy(h, w, targets, bias=b, reduction=reduction)
-        return (loss * 3).sum()
-
-    tensors = [x.detach() for x in (hidden, weight, bias)]
-    found = torch.func.grad(total, argnums=(0, 1, 2))(*tensors)
-    expected = torch.autograd.grad(total(hidden, weight, bias), (hidden, weight, bias))
-    assert_all_close(found, expected)
-
-    def squared(w: Tensor) -> Tensor:
-        return torch.func.grad(total, argnums=1)(tensors[0], w, tensors[2]).square().sum()
-
-    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
-        torch.func.grad(squared)(tensors[1])
-    logits = hidden.detach() @ tensors[1].T
-    grad = torch.func.grad(lambda z: cross_entropy(z, targets, reduction=reduction)[0].sum())
-    z = logits.clone().requires_grad_()
-    (plain,) = torch.autograd.grad(cross_entropy(z, targets, reduction=reduction)[0].sum(), z)
-    torch.testing.assert_close(grad(logits), plain)
-
-
 @pytest.mark.parametrize("rows", [16, 10_000])
 @reductions
 def test_fp16_with_tiny_weights_and_large_denominators(

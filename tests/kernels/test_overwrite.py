@@ -259,18 +259,6 @@ def test_modes_keep_what_they_saw(kind: Any) -> None:
     assert all(torch.equal(x, before) for x, _, before in mode.kept)
 
 
-def test_transforms_of_torch_func_see_no_change(path: str) -> None:
-    def loss(x: Tensor) -> Any:
-        return sum(y.sum() for y in turn(x * 1.5, True))
-
-    leaf = leaf_of(B, T, ROW).detach()
-    if path == "reference":
-        torch.func.grad(loss)(leaf)
-        return
-    with pytest.raises(RuntimeError, match="setup_context"):  # as without `overwrite`
-        torch.func.grad(loss)(leaf)
-
-
 # Losses
 
 

@@ -23,7 +23,7 @@ from tests.models.tiny import CASES, UNSCALED, WRAPPED
 from tigon.models import MODELS
 from tigon.models.pretrained.convert import convert_pretrained
 from tigon.models.pretrained.load import as_sequence_classifier, parse_any_config
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import build_model
 from tigon.weights import Repository

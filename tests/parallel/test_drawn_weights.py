@@ -17,8 +17,8 @@ from tests.train.conftest import workspace
 from tests.train.ranks import Ranks, train_on
 from tigon import Qwen3Moe
 from tigon.models import init
+from tigon.settings.config import Parallel
 from tigon.train import load, main, start
-from tigon.train.config import Parallel
 from tigon.train.distributed import local
 from tigon.train.model import build_model
 from tigon.weights import local_rows

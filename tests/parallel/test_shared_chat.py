@@ -26,7 +26,7 @@ from tests.test_chat import say
 from tests.train.ranks import Ranks
 from tigon.cli import main
 from tigon.cli.chat import Chat
-from tigon.train.launch import LAUNCHED
+from tigon.utils.launcher import LAUNCHED
 from tigon.utils.terminal import escape_controls
 
 NEW = 12

@@ -22,12 +22,12 @@ from tigon.plan.search import (
     mesh_error,
     persistent_bytes,
 )
+from tigon.settings.config import Config, mesh_sizes
 from tigon.train import dry_run, load
-from tigon.train.config import Config, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.graph_checks import check_run
 from tigon.train.optim import check_ranks
-from tigon.train.tasks import find_task
+from tigon.train.tasks import TASKS
 
 MOE: dict[str, Any] = EXPERTS | {"num_experts": 8, "num_attention_heads": 8, "head_dim": 16}
 MOE |= {"num_key_value_heads": 8}
@@ -64,7 +64,7 @@ def test_memory_equals_dry_run(job, layout: Layout, settings: list[str]) -> None
     one = job(4, settings, layout.rows * layout.micro_batches * layout.data)
     found = estimate_memory(one, layout).kinds
     config = configured(one, " ".join([layout.settings, *settings]))
-    objective = find_task("pretrain")(config, World(0, 1, torch.device("cpu")))
+    objective = TASKS["pretrain"](config, World(0, 1, torch.device("cpu")))
     inputs: Any = SimpleNamespace(source=None, task=objective, choice=None)
     assert dry_run.estimate_run(config, inputs, 4).kinds == found
     # By hand: half of the layers, whole in bfloat16, and states of half of that

@@ -29,7 +29,7 @@ from tigon.plan.gpu import GPU, known_gpus
 from tigon.plan.layout import divisors, enumerate_meshes
 from tigon.plan.report import USED
 from tigon.plan.search import LayoutChoice, mesh_error, rank_ties, settings_error
-from tigon.train.config import ParameterGroup
+from tigon.settings.config import ParameterGroup
 from tigon.train.memory import Estimate
 
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}

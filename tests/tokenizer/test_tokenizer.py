@@ -161,13 +161,6 @@ def test_pad(byte_level, side):
     assert ids.dtype == mask.dtype == theirs["input_ids"].dtype
 
 
-def test_pad_refuses_what_makes_no_batch(tokenizer):
-    with pytest.raises(ValueError, match="list_of_ids is empty"):
-        tokenizer.pad([])
-    with pytest.raises(ValueError, match="'middle'"):
-        tokenizer.pad([[1]], side="middle")
-
-
 def test_save_copies_the_files_byte_for_byte(byte_level, tmp_path):
     source, target = edited(byte_level, tmp_path / "source"), tmp_path / "target"
     (source / "additional_chat_templates").mkdir()

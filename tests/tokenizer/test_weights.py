@@ -90,8 +90,8 @@ def learned(tokenizer, chat, **options):
         (
             DROPPED,
             [*THINKING, *THINKING[:2]],
-            {"weights": [None, 2, None, 3, None, None]},
-            [("the fox</s>", 2), ("Bye</s>", 3), ("(dog)the fox</s>", 1)],
+            {"weights": [None, 2, None, 3, None, None]},  # the first is written differently
+            [("Bye</s>", 3), ("(dog)the fox</s>", 1)],
         ),
         (CHATML, CHAT, {"weights": [0] * 4}, []),
         (LAST_ALONE, CHAT, {}, [("Bye</s>", 1)]),
@@ -106,6 +106,7 @@ def learned(tokenizer, chat, **options):
         (QWEN3, CHAT[:3], {}, [("the fox<|im_end|>\n", 1)]),
         (QWEN3, CHAT[:3], {"train_on": "last"}, [("the fox<|im_end|>\n", 1)]),
         (DROPPED, [*THINKING[:3]], {"train_on": "last"}, [("(dog)the fox</s>", 1)]),
+        (DROPPED, THINKING, {"weights": [None, None, None, 0]}, [("(dog)the fox</s>", 1)]),
         (LLAMA3, CHAT, {"train_on": "last"}, [("Bye<|eot_id|>", 1)]),
         (
             CHATML,
@@ -183,7 +184,7 @@ def test_all_but_one_message(tokenizer):
 
 
 OWN_WEIGHT = r"messages\[{}\] has a weight of its own"
-LATER = r"1 \{% generation %\} blocks for 2 turns .*messages\[1\] differently"
+LATER = r"prompt for messages\[3\] is not what it writes .*: learn all turns alike"
 UNMARKED = "marks no token as the assistant's in this chat"
 LAST = {"train_on": "last"}
 
@@ -197,7 +198,7 @@ LAST = {"train_on": "last"}
             *(QWEN3, CHAT, {"weights": [None, 2, None, 1], "train_on": "all"}),
             OWN_WEIGHT.format(1) + ".*rewrites it",
         ),
-        (REFUSING, CHAT, LAST, "2 turns of the assistant, and which"),
+        (REFUSING, CHAT, LAST, r"in messages\[3\], because .*: no; learn all turns alike"),
         (LAST_ALONE, CHAT, LAST, LATER),
         (LAST_ALONE, CHAT, {"weights": [None, 2, None, 3]}, LATER),
         (BYE_ALONE, SILENT, {}, UNMARKED),

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import tigon
 from tigon.train.checkpoint import files, saver
-from tigon.train.checkpoint.format import optimizer_states, state_blocks, weight_state
+from tigon.train.checkpoint.format import full_state, state_blocks
 
 
 class State:
@@ -35,7 +35,7 @@ class State:
         return to.save(step, self.model, self.optimizer, self.tokenizer, {"config": {}})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        state = weight_state(self.model) | optimizer_states(self.model, self.optimizer)
+        state = full_state(self.model, self.optimizer, None)
         return {block.name: block.rows.clone() for block in state_blocks(state)}
 
 

@@ -6,7 +6,7 @@ import pytest  # noqa: F401
 
 from tests.train import ranks  # noqa: F401
 from tigon.report import page
-from tigon.train.config_file import load_aliases
+from tigon.settings.load import load_aliases
 
 load_aliases()
 page.charts = lambda _: iter(())

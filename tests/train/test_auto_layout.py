@@ -15,8 +15,8 @@ from tigon.plan import find_gpu, search
 from tigon.plan.cost import Job
 from tigon.plan.layout import Layout
 from tigon.plan.search import configured_layouts
+from tigon.settings.config import Config, Parallel
 from tigon.train import auto_layout, load, main
-from tigon.train.config import Config, Parallel
 from tigon.train.memory import Estimate
 
 CUDA = torch.device("cuda")

@@ -14,12 +14,12 @@ import torch
 from tests.train.test_memory import B, tiny
 from tigon.layers import activation_offload as offloading
 from tigon.parallel import MeshSizes
+from tigon.settings.load import load
 from tigon.train import checkpoint, choices, main, memory, notes
 from tigon.train.choices import StepChoice, Way, choose_step, order_ways, spaced_blocks
-from tigon.train.config_file import load
 from tigon.train.distributed import World
 from tigon.train.memory import GIB
-from tigon.train.tasks import find_task
+from tigon.train.tasks import TASKS
 
 WORLD = World(0, 1, torch.device("cpu"))
 LAYERS = 6
@@ -35,7 +35,7 @@ def weigh(recomputed: Iterable[int], away: bool = False, **changes: Any) -> int:
     model = outlined()
     config = load(None, given(**changes))
     model.activation_checkpointing, model.activation_offload = recomputed, away
-    objective = find_task("pretrain")(config, WORLD)
+    objective = TASKS["pretrain"](config, WORLD)
     return memory.estimate(model, objective, config, 1, torch.bfloat16).total
 
 
@@ -51,7 +51,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, size: float | None, **changes: Any)
     monkeypatch.setattr(choices, "meta_model", lambda *_: outlined())
     more = {} if size is None else {"memory_budget": size / GIB}
     config = load(None, given(**more, **changes))
-    task = find_task("pretrain")(config, WORLD)
+    task = TASKS["pretrain"](config, WORLD)
     cpu = torch.device("cpu")
     config, found = choices.resolve_choices(config, WORLD, task, None, 1, cpu)
     assert found is not None and config.micro_batch_size == found.rows
@@ -212,7 +212,7 @@ def test_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choices, "held_by_others", lambda _: 0)
     monkeypatch.setattr(choices, "meta_model", lambda *_: outlined())
     config = load(None, given(batch_size=4 * B, micro_batch_size="auto"))
-    task = find_task("pretrain")(config, WORLD)
+    task = TASKS["pretrain"](config, WORLD)
     made: list[Any] = []
 
     def on_rank(index: int) -> Any:
@@ -241,7 +241,7 @@ def test_without_a_gpu_nothing_is_chosen(capsys) -> None:
     """A CPU has one row in a micro-batch, as ever; a plan for GPUs says what it needs."""
     for device, said in (("cpu", ""), ("cuda", "give memory_budget=, in GiB\n")):
         config = load(None, given(micro_batch_size="auto", batch_size=8))
-        task = find_task("pretrain")(config, WORLD)
+        task = TASKS["pretrain"](config, WORLD)
         args = config, WORLD, task, None, 1, torch.device(device)
         config, choice = choices.resolve_choices(*args)
         assert choice is None and (config.micro_batch_size, config.sharding) == (1, "full")
@@ -265,7 +265,7 @@ def test_run_and_dry_run_print_the_choice(workspace, capsys) -> None:
     main(["--dry-run", *workspace.settings("auto", steps=2, memory_budget=1, **auto)])
     assert "chosen: sharding=full, no block recomputed; " in capsys.readouterr().out
     config = load(None, workspace.settings("auto", memory_budget=1, **auto))
-    objective = find_task(config.task)(config, WORLD)
+    objective = TASKS[config.task](config, WORLD)
     for n in (0, 1):
         model = choices.meta_model(config, torch.float32)
         model.activation_checkpointing = spaced_blocks(n, 2)
@@ -320,9 +320,6 @@ def test_missed_backend_is_told_where_it_would_be_taken(monkeypatch: pytest.Monk
 # Steps that run out of memory
 
 
-CHOICE = StepChoice(frozenset(choices.BY_MEMORY), "full", 6, 0, 10, False, 0, 0)
-
-
 def test_a_run_keeps_rows_beyond_use(workspace, capsys, monkeypatch) -> None:
     """With and without a budget, though a new run would take fewer."""
     monkeypatch.setattr(choices, "USEFUL_TOKENS", 1)
@@ -348,21 +345,7 @@ def test_memory_of_other_processes_is_not_there(monkeypatch, capsys) -> None:
         assert memory.gpu_memory(gpu) == left * GIB
     monkeypatch.setattr(choices, "meta_model", lambda *_: outlined())
     config, world = load(None, given()), World(0, 1, gpu)
-    task = find_task("pretrain")(config, WORLD)
+    task = TASKS["pretrain"](config, WORLD)
     _, found = choices.resolve_choices(config, world, task, None, 1, gpu)
     assert found is not None and found.budget == int(49 * GIB * 0.96) - 2 * GIB
     assert capsys.readouterr().out == "note: other processes hold 31.00 GiB of the GPU\n"
-
-
-def test_recomputed_blocks_of_a_checkpoint() -> None:
-    """Are the fewest again, with the same rows and memory."""
-    for changes, blocks, offload in (
-        ({"blocks": 5}, 5, False),
-        ({"blocks": 50, "offload": True}, 10, True),
-        ({"blocks": 5, "budget": 1}, 0, False),
-        ({"blocks": 5, "rows": 3}, 0, False),
-        ({"blocks": "5"}, 0, False),
-    ):
-        found = choices.as_before(CHOICE, CHOICE.facts() | changes)
-        assert (found.blocks, found.offload) == (blocks, offload)
-    assert choices.as_before(CHOICE, None) == CHOICE

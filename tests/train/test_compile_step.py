@@ -14,13 +14,13 @@ import torch
 from tests.models import tiny
 from tigon.kernels import precompile
 from tigon.models import MODELS
+from tigon.settings.load import load
 from tigon.train import compile_step as module
 from tigon.train.compile_step import compile_step, compute_gradients, keep_distinct_blocks
-from tigon.train.config_file import load
 from tigon.train.distributed import start
 from tigon.train.model import meta_model
 from tigon.train.optim import adamw
-from tigon.train.tasks import find_task
+from tigon.train.tasks import TASKS
 
 PLAIN = {"attention": "reference", "micro_batch_size": 2, "batch_size": 2}
 TYPES = [*["sliding_attention"] * 2, "full_attention"] * 3
@@ -46,7 +46,7 @@ def test_a_step_on_fake_tensors_draws_nothing(workspace, monkeypatch, changes):
     monkeypatch.setattr(module, "clip", clip_by_definition)
     sequences: list[Any] = []
     with start("cpu") as world:
-        model, task = meta_model(config, torch.float32), find_task("sft")(config, world)
+        model, task = meta_model(config, torch.float32), TASKS["sft"](config, world)
         find_loss = task.loss
 
         def loss(model: Any, inputs: Any, sums: Any) -> Any:
@@ -208,7 +208,7 @@ def test_it_is_done_once(workspace, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "compile_kernels", compiling)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     with start("cpu") as world:
-        task = find_task("sft")(load(None, workspace.settings("once")), world)
+        task = TASKS["sft"](load(None, workspace.settings("once")), world)
         assert count() == 0
         monkeypatch.setattr(module, "has_kernels", lambda _: True)
         with pytest.raises(ValueError, match="wrong"):

@@ -4,11 +4,12 @@ from typing import get_args
 import pytest
 import yaml
 
-from tigon.data.formats import REQUIRED_KEYS
-from tigon.train.config import Config, Lora, Parallel
-from tigon.train.config_file import ALIASES, dump, load, load_aliases
-from tigon.train.config_rules import CONFLICTS, REQUIRES
-from tigon.train.launch import help_text
+from tigon.kernels.attention import backends
+from tigon.settings.command import help_text
+from tigon.settings.config import Backend, Config, Lora, Parallel
+from tigon.settings.data import REQUIRED_KEYS, TASK_ROWS
+from tigon.settings.load import ALIASES, dump, load, load_aliases
+from tigon.settings.rules import CONFLICTS, REQUIRES
 from tigon.train.tasks import TASKS
 from tigon.utils.config import field_types
 from tigon.utils.yaml import parse_yaml
@@ -67,6 +68,11 @@ def test_what_is_printed_can_be_read_back(tmp_path):
     path.write_text(dump(config))
     assert load(path) == config
     assert list(yaml.safe_load(dump(config))) == list(Config.__dataclass_fields__)
+
+
+def test_choices_are_those_of_the_packages_that_import_torch():
+    assert get_args(Backend) == get_args(backends.Backend)
+    assert TASK_ROWS.keys() == TASKS.keys()
 
 
 def test_help_names_settings_defaults_and_values():

@@ -11,11 +11,10 @@ import torch
 from bench.train_cases import MODELS, config
 from tests.support.small import LLAMA, write_chats, write_model, write_tokenizer
 from tests.train import preferences
-from tigon.train import load, main
+from tigon.train import load, main, tasks
 from tigon.train.choices import StepChoice, resolve_choices
 from tigon.train.distributed import World
 from tigon.train.logging import read_metrics
-from tigon.train.tasks import find_task
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 # `make quickstart` runs the first, bench/recipes.py the others
@@ -121,7 +120,7 @@ def chosen_for(path: Path, changes: list[str], gpus: int, gigabytes: int, root: 
         (root / "teacher/config.json").write_text(json.dumps(SIZES["llama_3_1_8b"]))
         own.append(f"teacher={root}/teacher")
     config, world = load(path, [*own, *changes]), World(0, 1, torch.device("cpu"))
-    task = find_task(config.task)(config, world)
+    task = tasks.TASKS[config.task](config, world)
     task.share_prompts = task.one_prompt
     choice = resolve_choices(config, world, task, None, gpus, torch.device("cuda"))[1]
     assert choice is not None

@@ -17,6 +17,7 @@ from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.data import Format
 from tigon.data.sources import is_held_out
+from tigon.settings.data import TASK_ROWS
 from tigon.tokenizer import Tokenizer
 from tigon.train import load, main
 from tigon.train.logging import read_metrics
@@ -265,6 +266,7 @@ def test_each_is_as_if_it_were_alone(workspace, files, monkeypatch, task, reduct
     name = f"sets-{task}-{reduction}-{packing}"
     if task == "focal":
         monkeypatch.setitem(TASKS, "focal", Focal)
+        monkeypatch.setitem(TASK_ROWS, "focal", "rows of its own")
     else:
         same |= {"eval_label_smoothing": 0.1, "eval_z_loss": 1e-3}
     if task == "distill":

@@ -135,7 +135,7 @@ def test_stored_distributions(workspace, definition, beta, t, weight):
 def test_teachers_of_another_vocabulary_are_refused(workspace, tmp_path):
     """Before the data are read."""
     smaller = write_model(tmp_path / "smaller", vocab_size=320)  # the workspace's has 321
-    nowhere = ALL | {"data": tmp_path / "nowhere.jsonl"}
+    nowhere = ALL | {"data": "hf://nowhere"}
     said = "has a vocabulary of 320 tokens, and the model one of 321: .* cut the model to 320 rows"
     with pytest.raises(SystemExit, match=said):
         main(workspace.settings("sizes", **nowhere, teacher=smaller))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.small import WORDS, write_chats, write_model, write_tokenizer
+from tigon.settings.load import suggest_setting
 from tigon.train import Config, main
-from tigon.train.config_file import suggest_setting
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,8 +49,7 @@ def desk(tmp_path, monkeypatch) -> Path:
 @pytest.mark.parametrize("command", recipes(), ids=range(len(recipes())))
 def test_a_recipe(desk, command):
     words = shlex.split(command)
-    begin = words.index("train") if words[0] == "tigon" else words.index("tigon.train")
-    settings = words[begin + 1 :]
+    settings = words[words.index("train") + 1 :]
     given = dict(word.split("=", 1) for word in settings if "=" in word)
     model = write_model(desk / "model")
     tiny = {"run_dir": desk / "run", "seq_len": 64, "batch_size": 2, "micro_batch_size": 1}

@@ -20,8 +20,8 @@ from tests.train.layouts import assert_same_metrics, assert_same_tensors
 from tests.train.ranks import Ranks
 from tigon.cli import main as command
 from tigon.kernels.attention.backends import AttentionRequest, choose_backend
+from tigon.settings.config import Parallel
 from tigon.train import checkpoint, guard, main, start, trainer
-from tigon.train.config import Parallel
 from tigon.train.logging import read_metrics
 from tigon.train.state import TrainState
 from tigon.train.tasks import MicroBatchLoss

@@ -55,7 +55,8 @@ def test_data(fails, workspace, tmp_path, monkeypatch):
         patch.setattr(train_data, "tokenize", None)
         missing = r"eval_data: no data file matches .*data\.jsonl'; .* eval_data=\[\] for none"
         fails(missing, f"eval_data={path}")
-    path.write_text("")
+        path.write_text("")
+        fails(r"data\.jsonl is empty", f"eval_data={path}")
     fails(r"data\.jsonl is empty", f"data={path}")
     good = workspace.data.read_text().splitlines()[0]
     path.write_text(f'{good}\n{{"messages": [{{"role": "user", "content": "hi"}}]}}\n')
@@ -157,7 +158,7 @@ def test_without_arguments_or_with_help_it_explains_itself(capsys, workspace):
     with pytest.raises(SystemExit, match="2"):
         main([])
     printed = capsys.readouterr()
-    usage = "torchrun --nproc-per-node 8 -m tigon.train config.yaml"
+    usage = "torchrun --nproc-per-node 8 -m tigon train config.yaml"
     assert usage in printed.err and not printed.out
     main(["--help", "lr=fast"])
     assert usage in capsys.readouterr().out

@@ -18,15 +18,16 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from tests.train.ranks import TORCHRUN as FIRST_OF_TWO
 from tests.train.ranks import Ranks
 from tigon import cli
+from tigon.settings.command import read_command
 from tigon.train import checkpoint, main
-from tigon.train.distributed import record_error
 from tigon.train.launch import check_count, summarize
 from tigon.train.signals import peer_failed
+from tigon.utils.launcher import record_error
 
 ROOT = Path(__file__).parents[2]
 NPROC = ["-m", "tigon.cli", "train", "--nproc", "2"]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-TORCHRUN += ["-m", "tigon.train"]
+TORCHRUN += ["-m", "tigon", "train"]
 LACKS = "rank 1: no data file matches 'train.jsonl'"
 Launch = Callable[[list[str], str], tuple[int, str]]
 
@@ -224,11 +225,11 @@ def test_nproc_may_stand_anywhere(monkeypatch, capsys):
     module = sys.modules["tigon.train.launch"]
     monkeypatch.setattr(module, "run_ranks", run)
     monkeypatch.setattr(module, "check_count", lambda *_: None)
-    settings = ["model=m", "data=d", "run_dir=r"]
+    settings = ["model=m", "data=hf://d", "run_dir=r"]
     for given in (["--nproc", "4", *settings, "--lr", "1"], [*settings, "--lr", "1", "--nproc=4"]):
         with pytest.raises(SystemExit, match="0"):
             main(given)
-        assert launched.pop() == (4, [*settings, "--lr", "1"])
+        assert launched.pop() == (4, ["train", *settings, "--lr", "1"])
     shared = "batch_size=8 must be a multiple of micro_batch_size=2 x 3 ranks .*: give 6 or 12"
     with pytest.raises(SystemExit, match=shared):  # before ranks start and tokenize
         main(["--nproc", "3", *settings, "micro_batch_size=2"])
@@ -245,18 +246,28 @@ def test_nproc_may_stand_anywhere(monkeypatch, capsys):
         check_count(2, "cpu")
 
 
+def test_ranks_check_files_together(monkeypatch):
+    """One that ended alone would leave the others waiting for it."""
+    settings = ["model=./none", "data=none.jsonl", "run_dir=r"]
+    with pytest.raises(SystemExit, match=r"no data file matches .none\.jsonl"):
+        read_command(settings)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert read_command(settings).settings == settings
+
+
 def test_ranks_share_the_cpus_of_the_process(monkeypatch):
     module, threads = sys.modules["tigon.train.launch"], []
 
     def launch(*_):
-        return lambda *_: threads.append(os.environ["OMP_NUM_THREADS"])
+        return lambda *command: threads.append((os.environ["OMP_NUM_THREADS"], command))
 
     monkeypatch.setattr(module, "elastic_launch", launch)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    assert module.run_ranks(2, []) == (0, None)
-    assert threads == ["3"]
+    assert module.run_ranks(2, ["train", "a.yaml"]) == (0, None)
+    # By the command, which imports torch without collecting garbage
+    assert threads == [("3", ("-m", "tigon", "train", "a.yaml"))]
 
 
 def test_incomplete_rank_environment_is_refused(workspace, monkeypatch):

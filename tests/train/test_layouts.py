@@ -11,8 +11,8 @@ from tests.train import preferences
 from tests.train.layouts import TOLERANCE, assert_same_run, assert_same_tensors, train_once
 from tigon.models import MODELS
 from tigon.parallel import check_experts
+from tigon.settings.config import Parallel
 from tigon.train import checkpoint
-from tigon.train.config import Parallel
 from tigon.train.export import convert_checkpoint
 
 SHARED = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.test_choices import CHOICE, LAYERS, given, outlined
+from tests.train.test_choices import LAYERS, given, outlined
+from tigon.settings.load import load
 from tigon.train import build, dry_run, main, trainer
-from tigon.train.choices import StepChoice, lessen
-from tigon.train.config_file import load
+from tigon.train.choices import BY_MEMORY, StepChoice, lessen
 from tigon.train.distributed import InputError, World
 from tigon.train.less_memory import StepMemoryError, within_memory
+
+CHOICE = StepChoice(frozenset(BY_MEMORY), "full", 6, 0, 10, False, 0, 0)
 
 
 def test_each_next_choice_takes_less() -> None:

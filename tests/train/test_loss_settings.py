@@ -10,6 +10,7 @@ from torch import Tensor
 import tigon
 from tests.train.focal import Focal
 from tests.train.weights import token_weights, write_weighted
+from tigon.settings.data import TASK_ROWS
 from tigon.train import load, main, prepare, start, train
 from tigon.train.tasks import TASKS
 
@@ -113,6 +114,7 @@ def test_metrics_in_training_and_evaluation_apart(workspace):
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
 def test_loss_of_log_probabilities(workspace, monkeypatch, reduction):
     monkeypatch.setitem(TASKS, "focal", Focal)
+    monkeypatch.setitem(TASK_ROWS, "focal", "rows of its own")
     model, means, losses = tigon.from_pretrained(workspace.model), [], []
     for ids, mask, _ in chats_of(workspace, workspace.data):
         with torch.no_grad():

@@ -15,13 +15,13 @@ from tests.support.small import EXPERTS, LLAMA
 from tigon.layers import Experts
 from tigon.models import MODELS, CausalLM
 from tigon.parallel import MeshSizes, keep_rank_zero
+from tigon.settings.config import Config, Lora, Parallel
 from tigon.train import start
 from tigon.train.choices import StepChoice, resolve_choices
-from tigon.train.config import Config, Lora, Parallel
 from tigon.train.distributed import World
 from tigon.train.memory import Estimate, estimate
 from tigon.train.model import add_lora
-from tigon.train.tasks import find_task
+from tigon.train.tasks import TASKS
 
 WORLD = World(0, 1, torch.device("cpu"))
 B, T = 4, 256
@@ -57,7 +57,7 @@ def planned(
     model = of(values).to(getattr(torch, config.param_dtype)).train()
     if lora:
         add_lora(model, config)
-    objective = find_task(config.task)(config, WORLD)
+    objective = TASKS[config.task](config, WORLD)
     return estimate(model, objective, config, gpus, torch.bfloat16)
 
 
@@ -162,7 +162,7 @@ def test_auto_checkpointing_makes_room_for_teacher(folder: Folder) -> None:
     given |= {"sharding": "full"}
 
     def chosen(config: Config) -> StepChoice:
-        task, cuda = find_task(config.task)(config, WORLD), torch.device("cuda")
+        task, cuda = TASKS[config.task](config, WORLD), torch.device("cuda")
         choice = resolve_choices(config, WORLD, task, None, 1, cuda)[1]
         assert choice is not None
         return choice

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.train.ranks import Ranks
+from tigon.settings.config import Config
 from tigon.train import callbacks, checkpoint, main, trainer
 from tigon.train.checkpoint import files
 from tigon.train.checkpoint.files import KeepPolicy
-from tigon.train.config import Config
 from tigon.train.logging import RunLog, read_metrics
 
 

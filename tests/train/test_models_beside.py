@@ -1,7 +1,6 @@
 """A run goes on with the reference or the teacher that it began with."""
 
 import resource
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,28 +100,3 @@ def test_a_file_that_may_not_be_as_large_is_said(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(tmp_path.glob("*part*"))
-
-
-@pytest.mark.slow
-def test_the_checkpoint_s_run_says_which_reference(
-    settings: Any, other: Path, tmp_path: Path
-) -> None:
-    """Not what a run began with that was in the directory and saved no checkpoint."""
-    main(settings())
-    source, again = tmp_path / "run/checkpoints/step-00000001", tmp_path / "again"
-    main(settings(run_dir=again, reference=other))
-    shutil.rmtree(again / "checkpoints")
-    on = {"run_dir": again, "resume": source, "steps": 2}
-    with pytest.raises(SystemExit, match="other is not the reference that the run began with"):
-        main(settings(**on, reference=other))
-    main(settings(**on))
-
-
-def test_a_checkpoint_named_from_its_own_directory(
-    settings: Any, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    main(settings())
-    monkeypatch.chdir(tmp_path / "run/checkpoints")
-    on = {"run_dir": tmp_path / "again", "resume": "step-00000001", "steps": 2}
-    with pytest.raises(SystemExit, match="other is not the reference that the run began with"):
-        main(settings(**on, reference=other))

@@ -31,9 +31,9 @@ def launched(words: list[str]) -> Any:
     """What torchrun makes of its arguments; the settings are read as a run would."""
     at = words.index("torchrun") + 1
     args = get_args_parser().parse_args(words[at:])
-    assert args.training_script == "tigon.train" and args.module
-    config, *settings = args.training_script_args
-    assert config == "config.yaml"
+    assert args.training_script == "tigon" and args.module
+    command, config, *settings = args.training_script_args
+    assert (command, config) == ("train", "config.yaml")
     read = load(None, [*settings, "model=m", "data=d"])
     assert read.run_dir.startswith("/shared/") and read.resume == "auto"
     assert (args.nnodes, args.nproc_per_node, args.max_restarts) == ("4", "8", 0)

@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.support.small import LLAMA
 from tigon.models import MODELS
+from tigon.settings.load import load
 from tigon.train.checkpoint.format import optimizer_states
-from tigon.train.config_file import load
 from tigon.train.distributed import shard
 from tigon.train.optim import (
     build_optimizer,

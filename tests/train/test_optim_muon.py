@@ -9,7 +9,7 @@ import torch
 from tests.support.small import EXPERTS
 from tests.train.ranks import Ranks
 from tigon.models import MODELS
-from tigon.train.config_file import load
+from tigon.settings.load import load
 from tigon.train.distributed import shard, start
 from tigon.train.optim import build_optimizer, hidden_matrices, muon
 from tigon.train.optim.muon import Matrix, MatrixBlock, assign_ranks, plan

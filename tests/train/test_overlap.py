@@ -14,11 +14,11 @@ from tokenizers import Tokenizer
 
 from tests.train.adapters import weights
 from tests.train.checkpoints import assert_equal
+from tigon.settings.load import load
 from tigon.train import main, overlap
 from tigon.train.build import load_tokenizer
-from tigon.train.config_file import load
 from tigon.train.distributed import start
-from tigon.train.tasks import find_task
+from tigon.train.tasks import TASKS
 
 LORA = {"lora.rank": 2, "lora.dropout": 0.2}
 
@@ -69,7 +69,7 @@ def bad_rows(folder: Path) -> Path:
     return path
 
 
-WRONG = [(kind, broken) for kind in ("no such file", "a bad row") for broken in (False, True)]
+WRONG = [(kind, broken) for kind in ("an empty file", "a bad row") for broken in (False, True)]
 
 
 @pytest.mark.parametrize(("kind", "broken"), [*WRONG, ("good", True)])
@@ -84,8 +84,9 @@ def test_errors_are_the_same(workspace, side_by_side, tmp_path, capfd, kind, bro
                 (changes["model"] / file.name).write_bytes(file.read_bytes())
     if kind == "a bad row":
         changes["data"] = bad_rows(tmp_path)
-    elif kind == "no such file":
-        changes["data"] = tmp_path / "absent.jsonl"
+    elif kind == "an empty file":
+        changes["data"] = tmp_path / "empty.jsonl"
+        changes["data"].touch()
     said = {}
     for on in (False, True):
         with pytest.raises(SystemExit) as stop:
@@ -144,7 +145,7 @@ def test_processes_end_with_the_run(workspace, monkeypatch):
     monkeypatch.setattr(overlap, "tokenize_entries", lasts)
     monkeypatch.setattr(overlap, "SMALL", 0)
     with start("cpu") as world:
-        task = find_task("sft")(config, world)
+        task = TASKS["sft"](config, world)
         began = time.monotonic()
         with (
             pytest.raises(ValueError, match="stop"),

@@ -10,8 +10,8 @@ from tests.support.small import write_model
 from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import TORCHRUN, Ranks, train_on
 from tigon.parallel import MeshSizes
+from tigon.settings.config import Parallel, mesh_sizes
 from tigon.train import load, main, prepare, start, train
-from tigon.train.config import Parallel, mesh_sizes
 from tigon.train.model import check_sizes
 
 
@@ -101,7 +101,7 @@ def test_wrong_sizes_are_named_once(workspace, monkeypatch):
     ],
 )
 def test_unsharable_model_is_named_before_data(workspace, changes, said):
-    given = workspace.settings("none", data="nowhere.jsonl", batch_size=8, device="auto", **changes)
+    given = workspace.settings("none", data="hf://nowhere", batch_size=8, device="auto", **changes)
     with pytest.raises(SystemExit, match=said):
         main(["--dry-run", "--nproc", "8", *given])
     config = load(None, given)
@@ -115,7 +115,7 @@ def test_columns_without_draws_are_named(workspace):
     (weights,) = thin.glob("*.safetensors")
     weights.unlink()
     lora = {"lora.rank": 2, "lora.dropout": 0.1}
-    given = workspace.settings("none", model=thin, data="nowhere.jsonl", device="auto", **lora)
+    given = workspace.settings("none", model=thin, data="hf://nowhere", device="auto", **lora)
     said = r"dropout=0.1 does not work where a rank's columns begin at 15 \(.*down_proj"
     with pytest.raises(SystemExit, match=said):
         main(["--dry-run", "--nproc", "4", *given, "parallel.tensor=4"])

@@ -20,8 +20,8 @@ from tigon.distributed.collectives import Ranks
 from tigon.kernels.optim import adamw
 from tigon.models import MODELS, CausalLM, LoraConfig
 from tigon.parallel import Meshes, shard_experts, shard_model
+from tigon.settings.config import Parallel
 from tigon.train import start
-from tigon.train.config import Parallel
 from tigon.train.distributed import World, local
 from tigon.train.model import parallelize
 from tigon.train.optim import build_optimizer

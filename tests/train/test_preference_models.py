@@ -17,7 +17,7 @@ from tests.train import preferences
 from tests.train.ranks import train_on
 from tigon.data import MicroBatch
 from tigon.train import load, main, prepare, reference, start
-from tigon.train.tasks import find_task
+from tigon.train.tasks import TASKS
 from tigon.train.trainer import forward_backward, open_task
 
 V = LLAMA["vocab_size"]
@@ -173,7 +173,7 @@ def test_parts_of_answers_that_are_not_learned(models: Any, world: Any, packed: 
     learned = [p for p in model.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(expected, learned)
     config = load(None, ["run_dir=a", "model=m", "data=d", "task=dpo", f"beta={BETA}"])
-    objective: Any = find_task("dpo")(config, world)
+    objective: Any = TASKS["dpo"](config, world)
     rows_of = batch(rows, packed=packed)
     known = objective._logprobs_by(other, rows_of)
     rows_of.per_token[reference.COLUMN] = known  # type: ignore[index]

@@ -17,7 +17,7 @@ from tigon.train.data import may_not_fit
 from tigon.train.distributed import World
 from tigon.train.memory import estimate
 from tigon.train.model import meta_model
-from tigon.train.tasks import find_task
+from tigon.train.tasks import TASKS
 
 KEYS = (
     "loss",
@@ -113,7 +113,7 @@ def test_kto_says_which_weights_balance_its_answers(workspace, settings, tmp_pat
     mixed = preferences.write(tmp_path / "mixed.jsonl", rows)
 
     def said(data: Any, **more: Any) -> str:
-        pack(settings("balance", "kto", data=data, eval_data="[]", **more))
+        pack(load(None, settings("balance", "kto", data=data, eval_data="[]", **more)))
         return "".join(x for x in capsys.readouterr().out.splitlines() if "desired" in x)
 
     assert said(mixed) == said(f"[{files['good']}, {files['bad']}]") == ""
@@ -174,11 +174,6 @@ def test_resuming_with_another_reference_or_without_its_files(workspace, setting
     for where in (["resume=auto"], elsewhere):
         with pytest.raises(SystemExit, match="is not the reference that the run began with"):
             main([*run, *where])
-    record = (begun / "reference.json").read_text()
-    (begun / "reference.json").write_text("{}")
-    with pytest.raises(SystemExit, match=r"reference.json is damaged"):
-        main([*run, "resume=auto"])
-    (begun / "reference.json").write_text(record)
     weights.write_bytes(content)
     (model / "consolidated.safetensors").write_bytes(b"which no model is read from")
     main([*run, *elsewhere, "steps=3"])
@@ -277,7 +272,7 @@ def test_answers_equal_once_cut_are_left_out(workspace, settings, tmp_path, caps
 def test_stream_warns_of_pairs_that_may_not_fit(world):
     def said(*given: str) -> str | None:
         config = load(None, [*NEEDED, "task=dpo", "streaming=true", "steps=1", *given])
-        return may_not_fit(find_task(config.task)(config, world))
+        return may_not_fit(TASKS[config.task](config, world))
 
     told = "pairs longer than a row of seq_len 512 are cut or left out"
     assert said("seq_len=512") == told
@@ -293,7 +288,7 @@ def test_dry_run_times_steps_and_estimates_memory(workspace, settings, task, cap
     main([*settings(f"dry-{task}", task), "--dry-run"])
     assert "a step, measured: " in capsys.readouterr().out
     config = load(None, settings(f"estimated-{task}", task, micro_batch_size=1))
-    objective = find_task(task)(config, World(0, 1, torch.device("cpu")))
+    objective = TASKS[task](config, World(0, 1, torch.device("cpu")))
     model = meta_model(config, torch.float32)
     found = estimate(model, objective, config, 1, torch.bfloat16)
     assert found.kinds["activations"] > 0 and found.kinds["logits and loss"] > 0

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from tests.train.layouts import assert_same_metrics
+from tigon.settings.config import Profile
 from tigon.train import main
-from tigon.train.config import Profile
 from tigon.train.profile import Profiler
 
 

@@ -219,7 +219,6 @@ LEFT_FILES = (
     f".config.yaml.{'2c' * 8}",
     f"..exported.{'2c' * 8}",
     f".predictions-step-00000004.jsonl.{'2c' * 8}",
-    f".reference.json.{'2c' * 8}",
     ".rank-3-0123abcd",
     ".hf.lock",
 )

@@ -19,6 +19,7 @@ from tests.support.small import chats
 from tests.train.ranks import Ranks
 from tigon.data import Encoder, Example, Format
 from tigon.models import CausalLM, Targets
+from tigon.settings.data import TASK_ROWS
 from tigon.tokenizer import Tokenizer
 from tigon.train import main
 from tigon.train.tasks import TASKS, MicroBatchLoss, StepInputs, Task
@@ -83,7 +84,7 @@ class Pairs(Task):
 
 
 def run_pairs(settings: list[str]) -> None:
-    TASKS["pairs"] = Pairs
+    TASKS["pairs"], TASK_ROWS["pairs"] = Pairs, "pairs"
     main(settings)
 
 
@@ -91,6 +92,7 @@ def run_pairs(settings: list[str]) -> None:
 def settings(workspace, tmp_path, monkeypatch):
     """21 pairs of uneven lengths and weights, and some held out."""
     monkeypatch.setitem(TASKS, "pairs", Pairs)
+    monkeypatch.setitem(TASK_ROWS, "pairs", "rows of its own")
 
     def write(name: str, count: int, seed: int) -> Path:
         answers = [c[1]["content"] for c in chats(2 * count, seed)]

@@ -118,7 +118,7 @@ def test_bad_rows_are_refused_with_their_line(workspace, tmp_path, task, row, ch
 def test_unfit_models_are_refused_before_data(workspace, tmp_path, task, name):
     """With another tokenizer, or a context in which they have never seen such places."""
     other = write_model(tmp_path / "other", max_position_embeddings=64)
-    nowhere = {"task": task, "data": tmp_path / "nowhere.jsonl", name: other}
+    nowhere = {"task": task, "data": "hf://nowhere", name: other}
     said = "seq_len=65 is more than .*other's context of 64 tokens .*: set seq_len=64 or less"
     with pytest.raises(SystemExit, match=said):
         main(workspace.settings("context", **nowhere, seq_len=65))

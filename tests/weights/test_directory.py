@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from tigon.weights import files as module
-from tigon.weights.files import DiskFullError, new_directory, remove_directory
+from tigon.weights.files import (
+    DiskFullError,
+    LockedError,
+    lock_file,
+    new_directory,
+    remove_directory,
+)
 
 
 def test_new_directory_appears_at_the_end_only(tmp_path: Path) -> None:
@@ -221,6 +227,23 @@ def test_leftovers_of_killed_writers_alone_are_removed(tmp_path: Path) -> None:
     write(tmp_path / "out", "one")
     assert sorted(os.listdir(tmp_path)) == sorted([*others, "out"])
     assert all(os.listdir(tmp_path / name) == ["file"] for name in others)
+
+
+def test_a_lock_names_the_process_that_has_it(tmp_path: Path) -> None:
+    def lock() -> Any:
+        return lock_file(tmp_path / "lock", tmp_path / "out", "in use", "choose another path")
+
+    with lock() as held:
+        assert held
+        with pytest.raises(LockedError, match=rf"in use by process {os.getpid()} on .*: wait") as e:
+            lock().__enter__()
+        assert e.value.by_this_process
+        (tmp_path / "lock").write_text(f"process {os.getpid() + 1} on elsewhere")
+        with pytest.raises(LockedError, match="on elsewhere: wait") as e:
+            lock().__enter__()
+        assert not e.value.by_this_process
+    with lock() as held:
+        assert held
 
 
 def test_a_file_of_the_locks_name_stays(tmp_path: Path) -> None:

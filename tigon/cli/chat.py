@@ -18,7 +18,7 @@ from tigon.cli.terminal import read_lines
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import NO_TIMEOUT, World
-from tigon.train.launch import LAUNCHED
+from tigon.utils.launcher import LAUNCHED
 from tigon.utils.terminal import escape_controls, one_line, raw_stream
 
 COMMANDS = {

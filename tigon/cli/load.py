@@ -20,9 +20,9 @@ from tigon.models import MODELS, CausalLM, build
 from tigon.models.pretrained.gguf_export import check_gguf_target
 from tigon.models.pretrained.load import parse_gguf_path
 from tigon.parallel import MeshSizes, from_pretrained, keep_rank_zero
+from tigon.settings.config import Parallel
 from tigon.tokenizer import Tokenizer
-from tigon.train.config import Parallel
-from tigon.train.distributed import World, end_soon, launched, record_error, start
+from tigon.train.distributed import World, end_soon, start
 from tigon.train.export import (
     check_shareable,
     find_checkpoint,
@@ -31,8 +31,9 @@ from tigon.train.export import (
     load_with_adapter,
     meta_model_from_checkpoint,
 )
-from tigon.train.launch import LAUNCHED, run_ranks
+from tigon.train.launch import run_ranks
 from tigon.utils.json import parse_object
+from tigon.utils.launcher import LAUNCHED, launched, record_error
 from tigon.utils.terminal import one_line
 from tigon.weights import Repository
 from tigon.weights.files import check_free
@@ -200,7 +201,7 @@ def _start_ranks(args: Namespace) -> int:
         )
     with _restore_terminal():
         code, problem = run_ranks(
-            args.tp, args.arguments_given, "tigon", shutdown_timeout=15, forward_interrupt=True
+            args.tp, args.arguments_given, shutdown_timeout=15, forward_interrupt=True
         )
     # A closed pipe is no fault, and rank 0 has said why it ended
     if problem and code != CLOSED and not problem.startswith("rank 0 ended"):

@@ -9,10 +9,11 @@ from tigon.data.formats import Format
 from tigon.data.loader import Loader
 from tigon.data.mixture import Mixture, Window
 from tigon.data.packing import PackedRows, pack_documents, pack_examples
-from tigon.data.selection import Entry, find_sources
+from tigon.data.selection import find_sources
 from tigon.data.sources import Block, Source
 from tigon.data.stream import Stream
 from tigon.data.tokenized import tokenize
+from tigon.settings.data import Entry
 
 __all__ = [
     "Block", "ChatEncoder", "Encoder", "EncodingReport", "Entry", "Example", "Examples", "Format",

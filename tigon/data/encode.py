@@ -36,7 +36,7 @@ from tigon.data.sources import Source
 from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn, learned_turns
 from tigon.utils.json import escape
 
-ENCODER_VERSION = 4  # of what these make of a row; another one makes caches anew
+ENCODER_VERSION = 5  # of what these make of a row; another one makes caches anew
 MAX_BAD_ROWS = 100  # rows that may be bad before a source is refused, where bad rows are skipped
 
 

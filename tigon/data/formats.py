@@ -15,6 +15,7 @@ from tigon.data.messages import (
     read_json,
     read_messages,
 )
+from tigon.settings.data import REQUIRED_KEYS, check_format
 from tigon.tokenizer.chat_template import check_variables
 
 Row = dict[str, Any]
@@ -22,18 +23,6 @@ Messages = list[dict[str, Any]]
 MessagesOrText = TypeVar("MessagesOrText", str, Messages, str | Messages)
 
 CHAT_FORMATS = ("messages", "sharegpt", "prompt_completion", "instruction")
-# What a row of each format must have, and what else is read of it
-REQUIRED_KEYS = {
-    "messages": ("messages",),
-    "sharegpt": ("messages",),
-    "prompt_completion": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
-    "text": ("text",),
-    "preference": ("chosen", "rejected"),
-    "unpaired": ("prompt", "completion", "label"),
-    "completions": ("prompt", "completions"),
-    "distributions": ("input_ids", "teacher_tokens", "teacher_logprobs"),
-}
 TEMPLATE_KEYS = ("tools", "system", "chat_template_kwargs")  # to the chat template
 OPTIONAL_KEYS = {
     **dict.fromkeys(("messages", "sharegpt", "prompt_completion"), ("weight", *TEMPLATE_KEYS)),
@@ -89,8 +78,7 @@ class Format:
     strict: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind is not None and self.kind not in REQUIRED_KEYS:
-            raise ValueError(f"format={self.kind!r} is not one of {', '.join(REQUIRED_KEYS)}")
+        check_format(self.kind)
         for key, column in self.columns.items():
             if key not in ROW_KEYS:
                 keys = ", ".join(ROW_KEYS)

@@ -1,17 +1,15 @@
 """What an entry of `data` names: files, globs and data sets of the hub, and which of their rows."""
 
-import glob
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from tigon.data.formats import Format
-from tigon.data.sources import HUB, CsvFile, JsonFile, Source, TextFile, suffix
+from tigon.data.sources import CsvFile, JsonFile, Source, TextFile, suffix
 from tigon.data.tables import Table, saved_split
-from tigon.utils.config import check_ranges, setting
-from tigon.utils.paths import check_file_name, expand_user
+from tigon.settings.data import HUB, Entry, match_paths
 
 ACCEPTED_FILES = (
     ".jsonl, .json, .csv, .tsv and .txt files (each also .gz or .zst), .parquet and .arrow files, "
@@ -21,26 +19,6 @@ READERS = {".jsonl": JsonFile, ".csv": CsvFile, ".tsv": CsvFile, ".json": JsonFi
 
 _BOUND = r"(-?\d{1,18})(%?)"
 _SPLIT = re.compile(rf"(\w[\w.-]*)(?:\[(?:{_BOUND})?:(?:{_BOUND})?\])?")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One item of a list of data: a path, a glob, or a data set of the hub, hf://owner/name."""
-
-    path: str
-    # Its share of the examples drawn from all entries
-    weight: float | None = setting(None, gt=0, finite=True)
-    format: str | None = None  # one of formats.REQUIRED; None: detected from the keys
-    columns: Mapping[str, str] = field(default_factory=dict)  # our name of a key -> theirs
-    split: str | None = None  # or slices of splits, as in `datasets`; None: train. A file is train
-    skip: int = setting(0, ge=0)  # rows at the start
-    take: int | None = setting(None, ge=1)  # rows after those; None: all
-    config: str | None = None  # of a data set of the hub
-    revision: str | None = None  # of a data set of the hub
-    name: str | None = None  # of held-out data that is also measured on its own
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
 
 
 class Split(NamedTuple):
@@ -105,7 +83,7 @@ def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool
         else:
             sources = [
                 _file_source(path, entry, name, format, separator)
-                for path in _match_paths(entry.path)
+                for path in match_paths(entry.path)
             ]
         selected += sources if split is None else select_split(sources, split)
     end = None if entry.take is None else entry.skip + entry.take
@@ -114,22 +92,6 @@ def _resolve_entry(entry: Entry, format: Format, separator: str, streaming: bool
     options = {name: getattr(entry, name) for name in ("split", "skip", "take")}
     selection = ", ".join(f"{k}={v!r}" for k, v in options.items() if v)
     raise ValueError(f"{entry.path} has no rows left by {selection}")
-
-
-def _match_paths(pattern: str) -> list[Path]:
-    """Lists the path, or the files that a glob matches, sorted; FileNotFoundError without any."""
-    path = expand_user(pattern)
-    paths = [path] if path.exists() else [Path(p) for p in glob.glob(str(path), recursive=True)]
-    if not paths:
-        hint = ""
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", pattern) and not path.suffix:
-            hint = f"; a data set of the hub is written {HUB}{pattern}"
-        elif re.search(r"\.\w+[, ]", pattern):
-            hint = "; several files are a list, as in data='[a.jsonl, b.jsonl]'"
-        raise FileNotFoundError(f"no data file matches {pattern!r}{hint}")
-    for path in paths:
-        check_file_name(str(path))
-    return sorted(paths)
 
 
 def _file_source(

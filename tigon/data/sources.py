@@ -23,7 +23,6 @@ from typing import Any
 from tigon.data.formats import KEY_ALIASES, ROW_KEYS, VALUE_KEYS, Format, Row
 from tigon.utils.json import DuplicateKeyError, object_from_pairs, quote
 
-HUB = "hf://"
 COMPRESSED = (".gz", ".zst")
 BLOCK_BYTES = 2**20  # bytes of a block, about
 HASH_BYTES = 2**25  # bytes that a thread hashes at a time

@@ -8,7 +8,7 @@ import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import Empty, Full, Queue
 from typing import Any
 
@@ -163,8 +163,8 @@ class Stream(WindowSource):
             sizes = [sum(part.num_groups for part in examples) for examples in entries]
             first = np.cumsum([0, *sizes])
             groups = first[entry] + index - self.pattern.count_drawn(start)[entry]
-        window = Window.from_groups(corpus, groups, epoch=state["epoch"], index=state["window"])
-        return replace(window, last=last)
+        epoch, index = state["epoch"], state["window"]
+        return Window.from_groups(corpus, groups, epoch=epoch, index=index, last=last)
 
 
 def _process_loader(windows: "_WindowDataset") -> DataLoader[Any]:

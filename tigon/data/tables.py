@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tigon.data.formats import Row
-from tigon.data.sources import HUB, Record, Source, check_columns
+from tigon.data.sources import Record, Source, check_columns
+from tigon.settings.data import HUB
 from tigon.utils.json import read_json
 
 BATCH_ROWS = 256

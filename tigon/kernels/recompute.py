@@ -192,17 +192,31 @@ def forget_recompute(*tensors: Tensor) -> None:
             del x._recompute
 
 
-def run_recompute(fn: RecomputeFn, saved: Sequence[Tensor | None]) -> Tensor:
-    """Computes the tensor in backward from what the graph has saved of `Recompute.saved`."""
+def save_input(
+    x: Tensor, recompute: Recompute | None
+) -> tuple[RecomputeFn | None, Sequence[Tensor | None]]:
+    """Returns how the backward pass of a product gets its input `x`, and what the graph saves for
+    that: None and x itself where it has to be saved."""
+    if recompute is None:
+        return None, (x,)
+    recompute.keep_gate_up()
+    return recompute.fn, recompute.saved
+
+
+def run_recompute(fn: RecomputeFn | None, saved: Sequence[Any]) -> Tensor:
+    """Returns the tensor in backward from what the graph has saved, as `save_input` says."""
+    if fn is None:
+        return saved[0]
     _check_saved(saved)
     return fn.compute(*saved, *fn.constants)
 
 
-def start_fetch(fn: RecomputeFn, saved: Sequence[Tensor | None]) -> RemoteParts | None:
+def start_fetch(fn: RecomputeFn | None, saved: Sequence[Tensor | None]) -> RemoteParts | None:
     """Starts the communication that `run_recompute` waits for; returns `fn.remote`, or None."""
-    if fn.remote is not None:
-        _check_saved(saved)
-        fn.remote.fetch(saved)
+    if fn is None or fn.remote is None:
+        return None
+    _check_saved(saved)
+    fn.remote.fetch(saved)
     return fn.remote
 
 

@@ -322,6 +322,14 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()  # triton's own takes microseconds
 
 
+def owns_storage(x: Tensor) -> bool:
+    """Whether x is no leaf of the graph, nor a view of one, and fills its whole storage."""
+    base = x if x._base is None else x._base
+    # What has no gradient is a leaf, such as the base of what an autograd function returns
+    belongs_to_leaf = x.is_leaf or (base.is_leaf and base.requires_grad)
+    return not belongs_to_leaf and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
 def as_rows(x: Tensor) -> Tensor:
     """Returns [..., C] as [N, C] with adjacent columns: a view wherever one exists."""
     rows = x.reshape(-1, x.shape[-1])
@@ -395,13 +403,6 @@ def is_watched(x: Tensor) -> bool:
 def is_eager(x: Tensor) -> bool:
     """Whether operations on `x` run now, and no dispatch mode sees them."""
     return _run_fake is not None or (has_values(x) and not is_watched(x))
-
-
-def is_transformed(*tensors: Tensor | None) -> bool:
-    """Whether a transform of torch.func is active on one of the tensors."""
-    if torch.compiler.is_compiling():
-        return False
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors if x is not None)
 
 
 def on_host(x: Tensor) -> bool:

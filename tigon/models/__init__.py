@@ -4,7 +4,6 @@ import os
 from typing import TYPE_CHECKING, Unpack
 
 from tigon.models import families
-from tigon.models.adapters.lora import LoraConfig
 from tigon.models.causal_lm import CausalLM
 from tigon.models.families import *  # noqa: F403
 from tigon.models.inputs import Batch
@@ -12,6 +11,7 @@ from tigon.models.outputs import CausalLMOutput
 from tigon.models.pretrained import load
 from tigon.models.pretrained.load import build, load_weights, materialize
 from tigon.models.targets import Targets
+from tigon.settings.lora import LoraConfig
 
 MODELS: dict[str, type[CausalLM]] = {
     family.config_class.model_type: family

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tigon.kernels.loss.terms import LossTerm
 from tigon.layers import Cache
-from tigon.utils.config import suggest
 
 Reduction = Literal["token", "sequence", "sum", "none"]
 Keep = int | Tensor  # the type of logits_to_keep
@@ -88,36 +87,6 @@ BATCH, TARGETS, PASS = (
     frozenset(arguments.__annotations__)
     for arguments in (BatchArguments, TargetArguments, PassArguments)
 )
-
-
-# Names of arguments in transformers and PEFT, and ours
-TRANSFORMERS_NAMES = {
-    "attn_implementation": "attention",
-    "cache": "past_key_values",  # from 5.24 on
-    "device_map": "device",
-    "device_mesh": "mesh",
-    "load_in_4bit": "quantize",
-    "lora_alpha": "alpha",
-    "lora_dropout": "dropout",
-    "output_hidden_states": "return_hidden",
-    "r": "rank",
-    "target_modules": "targets",
-    "torch_dtype": "dtype",
-    "tp_plan": "mesh",
-    "use_dora": "dora",
-    "use_rslora": "rslora",
-}
-
-
-def check_keywords(function: str, kwargs: Mapping[str, Any], known: frozenset[str]) -> None:
-    """Raises Python's TypeError, with a hint, for an unknown keyword argument."""
-    if known.issuperset(kwargs):
-        return
-    name = next(name for name in kwargs if name not in known)
-    message = f"{function}() got an unexpected keyword argument {name!r}"
-    tigon_name = TRANSFORMERS_NAMES.get(name)
-    hint = f"here: {tigon_name!r}" if tigon_name in known else suggest(name, known, 0.8)
-    raise TypeError("; ".join(filter(None, (message, hint))))
 
 
 def select_keys(names: frozenset[str], arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,15 +15,10 @@ from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.runtime import check_values, host_can_read, on_host, runs_triton
 from tigon.layers import Cache, ContextShard, KVCache
 from tigon.layers.context import real_tokens
-from tigon.models.arguments import (
-    BATCH,
-    BatchArguments,
-    Defaults,
-    check_keywords,
-    expand_kwargs_signature,
-)
+from tigon.models.arguments import BATCH, BatchArguments, Defaults, expand_kwargs_signature
 from tigon.models.config import ModelConfig
 from tigon.models.decoder import Decoder
+from tigon.utils.config import check_keywords
 
 BOUNDS = ("cu_seq_lens", "cu_seq_lens_q", "cu_seq_lens_k")
 TENSORS = (

@@ -22,12 +22,13 @@ from tigon.kernels.loss.terms import (
 )
 from tigon.layers import balance
 from tigon.layers.lm_head import HeadOutput
-from tigon.models.arguments import BATCH, PASS, TARGETS, check_keywords, select_keys
+from tigon.models.arguments import BATCH, PASS, TARGETS, select_keys
 from tigon.models.config import ModelConfig
 from tigon.models.inputs import Batch, BatchModel
 from tigon.models.moe import ROUTING_METRICS, ExpertsConfig, aux_loss_coef
 from tigon.models.outputs import CausalLMOutput
 from tigon.models.targets import Targets
+from tigon.utils.config import check_keywords
 
 TARGET_METRICS = ("accuracy", "nll")  # metrics that need labels
 # Fields of criteria that have a value for each position

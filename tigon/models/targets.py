@@ -18,11 +18,11 @@ from tigon.models.arguments import (
     Keep,
     Reduction,
     TargetArguments,
-    check_keywords,
     expand_kwargs_signature,
     select_keys,
 )
 from tigon.models.inputs import Batch
+from tigon.utils.config import check_keywords
 
 MEAN_REDUCTIONS = ("token", "sequence")  # reductions that divide by a number of items
 OPTIONS = frozenset(("label_smoothing", "z_loss", "class_weights"))

@@ -4,9 +4,10 @@ from tigon.parallel.context_parallel import check_context, gather_output, share_
 from tigon.parallel.expert_parallel import check_experts, shard_experts
 from tigon.parallel.fsdp import reduction_dtype, shard_blocks
 from tigon.parallel.load import from_pretrained, shard_layers
-from tigon.parallel.mesh import DataRank, Meshes, MeshSizes
+from tigon.parallel.mesh import DataRank, Meshes
 from tigon.parallel.tensor_parallel import TensorParallel, keep_rank_zero, shard_model
 from tigon.parallel.zero2 import IN_FLIGHT, forward_order, shard_gradients
+from tigon.settings.mesh import MeshSizes
 
 __all__ = [
     "IN_FLIGHT", "DataRank", "MeshSizes", "Meshes", "TensorParallel", "check_context",

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from tigon.distributed.collectives import Ranks, check_same_on_all_ranks
 from tigon.layers import Experts
 from tigon.models import MODELS, CausalLM
-from tigon.models.arguments import check_keywords
 from tigon.models.pretrained import load
 from tigon.parallel.expert_parallel import shard_experts
 from tigon.parallel.fsdp import shard_blocks
 from tigon.parallel.tensor_parallel import shard_model
+from tigon.utils.config import check_keywords
 from tigon.weights import Checkpoint, ReplicaIndex
 
 CALL = "the first call of the model"

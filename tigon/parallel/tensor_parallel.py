@@ -30,7 +30,7 @@ from tigon.models import CausalLM
 from tigon.models.decoder import PreNormBlock
 from tigon.parallel.context_parallel import share_context
 from tigon.parallel.expert_parallel import shard_experts
-from tigon.parallel.mesh import MeshSizes, as_ranks
+from tigon.parallel.mesh import as_ranks
 from tigon.parallel.tensor_modules import (
     ColumnParallelGatedLinear,
     ColumnParallelLinear,
@@ -53,6 +53,7 @@ from tigon.parallel.tensor_plan import (
     shard_specs,
     share_vocabulary,
 )
+from tigon.settings.mesh import MeshSizes
 from tigon.weights import ReplicaIndex, local_blocks, local_rows
 
 

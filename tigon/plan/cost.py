@@ -44,7 +44,7 @@ from tigon.parallel import MeshSizes, keep_rank_zero, reduction_dtype
 from tigon.parallel.tensor_modules import ReplicatedLinear
 from tigon.plan.gpu import GPU, Constants
 from tigon.plan.layout import Layout
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.train.memory_tracker import sharded_experts
 from tigon.train.model import sum_dtype
 from tigon.train.optim import hidden_matrices, state_bytes

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from tigon.parallel import MeshSizes
-from tigon.train.config import Config, Parallel
+from tigon.settings.config import Config, Parallel
 
 MESH = ("replicate", "fsdp", "context", "tensor", "expert")
 

@@ -14,8 +14,8 @@ from tigon.plan.cost import Job, Shapes
 from tigon.plan.gpu import find_gpu
 from tigon.plan.layout import MESH
 from tigon.plan.search import LACKS, TIE, LayoutChoice, LayoutPlan
-from tigon.train.config import MAX_TOKENS, Config
-from tigon.train.config_file import load, parse_arguments
+from tigon.settings.config import MAX_TOKENS, Config
+from tigon.settings.load import load, parse_arguments
 from tigon.train.memory import GIB
 from tigon.train.model import meta_model
 from tigon.utils.config import check_range

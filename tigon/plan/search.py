@@ -17,7 +17,7 @@ from tigon.train.graph_checks import check_run
 from tigon.train.memory import Estimate, estimate, memory_budget
 from tigon.train.model import sum_dtype
 from tigon.train.optim import check_local_model, check_ranks, state_bytes
-from tigon.train.tasks import find_task
+from tigon.train.tasks import TASKS
 
 Mesh = tuple[object, ...]
 # Values of activation_checkpointing: no block, every second one, all
@@ -114,7 +114,7 @@ def estimate_memory(job: Job, layout: Layout) -> Estimate:
     config = replace(layout.config(job.config), seq_len=job.seq_len)
     model = job.shapes.build()
     model.activation_checkpointing = layout.checkpointing
-    task = find_task(config.task)(config, World(0, 1, CPU))
+    task = TASKS[config.task](config, World(0, 1, CPU))
     return estimate(model, task, config, job.gpus, torch.bfloat16)
 
 

@@ -1,9 +1,8 @@
 """Renders the page of one run, or of several: one HTML file that loads nothing."""
 
-import ast
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ from jinja2 import Environment, FileSystemLoader
 
 from tigon.report.charts import charts
 from tigon.report.read import Column, RunFiles
+from tigon.settings.config import Config
 from tigon.utils.terminal import escape_controls
 
 CHARACTERS = 2000  # of a setting
 SAMPLES = 12  # steps
-SOURCE = Path(__file__).parents[1] / "train/config.py"
+DEFAULTS = {field.name: field.default for field in fields(Config)}
 
 
 def render_page(runs: Sequence[RunFiles]) -> str:
@@ -59,11 +59,6 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def format_percent(value: float) -> str:
-    """Formats a share, such as 0.5, as 50 %."""
-    return f"{100 * value:.4g} %"
-
-
 def format_duration(seconds: float) -> str:
     """Formats a duration as 4.2 s, 4m 05s or 1h 04m."""
     minutes, rest = divmod(round(seconds), 60)
@@ -79,13 +74,13 @@ FIGURES: dict[str, tuple[str, Callable[[Column], float], Callable[[float], str]]
     "Eval loss, last": ("eval_loss", lambda c: c.values[-1], format_number),
     "Eval loss, best": ("eval_loss", lambda c: min(c.finite()), format_number),
     "Eval perplexity, last": ("eval_loss", lambda c: math.exp(min(c.last(), 700)), format_number),
-    "Eval accuracy, last": ("eval_accuracy", Column.last, format_percent),
+    "Eval accuracy, last": ("eval_accuracy", Column.last, "{:.2%}".format),
     "Tokens seen": ("tokens", lambda c: sum(c.finite()), "{:,.0f}".format),
     "Epochs": ("epoch", Column.last, format_number),
     "Time of training steps": ("step_seconds", lambda c: sum(c.finite()), format_duration),
     "Time waiting for data": ("data_seconds", lambda c: sum(c.finite()), format_duration),
     "Throughput, median, tokens/s": ("tokens_per_second", Column.median, format_number),
-    "MFU, median": ("mfu", Column.median, format_percent),
+    "MFU, median": ("mfu", Column.median, "{:.2%}".format),
     "Peak memory": ("memory_gib", lambda c: max(c.finite()), "{:.2f} GiB".format),
 }
 
@@ -110,21 +105,11 @@ def format_setting(value: Any) -> str:
     return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]}…"
 
 
-@cache
-def default_settings() -> dict[str, Any]:
-    """Returns the trainer's defaults, from its source: importing it would import torch."""
-    classes = [n for n in ast.parse(SOURCE.read_text()).body if isinstance(n, ast.ClassDef)]
-    lines = [x for n in classes if n.name.endswith("Settings") for x in n.body]
-    options = {ast.unparse(x.target): x.value for x in lines if isinstance(x, ast.AnnAssign)}
-    calls = {name: value for name, value in options.items() if isinstance(value, ast.Call)}
-    return {name: ast.literal_eval(call.args[0]) for name, call in calls.items() if call.args}
-
-
 def settings(run: RunFiles) -> tuple[list[list[str]], list[list[str]]]:
     """Returns rows of the settings that differ from their defaults, and of the others."""
     rows: tuple[list[list[str]], list[list[str]]] = [], []
     for name, value in run.config.items():
-        texts = [format_setting(value), format_setting(default_settings().get(name, ""))]
+        texts = [format_setting(value), format_setting(DEFAULTS.get(name, ""))]
         rows[texts[0] == texts[1]].append([name, *texts])
     return rows
 

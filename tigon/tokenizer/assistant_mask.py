@@ -107,19 +107,17 @@ def _weigh_all(conversation: Conversation, chosen: Mapping[int, float]) -> Weigh
     text = conversation.full.text
     turns = [i for i in conversation.turns if i in chosen]
     spans = _message_spans(conversation, chosen, text)
-    if turns and conversation.has_generation:
-        spans += _generation_spans(conversation, turns, chosen)
-    elif turns:
+    if turns:
         conversation.check_end()
-        for i in turns:
-            stop = conversation.turn_end(i, text)
-            if stop is None:
-                raise ValueError(
-                    f"messages[{i}] has a weight of its own, but the chat template rewrites it "
-                    "when turns follow (for instance, it drops the reasoning of earlier turns): "
-                    "weigh it like the others, or train on turns alone (train_on=all_turns)"
-                )
-            spans.append(Span(conversation.turn(i).start, stop, chosen[i]))
+    for i in turns:
+        stop = conversation.turn_end(i, text)
+        if stop is None:
+            raise ValueError(
+                f"messages[{i}] has a weight of its own, but the chat template rewrites it "
+                "when turns follow (for instance, it drops the reasoning of earlier turns): "
+                "weigh it like the others, or train on turns alone (train_on=all_turns)"
+            )
+        spans += _turn_spans(conversation, i, conversation.full, stop, chosen[i])
     gaps, end = [], 0
     for start, stop, _ in sorted(spans):
         gaps.append(Span(end, start, 1.0))
@@ -133,14 +131,24 @@ def _weigh_turns(
 ) -> WeightedRows:
     """Makes rows until each chosen turn is learned; other chosen messages are in the first."""
     turns = [i for i in conversation.turns if i in chosen]
-    row = _first_row(conversation, chosen, train_on)
-    spans = _message_spans(conversation, chosen, row.text)
+    full = row = conversation.full
     if not turns:
-        return WeightedRows([(row.text, spans)], 0, "")
-    is_full = row is conversation.full
-    if conversation.has_generation and train_on != "all_turns" and is_full:
-        spans += _generation_spans(conversation, turns, chosen)
-        return WeightedRows([(row.text, spans)], 0, "")
+        return WeightedRows([(full.text, _message_spans(conversation, chosen, full.text))], 0, "")
+    is_end = turns[-1] == len(conversation.messages) - 1
+    has_all = train_on == "assistant" or (train_on == "last" and is_end)
+    are_alike = turns == conversation.turns and len({chosen[i] for i in turns}) == 1
+    if conversation.has_generation and has_all and are_alike:  # all blocks, whichever turn's
+        spans = [Span(*bounds, chosen[turns[0]]) for bounds in _blocks(full, 0, len(full.text))]
+        if not spans:
+            raise ValueError(UNMARKED)
+        spans += _message_spans(conversation, chosen, full.text)
+        return WeightedRows([(full.text, spans)], 0, "")
+    if conversation.turn_end(turns[-1], full.text) is None:
+        # What follows would change how this turn is written: the row ends with it
+        if max(chosen) > turns[-1]:
+            raise _ambiguous(max(chosen))
+        row = conversation.turn(turns[-1]).rendered
+    spans = _message_spans(conversation, chosen, row.text)
     conversation.check_end()
     rows, remaining = [], turns[::-1]
     while True:
@@ -151,8 +159,7 @@ def _weigh_turns(
                 remaining.append(i)
                 continue
             end = conversation.turn(i).start
-            ranges = _blocks(row, end, stop) if conversation.has_generation else [(end, stop)]
-            spans += [Span(*bounds, chosen[i]) for bounds in ranges]
+            spans += _turn_spans(conversation, i, row, stop, chosen[i])
         rows.append((row.text, spans))
         if not remaining or train_on != "all_turns":
             break
@@ -162,40 +169,17 @@ def _weigh_turns(
     return WeightedRows(rows, len(remaining), conversation.missing_opener)
 
 
-def _first_row(
-    conversation: Conversation, chosen: Mapping[int, float], train_on: TrainOn
-) -> Rendered:
-    """Return the full conversation, or end it with its last learned turn if what follows would
-    change how that is written."""
-    turns = [i for i in conversation.turns if i in chosen]
-    full = conversation.full
-    if not turns or (conversation.has_generation and train_on == "assistant"):
-        return full
-    is_end = turns[-1] == len(conversation.messages) - 1
-    if conversation.has_generation and train_on == "last" and is_end:
-        return full
-    if conversation.turn_end(turns[-1], full.text) is not None:
-        return full
-    if max(chosen) > turns[-1]:
-        raise _ambiguous(max(chosen))
-    return conversation.turn(turns[-1]).rendered
-
-
-def _generation_spans(
-    conversation: Conversation, turns: Sequence[int], chosen: Mapping[int, float]
+def _turn_spans(
+    conversation: Conversation, i: int, row: Rendered, stop: int, weight: float
 ) -> list[Span]:
-    """Returns the {% generation %} blocks of these turns in the full conversation."""
-    blocks = _blocks(conversation.full)
-    if turns == conversation.turns and len({chosen[i] for i in turns}) == 1:
-        by_turn = {turns[-1]: blocks}  # which is whose does not matter
-    else:
-        by_turn = {i: _blocks_of_turn(blocks, conversation, i) for i in turns}
-    if not any(by_turn.values()):
-        raise ValueError(UNMARKED)
-    return [Span(*bounds, chosen[i]) for i in by_turn for bounds in by_turn[i]]
+    """Returns what is learned of the turn messages[i], which ends at `stop` in a row: its
+    {% generation %} blocks, or all of it if the template has none."""
+    start = conversation.turn(i).start
+    ranges = _blocks(row, start, stop) if conversation.has_generation else [(start, stop)]
+    return [Span(*bounds, weight) for bounds in ranges]
 
 
-def _blocks(rendered: Rendered, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
+def _blocks(rendered: Rendered, start: int, stop: int) -> list[tuple[int, int]]:
     """Returns the bounds of the {% generation %} blocks that overlap a range."""
     for at, text in rendered.generations:
         if not rendered.text.startswith(text, at):
@@ -204,44 +188,7 @@ def _blocks(rendered: Rendered, start: int = 0, stop: int | None = None) -> list
                 "{% set %} block, where its place in the text is unknown: move it out"
             )
     blocks = [(at, at + len(text)) for at, text in rendered.generations]
-    if stop is None:
-        return blocks
     return [(first, min(last, stop)) for first, last in blocks if start < last and first < stop]
-
-
-def _blocks_of_turn(
-    blocks: list[tuple[int, int]], conversation: Conversation, i: int
-) -> list[tuple[int, int]]:
-    """Returns the blocks of messages[i]: a turn may have several, or none."""
-    turns = conversation.turns
-    position = turns.index(i)
-    first, last = 0, len(blocks)
-    try:
-        if position:
-            first = _count_blocks(conversation, turns[position - 1])
-        if i != turns[-1]:
-            last = _count_blocks(conversation, i)
-    except ValueError as error:
-        raise ValueError(
-            f"the chat template has {len(blocks)} {{% generation %}} blocks for {len(turns)} turns "
-            f"of the assistant, and which are whose is unclear: {error}"
-        ) from error
-    return blocks[first:last]
-
-
-def _count_blocks(conversation: Conversation, i: int) -> int:
-    """Counts the blocks up to messages[i] in the full conversation."""
-    full, prefix = conversation.full, conversation.render(conversation.messages[: i + 1])
-    if full.text.startswith(prefix.text):
-        return sum(start < len(prefix.text) for start, _ in full.generations)
-    # Earlier turns may be rewritten, such as without their reasoning, if they end the same
-    pairs = list(zip(prefix.generations, full.generations, strict=False))
-    if len(pairs) < len(prefix.generations) or not all(a.endswith(b) for (_, a), (_, b) in pairs):
-        raise ValueError(
-            f"it writes messages[{i}] differently when turns follow. Weigh all turns alike "
-            "(train_on=assistant), or learn each in its own context (train_on=all_turns)"
-        )
-    return len(pairs)
 
 
 def _message_spans(

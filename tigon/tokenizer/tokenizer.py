@@ -242,10 +242,6 @@ class Tokenizer:
 
         Returns input_ids [B, T] and attention_mask [B, T], both int64, with 1 for each token.
         """
-        if side not in ("left", "right"):
-            raise ValueError(f"side must be 'left' or 'right', got {side!r}")
-        if not list_of_ids:
-            raise ValueError("nothing to pad: list_of_ids is empty")
         torch = import_module("torch")
         # The mask hides padding, so without a pad token any id will do
         fill = next((i for i in (self.pad_token_id, self.eos_token_id) if i is not None), 0)

@@ -157,7 +157,7 @@ class Conversation:
                 "chat_template_kwargs (most templates read enable_thinking), or leave it out"
             )
         else:
-            advice = f"{ADVICE}, or make the message fit the prompt"
+            advice = f"{self._advice}, or make the message fit the prompt"
         raise ValueError(
             f"the chat template's prompt for messages[{i}] is not what it writes in the "
             f"conversation: after {turn.text[:common][-20:]!r} one goes on "
@@ -189,8 +189,13 @@ class Conversation:
         except ValueError as error:
             raise ValueError(
                 f"cannot tell what the assistant says in messages[{i}], because the conversation "
-                f"up to there does not render: {error}; {ADVICE}"
+                f"up to there does not render: {error}; {self._advice}"
             ) from error
+
+    @property
+    def _advice(self) -> str:
+        """Says what makes turns clear whose prompts do not tell where they begin."""
+        return "learn all turns alike (train_on=assistant)" if self.has_generation else ADVICE
 
     def _last_token(self, text: str) -> str:
         """Returns the longest special token in which the text ends, or an empty text."""

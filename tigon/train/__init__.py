@@ -1,8 +1,8 @@
-"""Training: `python -m tigon.train config.yaml key=value`, or the same under torchrun."""
+"""Training: `tigon train config.yaml key=value`, on one process or on many ranks."""
 
+from tigon.settings.config import Config
+from tigon.settings.load import load
 from tigon.train.build import prepare
-from tigon.train.config import Config
-from tigon.train.config_file import load
 from tigon.train.data_commands import pack, preview
 from tigon.train.distributed import start
 from tigon.train.launch import launch, main

@@ -17,9 +17,9 @@ from tigon.plan.gpu import find_gpu
 from tigon.plan.layout import Layout, enumerate_meshes
 from tigon.plan.report import check_modeled, format_reasons
 from tigon.plan.search import LayoutPlan, configured_layouts, make_plan
+from tigon.settings.config import Config, Parallel, mesh_sizes
 from tigon.train import checkpoint
 from tigon.train.choices import leanest_sharding
-from tigon.train.config import Config, Parallel, mesh_sizes
 from tigon.train.distributed import World
 from tigon.train.memory import gpu_memory
 from tigon.train.model import meta_model

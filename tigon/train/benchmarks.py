@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tigon.models import CausalLM
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
-from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
 
 

@@ -18,15 +18,14 @@ from tigon.models import MODELS, CausalLM
 from tigon.models.pretrained.load import read_config
 from tigon.models.pretrained.quantization import count_parameters
 from tigon.parallel import MeshSizes
+from tigon.settings.config import Config, check_batch
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
 from tigon.train.compile_step import compile_step
-from tigon.train.config import Config, check_batch
 from tigon.train.cuda_graphs import Graphs
-from tigon.train.data import build_loader, check_eval_files, set_share_prompts
+from tigon.train.data import build_loader, find_entry_sources, set_share_prompts
 from tigon.train.distributed import World
 from tigon.train.graph_checks import check_run, uses_graphs
 from tigon.train.logging import check_sinks
@@ -41,20 +40,13 @@ from tigon.train.model import (
     sampled_digest,
 )
 from tigon.train.notes import find_slow_attention, find_unquantized_layers, find_unused_settings
-from tigon.train.optim import (
-    Ema,
-    InBackward,
-    build_ema,
-    build_in_backward,
-    build_optimizer,
-    check_ranks,
-)
+from tigon.train.optim import Ema, InBackward, build_ema, build_optimizer, check_ranks
 from tigon.train.overlap import EarlyModel, launch_first_kernel, tokenizer_process
 from tigon.train.prefetch import Prefetcher
 from tigon.train.resume import claim
 from tigon.train.samples import SamplePrompt, read_prompts
 from tigon.train.state import TrainState
-from tigon.train.tasks import Task, find_task
+from tigon.train.tasks import TASKS, Task
 from tigon.train.throughput import Meter
 from tigon.train.vocabulary import (
     add_stop_tokens,
@@ -90,6 +82,11 @@ class RunInputs:
         """Returns the number of optimizer steps of the whole run."""
         return count_steps(self.config, self.data)
 
+    @property
+    def finished(self) -> bool:
+        """Returns whether no step is left: all are done, or the run is out of patience."""
+        return self.start >= self.steps or self.state.is_out_of_patience(self.config.patience)
+
     def check_model(self, model: CausalLM) -> None:
         """Raises ValueError if the data has tokens beyond the model's vocabulary; adds the tokens
         that end a turn to the model's eos_token_id."""
@@ -106,7 +103,7 @@ class TrainingRun(RunInputs):
     model: CausalLM
     optimizer: torch.optim.Optimizer
     saver: checkpoint.Saver
-    exporter: Exporter
+    exporter: checkpoint.Exporter
     prefetcher: Prefetcher  # of the micro-batches of the next steps
     meter: Meter  # of the speed of steps
     ema: Ema | None
@@ -140,7 +137,7 @@ def read_inputs(
             dtype, exact = compute_dtype(config, world.device), config.deterministic
             check_training(config.attention, world.device, dtype, deterministic=exact)
         check_sinks(config.log_to)
-        task = find_task(config.task)(config, world)
+        task = TASKS[config.task](config, world)
         if world.main:
             world.closing.enter_context(claim(config))
     if world.size > 1:  # ranks that do not share run_dir would lose the first checkpoint
@@ -161,11 +158,12 @@ def read_inputs(
         tokenizer = load_tokenizer(config, source)
         tokenizer.strftime_now = time
         check_context(config, source)
+        task.digests.update(checkpoint.read_metadata(source).get("digests", {}))
         task.check_frozen_models(tokenizer, source)
         if (reason := set_share_prompts(task, source)) is not None:
             world.log_rank0(f"prompts are computed for each answer: {reason}")
-        if config.eval_data:  # before data is tokenized
-            check_eval_files(config)
+        if config.eval_data:  # whose faults are told before data is tokenized
+            find_entry_sources(config, config.eval_data)
     auto = open_settings(config)
     with nullcontext() if early is None else tokenizer_process(task, tokenizer) as process:
         with nullcontext() if early is None else launch_first_kernel(world.device):
@@ -320,11 +318,11 @@ def build_run(
         model=model,
         optimizer=optimizer,
         saver=checkpoint.Saver(path, world, keep=keep, background=background),
-        exporter=Exporter(world, background=background),
+        exporter=checkpoint.Exporter(world, background=background),
         prefetcher=Prefetcher(inputs.data, world.device),
         meter=Meter(model, world, compute_dtype(config, world.device)),
         ema=ema,
-        in_backward=build_in_backward(model, optimizer, config),
+        in_backward=InBackward(model, optimizer) if config.optimizer_in_backward else None,
     )
 
 

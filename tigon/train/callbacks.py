@@ -21,8 +21,8 @@ from torch import Tensor
 from tigon.data import Entry, Loader, MicroBatch, Mixture
 from tigon.kernels.loss.logits import IGNORE_INDEX, METRICS
 from tigon.models import Targets
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
-from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.utils.config import suggest
 from tigon.utils.paths import new_file

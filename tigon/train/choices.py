@@ -8,18 +8,18 @@ free of rounding, so a run that goes on prefers the rows and the sharding of its
 # B rows of a micro-batch, T tokens of a row
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from tigon.models import CausalLM
 from tigon.parallel import MeshSizes
+from tigon.settings.config import MAX_TOKENS, Config, mesh_sizes
 from tigon.train import checkpoint
-from tigon.train.config import MAX_TOKENS, Config, mesh_sizes
 from tigon.train.distributed import InputError, World
 from tigon.train.memory import estimate, gpu_memory, held_by_others, memory_budget
 from tigon.train.model import compute_dtype, is_sharded, meta_model, sum_dtype, weights_dtype
@@ -34,8 +34,6 @@ USEFUL_TOKENS, MOST_TOKENS, USEFUL_WORK = 2**14, 2**16, 2**39  # the last in tok
 # weights twice and copies them, sharding=gradients only adds gradients up
 MOVED = {"full": 34, "gradients": 10}
 FEW_TOKENS = 2**12  # with fewer, GEMMs and launches lose more than recomputing blocks
-CONDITIONS = "rows", "sharding", "budget"  # with which recomputed blocks are those of a checkpoint
-FACTS = (*CONDITIONS, "blocks", "offload")
 BY_MEMORY = ("micro_batch_size", "sharding", "activation_checkpointing")
 Sharding: TypeAlias = Literal["full", "gradients"]
 
@@ -69,10 +67,6 @@ class StepChoice:
         if "activation_checkpointing" in self.auto:
             model.activation_checkpointing = spaced_blocks(self.blocks, self.layers)
             model.activation_offload = self.offload
-
-    def facts(self) -> dict[str, Any]:
-        """Returns what a checkpoint remembers of the choice, for `resolve_choices`."""
-        return {name: getattr(self, name) for name in FACTS}
 
     def describe(self) -> str:
         """Returns the chosen settings as a command line has them, recomputed blocks in words."""
@@ -260,8 +254,7 @@ def resolve_choices(
             f"{', '.join(f'{name}=auto' for name in BY_MEMORY if name in auto)}: chosen by the "
             "memory of a GPU, and there is no GPU here: give memory_budget=, in GiB"
         )
-    with world.raise_on_all_ranks():
-        kept = _previous_way(checkpoint.read_metadata(source)).rows
+    kept = _previous_way(source).rows
     possible = useful_rows(config, mesh_sizes(config, gpus), 0, kept)
     rows = kept if kept in possible else possible[-1]
     return replace(config, micro_batch_size=rows, sharding=leanest_sharding(config)), None
@@ -274,8 +267,7 @@ def _choose(
     compute, sizes = compute_dtype(config, device), mesh_sizes(config, gpus)
     auto = open_settings(config)
 
-    def build() -> CausalLM:
-        return meta_model(config, weights_dtype(config, device), source)
+    build = partial(meta_model, config, weights_dtype(config, device), source)
 
     def total(way: Way, blocks: int, offload: bool) -> int:
         model = build()
@@ -285,8 +277,7 @@ def _choose(
         tried = replace(config, micro_batch_size=way.rows, sharding=way.sharding)
         return estimate(model, task, tried, gpus, compute).total
 
-    layers, saved = build().model.layers, checkpoint.read_metadata(source)
-    previous = _previous_way(saved)
+    layers, previous = build().model.layers, _previous_way(source)
     block = sum(p.numel() for p in layers[0].parameters())
     rows = useful_rows(config, sizes, block, previous.rows)
     shardings = possible_shardings(config, sizes, compute)
@@ -296,31 +287,16 @@ def _choose(
     all_rows = rows[0]
     if config.micro_batch_size == "auto" and config.batch_size * tokens <= MAX_TOKENS:
         all_rows = max(1, config.batch_size // sizes.data)
-    choice = choose_step(
+    return choose_step(
         total, ways, tokens, len(layers), budget,
         auto=auto, offload=config.activation_offload, all_rows=all_rows, previous=previous,
     )  # fmt: skip
-    return as_before(choice, saved.get("choice"))
 
 
-def _previous_way(saved: Mapping[str, Any]) -> Way:
+def _previous_way(source: Path | None) -> Way:
     """Returns the way of the run that has saved a checkpoint; one of no rows without any."""
-    known: Mapping[str, Any] = saved.get("config") or {}
+    known = checkpoint.read_metadata(source).get("config", {})
     return Way(known.get("sharding", "full"), known.get("micro_batch_size", 0))
-
-
-def as_before(choice: StepChoice, saved: Any) -> StepChoice:
-    """Returns the choice with as many recomputed blocks as a checkpoint says that the run came to
-    need, with the same rows and memory."""
-    if not isinstance(saved, dict) or any(
-        saved.get(name) != getattr(choice, name) for name in CONDITIONS
-    ):
-        return choice
-    blocks, offload = saved.get("blocks"), saved.get("offload")
-    if "activation_checkpointing" not in choice.auto or not isinstance(blocks, int):
-        return choice
-    blocks = min(max(choice.blocks, blocks), choice.layers)
-    return replace(choice, blocks=blocks, offload=choice.offload or offload is True)
 
 
 def lessen(choice: StepChoice, config: Config, ranks: int) -> StepChoice | None:

@@ -24,8 +24,8 @@ from tigon.kernels.precompile import compile_kernels
 from tigon.kernels.runtime import runs_triton, triton
 from tigon.models import CausalLM
 from tigon.models.decoder import recomputed_blocks
+from tigon.settings.config import micro_batch_rows
 from tigon.train.choices import StepChoice
-from tigon.train.config import micro_batch_rows
 from tigon.train.memory import dummy_batch
 from tigon.train.model import compute_dtype, meta_model, set_fp8, weights_dtype
 from tigon.train.optim import build_optimizer
@@ -75,7 +75,7 @@ def has_kernels(device: torch.device) -> bool:
 def _done_file(model: CausalLM, task: Task, choice: StepChoice | None) -> Path:
     """Returns the file, in Triton's cache, that says that a step's kernels are compiled there."""
     settings = {name: x for name, x in asdict(task.config).items() if name not in NO_EFFECT}
-    chosen = None if choice is None else choice.facts()
+    chosen = None if choice is None else choice.describe()
     versions = [_version(name) for name in LIBRARIES]
     gpu = torch.cuda.get_device_name(task.world.device)
     facts = model.config.to_dict(), settings, chosen, __version__, *versions, gpu

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tigon.report import format_duration
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.utils.terminal import escape_controls
 
 SPEED = {"step_seconds", "data_seconds", "data_share", "tokens_per_second", "mfu"} | {

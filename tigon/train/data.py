@@ -24,9 +24,9 @@ from tigon.data.examples import BadRow, format_count
 from tigon.data.packing import TruncationStats
 from tigon.data.selection import select_fraction
 from tigon.models.moe import aux_loss_coef
+from tigon.settings.config import Config, micro_batch_rows
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.config import Config, micro_batch_rows
 from tigon.train.model import meta_model, meta_model_from_path
 from tigon.train.resume import REMEDY
 from tigon.train.tasks import Task
@@ -124,16 +124,6 @@ def find_entry_sources(
         what = "holds out no row" if held_out else "leaves no row for training"
         raise ValueError(f"eval_fraction={fraction} {what} of data: give another, or eval_data")
     return sources
-
-
-def check_eval_files(config: Config) -> None:
-    """Raises FileNotFoundError for files of eval_data, which a ready config may name, that are not
-    there."""
-    try:
-        find_entry_sources(config, config.eval_data)
-    except FileNotFoundError as error:
-        advice = "give held-out files, eval_fraction=0.05, or eval_data=[] for none"
-        raise FileNotFoundError(f"eval_data: {error}; {advice}") from None
 
 
 def as_entries(config: Config, items: Sequence[str | Entry]) -> list[Entry]:

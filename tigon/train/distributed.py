@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -23,8 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from tigon.models import CausalLM
 from tigon.parallel import DataRank, Meshes, MeshSizes, shard_blocks
-from tigon.train.config import Config, Parallel
+from tigon.settings.config import Config, Parallel
 from tigon.train.signals import Signals
+from tigon.utils.launcher import launched
 from tigon.utils.terminal import one_line
 from tigon.version import __version__
 from tigon.weights import WriterGroup
@@ -177,11 +177,6 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
-def launched() -> bool:
-    """Returns whether --nproc or torchrun has started this process."""
-    return "WORLD_SIZE" in os.environ
-
-
 @contextmanager
 def start(
     name: str = "auto",
@@ -302,18 +297,6 @@ def format_rank_errors(errors: Sequence[str]) -> str:
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in by_text.items()
     )
-
-
-def record_error(text: str) -> None:
-    """Writes the error file of this rank, whose text the agent's summary repeats.
-
-    The agent may end the rank meanwhile, and fails of half a file.
-    """
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        message, part = {"message": text, "timestamp": int(time.time())}, f"{path}.part"
-        with suppress(OSError):
-            Path(part).write_text(json.dumps(message))
-            os.replace(part, path)
 
 
 def end_soon(code: int) -> None:

@@ -10,15 +10,18 @@ from statistics import fmean
 import torch
 
 from tigon.data.examples import format_count
-from tigon.distributed.collectives import Ranks
-from tigon.distributed.context_attention import heads_sent_per_token
-from tigon.distributed.expert_dispatch import ExpertShard
-from tigon.kernels.recompute import should_note
-from tigon.layers import GatedMLP, QuantizedWeight, SoftmaxAttention, SparseMoE
+from tigon.layers import QuantizedWeight, SparseMoE
 from tigon.models import CausalLM, materialize
 from tigon.models.pretrained.quantization import count_parameters
 from tigon.parallel import MeshSizes
 from tigon.report import format_duration
+from tigon.settings.config import (
+    Config,
+    check_batch,
+    mesh_sizes,
+    micro_batch_rows,
+    parallel_settings,
+)
 from tigon.train.build import (
     RunInputs,
     TrainingRun,
@@ -27,7 +30,6 @@ from tigon.train.build import (
     read_inputs,
     resolve_parallel,
 )
-from tigon.train.config import Config, check_batch, mesh_sizes, micro_batch_rows, parallel_settings
 from tigon.train.distributed import InputError, World, local
 from tigon.train.launch_meter import PASSES, WARM_UP
 from tigon.train.less_memory import StepMemoryError, first_sentence, within_memory
@@ -127,6 +129,11 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             inputs.check_model(model)
             freeze(model, config)
         world.log_rank0(*describe_run(config, sizes, device, inputs, model))
+        if inputs.finished:
+            world.log_rank0(
+                f"{config.run_dir} is finished: it goes on with more steps, epochs or patience"
+            )
+            return
         world.log_rank0(*describe_step(config, inputs, model, sizes))
         advised = False
         if not for_gpu:
@@ -156,7 +163,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
 def describe_step(
     config: Config, inputs: RunInputs, model: CausalLM, sizes: MeshSizes
 ) -> list[str]:
-    """Returns lines with the operations, tokens and communication of a step."""
+    """Returns lines with the operations and tokens of a step."""
     data = inputs.data
     first = inputs.start + inputs.state.offset  # step of the data
     total = active = count_parameters(model)
@@ -185,54 +192,7 @@ def describe_step(
         f"a token: {flops / 1e9:,.3g} GFLOP, forward and backward{share}",
         f"a step: {config.batch_size:,} rows of {config.seq_len:,} tokens, {parts}{ranks}; "
         f"the first has {sequences.sum():,} tokens{learned}",
-        *describe_communication(config, model, sizes),
     ]
-
-
-def describe_communication(config: Config, model: CausalLM, sizes: MeshSizes) -> list[str]:
-    """Returns what ranks that shard rows, layers or experts send each other, a line for each of
-    these dimensions with several ranks."""
-    lines, context, tensor, expert = [], sizes.context, sizes.tensor, sizes.expert
-    tokens, subject = -(-config.seq_len // context), "each of {} ranks has "
-    element_bytes = micro_batch_rows(config) * tokens * compute_dtype(config, GPU).itemsize
-
-    def sends(size: float, what: str, backward: float = 1.0) -> str:
-        """`backward`: bytes of the backward pass, in those of the forward pass."""
-        forward = element_bytes * size / 2**20
-        recomputed = f", or up to {2 * forward:,.1f} where the block is computed again"
-        return (
-            f"in the forward pass of a layer it sends {forward:,.1f} MiB of {what} to the others, "
-            f"and {backward * forward:,.1f} in the backward pass"
-            f"{recomputed if config.activation_checkpointing not in (0, 'experts') else ''}"
-        )
-
-    if context > 1:
-        layers = [m for m in model.modules() if isinstance(m, SoftmaxAttention)]
-        heads = [(m.heads // tensor, max(1, m.kv_heads // tensor), m.head_dim) for m in layers]
-        size = max(heads_sent_per_token(h, kv, context) * d for h, kv, d in heads)
-        has = f"{subject.format(context)}{tokens:,} tokens of a row"
-        lines.append(f"context: {has}; {sends(size, 'heads')}")
-    if tensor > 1:
-        has = f"{subject.format(tensor)}a shard of each matrix"
-        dim = model.config.hidden_size
-        # All tokens of the stream to attention and to an MLP, and what they add to it; to whole
-        # experts none
-        dense = expert == 1 or any(isinstance(b.mlp, GatedMLP) for b in model.model.layers)
-        # Their gradients, and the tokens once more, unless they are so few that they stay
-        backward = 1.5 if should_note(element_bytes * dim) else 1.0
-        size = 2 * (1 + dense) * dim * (tensor - 1) / tensor
-        lines.append(f"tensor: {has}; {sends(size, 'the stream', backward)}")
-    if expert > 1:
-        layer = next(m for m in model.modules() if isinstance(m, SparseMoE))
-        experts = len(layer.experts.down_proj)
-        has = f"{subject.format(expert)}{experts // expert} experts of a layer"
-        shard = ExpertShard(Ranks("", 0, expert), experts)
-        rows = shard.rows(-(-tokens // tensor), layer.per_token)
-        # A token once to each rank that has any of its experts, and back
-        size = 2 * (expert - 1) * rows * model.config.hidden_size / tokens
-        evenly = "if all experts are chosen as often, which the memory below counts on, too"
-        lines.append(f"experts: {has}; {sends(size, 'tokens')}, {evenly}")
-    return lines
 
 
 def estimate_run(config: Config, inputs: RunInputs, gpus: int) -> Estimate:
@@ -329,8 +289,6 @@ def time_run(config: Config, inputs: RunInputs, world: World, advised: bool) -> 
         line += f", {timing.flops / timing.seconds / (peak * world.size):.1%} MFU"
     if timing.peak:
         line += f", {timing.peak / GIB:.2f} GiB at its peak"
-    seconds = max(0, inputs.steps - inputs.start) * timing.seconds
-    return [
-        line,
-        f"all steps: about {format_duration(seconds)}, without evaluations and checkpoints",
-    ]
+    left = inputs.steps - inputs.start
+    steps, time = f"{left:,} more steps" if inputs.start else "all steps", left * timing.seconds
+    return [line, f"{steps}: about {format_duration(time)}, without evaluations and checkpoints"]

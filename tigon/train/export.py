@@ -21,9 +21,9 @@ from tigon.models.config import torch_dtype
 from tigon.models.pretrained.convert import save_model, write_converted
 from tigon.models.pretrained.load import parse_gguf_path
 from tigon.parallel import shard_layers
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.config import Config
 from tigon.train.model import (
     add_lora,
     base_digest,

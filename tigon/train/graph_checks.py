@@ -13,7 +13,7 @@ from tigon.layers import Adapters
 from tigon.layers.moe import Experts
 from tigon.models import CausalLM
 from tigon.models.decoder import Recompute
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import compute_dtype, is_sharded
 

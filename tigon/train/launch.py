@@ -1,6 +1,5 @@
-"""The entry point: a config file and `key=value`s to a finished run."""
+"""The entry point: settings to a finished run."""
 
-import argparse
 import logging
 import os
 import signal
@@ -9,112 +8,70 @@ import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 
 import torch
-import yaml
+from torch.distributed import is_torchelastic_launched
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import (
+    ChildFailedError,
+    ProcessFailure,
+    record,
+)
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
+from tigon.settings.command import TrainCommand, read_command, refusal
+from tigon.settings.config import Config, check_batch, mesh_sizes, parallel_settings
 from tigon.train.build import prepare
-from tigon.train.config import SECTIONS, Config, check_batch, mesh_sizes, parallel_settings
-from tigon.train.config_file import dump, load
 from tigon.train.distributed import (
     InputError,
     World,
     end_soon,
-    launched,
     pick_device,
     prepare_flight_recorder,
-    record_error,
     start,
 )
 from tigon.train.dry_run import dry_run
 from tigon.train.less_memory import StepMemoryError, first_sentence
 from tigon.train.signals import NUMBERS, Signals, handled_signals
-from tigon.train.tasks import describe_tasks
 from tigon.train.trainer import train
-from tigon.utils.config import describe_type, field_types
+from tigon.utils.launcher import LAUNCHED, launched, record_error
 from tigon.utils.memory import count_cpus, is_out_of_memory
 from tigon.utils.terminal import escaping_output, one_line
 
-LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks whose launcher repeats their errors
 STOPPED = tuple(128 + number for number in NUMBERS)  # exit codes
 EXPECTED = (InputError, OSError, FloatingPointError)  # a person can mend these: no traceback
-
-USAGE = """\
-tigon train config.yaml [key=value | --key value ...]
-tigon train config.yaml --nproc 8 [key=value | --key value ...]
-torchrun --nproc-per-node 8 -m tigon.train config.yaml [key=value | --key value ...]
-
-  --nproc N        processes on this host, one for each GPU
-  --help           this text
-  --print-config   the settings as they would be used, as YAML
-  --dry-run        check everything, say what the run takes, time a few steps, and stop
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line; exits with one line on bad settings and bad data."""
-    try:
-        with escaping_output():
-            _main(list(sys.argv[1:] if arguments is None else arguments))
-    except SystemExit as stop:
-        if isinstance(stop.code, str):  # which Python prints
-            raise SystemExit(one_line(stop.code)) from None
-        raise
+    with escaping_output():
+        command = read_command(list(sys.argv[1:] if arguments is None else arguments))
+        if command is not None:
+            run_command(command)
 
 
-def _main(arguments: list[str]) -> None:
-    """Runs the command: reads the settings, then trains on this process or on `--nproc` ranks."""
-    # No abbreviations: settings may be given as --key value
-    parser = argparse.ArgumentParser("tigon.train", USAGE, add_help=False, allow_abbrev=False)
-    parser.add_argument("--nproc", type=int)
-    for flags in (["--dry-run"], ["--print-config"], ["-h", "--help"]):
-        parser.add_argument(*flags, action="store_true")
-    options, rest = parser.parse_known_args(arguments)
-    if options.help:
-        print(help_text())
-        return
-    if not arguments:
-        print(f"{USAGE}\ntigon.train: settings are needed", file=sys.stderr)
-        sys.exit(2)
-    count, show, dry = options.nproc, options.print_config, options.dry_run
-    try:
-        named = rest and "=" not in rest[0] and not rest[0].startswith("-")
-        config = load(rest[0], rest[1:]) if named else load(None, rest)
-        gpus = torch.cuda.device_count()
-        alone = dry and count is not None and count > gpus and config.device != "cpu"
-        if count is not None and not (show or alone):
+def run_command(command: TrainCommand) -> None:
+    """Trains on this process or on `--nproc` ranks; exits unless all went well."""
+    config, count, dry = command.config, command.nproc, command.dry_run
+    gpus = torch.cuda.device_count()
+    alone = dry and count is not None and count > gpus and config.device != "cpu"
+    if count is not None and not alone:
+        try:
             check_count(count, config.device)
-            if config.parallel != "auto":
-                check_batch(config, mesh_sizes(config, count).data)
-    except (ValueError, OSError) as error:
-        sys.exit(refusal(error))
-    if show:
-        print(dump(config), end="")
-        return
+        except ValueError as error:
+            sys.exit(refusal(error))
     if count is not None and count > 1 and not alone:
-        code, problem = run_ranks(count, [*(["--dry-run"] if dry else []), *rest])
+        options = ["--dry-run"] if dry else []
+        code, problem = run_ranks(count, ["train", *options, *command.settings])
         if problem is not None:
             print(f"tigon.train: {one_line(problem)}", file=sys.stderr)
         sys.exit(code)
-    if status := launch(config, plan=(count or 1) if dry else None):
-        sys.exit(status)
-
-
-def refusal(error: Exception) -> str | int:
-    """Returns what sys.exit gets for wrong settings: a text on one rank of a host, as a launcher
-    gives all the same, and on every rank that was started by hand."""
-    record_error(str(error))
-    elastic = "TORCHELASTIC_RUN_ID" in os.environ
-    if LAUNCHED in os.environ or (elastic and os.environ.get("LOCAL_RANK", "0") != "0"):
-        return 1
-    rank = os.environ.get("RANK", "0")
-    return f"tigon.train: {'' if elastic or rank == '0' else f'rank {rank}: '}{error}"
+    run = record(launch) if is_torchelastic_launched() else launch  # tells torch's agent
+    if status := run(config, plan=(count or 1) if dry else None):
+        sys.exit(one_line(status) if isinstance(status, str) else status)
 
 
 def launch(config: Config, plan: int | None = None) -> str | int:
@@ -208,12 +165,11 @@ def check_count(count: int, device: str) -> None:
 def run_ranks(
     count: int,
     arguments: Sequence[str],
-    module: str = "tigon.train",
     *,
     shutdown_timeout: int = 300,
     forward_interrupt: bool = False,
 ) -> tuple[int, str | None]:
-    """Runs `python -m module arguments` on `count` ranks of this host, by torch's elastic agent.
+    """Runs `tigon arguments` on `count` ranks of this host, by torch's elastic agent.
 
     Returns the exit code, and which rank failed and why. When a rank fails, the others have 30 s
     to end; after a signal all have `shutdown_timeout` seconds (30 before torch 2.12). With
@@ -245,7 +201,7 @@ def run_ranks(
             signals_to_handle=",".join(signal.Signals(n).name for n in numbers),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", module, *arguments)
+            elastic_launch(config, sys.executable)("-m", "tigon", *arguments)
         except ChildFailedError as error:
             return summarize(error.failures)
         except SignalException as stop:  # the ranks have said what they did
@@ -288,17 +244,3 @@ def _interrupt_ranks(number: int, frame: FrameType | None) -> None:
     with suppress(OSError):
         for child in Path(f"/proc/{process}/task/{process}/children").read_text().split():
             os.kill(int(child), signal.SIGINT)
-
-
-def help_text() -> str:
-    """Returns all settings with their types and defaults, by section."""
-    lines, kinds = [USAGE], field_types(Config)
-    for section in SECTIONS:
-        lines.append(f"{section.__doc__}")
-        for f in fields(section):
-            default = yaml.safe_dump(f.default, default_flow_style=True)
-            default = default.removesuffix("\n...\n").strip()
-            lines.append(f"  {f.name}: {describe_type(kinds[f.name])} = {default}")
-            lines.append(f"      {f.metadata['help']}".replace("{tasks}", describe_tasks()))
-        lines.append("")
-    return "\n".join(lines)

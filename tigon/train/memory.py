@@ -19,7 +19,7 @@ from tigon.kernels import use
 from tigon.models import CausalLM
 from tigon.models.pretrained.quantization import quantized_bytes
 from tigon.parallel import MeshSizes, keep_rank_zero
-from tigon.train.config import Config, mesh_sizes, micro_batch_rows
+from tigon.settings.config import Config, mesh_sizes, micro_batch_rows
 from tigon.train.memory_tracker import (
     GRADIENTS,
     FSDPTracker,

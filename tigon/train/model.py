@@ -35,9 +35,9 @@ from tigon.parallel import (
     shard_model,
     share_context,
 )
+from tigon.settings.config import Config, micro_batch_rows
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint
-from tigon.train.config import Config, micro_batch_rows
 from tigon.train.distributed import World, local, meshes_of, shard
 from tigon.train.optim import check_local_model
 from tigon.train.vocabulary import read_vocabulary

@@ -11,7 +11,7 @@ from huggingface_hub import get_token
 from tigon.kernels.attention.backends import missed_speed
 from tigon.layers import Experts, SoftmaxAttention
 from tigon.models import CausalLM
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.train.model import compute_dtype, match_fp8_except, named_projections
 from tigon.train.optim.groups import num_steps
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -19,22 +19,21 @@ from tigon.data.cache import train_extra
 from tigon.data.sources import BLOCK_BYTES
 from tigon.data.tokenized import MIN_PARALLEL_BLOCKS, end_children_with_parent
 from tigon.models import CausalLM
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
 from tigon.train.compile_step import compile_step, has_kernels
-from tigon.train.config import Config
 from tigon.train.data import find_entry_sources, tokenize_entries
 from tigon.train.signals import handled_signals
 from tigon.train.tasks import Task
 
-Build: TypeAlias = Callable[[Config, Path | None, StepChoice | None], CausalLM]
 SMALL = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
 
 
 class EarlyModel:
     """The model of a run on one rank, built while its data are tokenized."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Callable[..., CausalLM]) -> None:
         self._build = build
         self._built: tuple[Config, CausalLM] | None = None
 

@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tigon.hub import contains_file
+from tigon.hub import contains_file, is_hub_name
 from tigon.models.pretrained.upload import (
     CARD,
     MAX_CARD,
     UploadTarget,
     escape_markdown,
-    is_hub_name,
     list_export,
     write_card,
 )
 from tigon.report.read import RunFiles, read
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.utils.json import read_bytes, read_json
 from tigon.version import __version__
 from tigon.weights.header import read_header

@@ -11,7 +11,6 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -21,10 +20,10 @@ from tigon.data import Loader, MicroBatch, PackedRows, cache_root
 from tigon.data.cache import disk_errors, make_directory
 from tigon.data.collate import collate_rows
 from tigon.data.examples import format_count
-from tigon.data.mixture import Corpus, Mixture, Window
+from tigon.data.mixture import Mixture, Window
 from tigon.models import MODELS
 from tigon.models.pretrained.load import read_config
-from tigon.train.config import Config, micro_batch_rows
+from tigon.settings.config import Config, micro_batch_rows
 from tigon.train.distributed import World
 from tigon.train.model import base_digest, compute_dtype, sampled_digest
 from tigon.utils.json import read_json
@@ -43,29 +42,34 @@ def attach(
     loader: Loader,
     config: Config,
     world: World,
-    make: Callable[[], Pass],
+    run: Pass,
     pack: Callable[[Window], PackedRows],
     *,
     weights: str,
     shared: bool,
     distinct: bool,
-    name: str = "data",
+    name: str,
 ) -> None:
-    """Adds COLUMN to the loader's micro-batches, from the cache or computed by the pass of `make`.
+    """Adds COLUMN to the loader's micro-batches, from the cache or computed by the pass `run`.
 
     `pack` makes rows that truncate no sequence more than the loader does. `weights` is the digest
-    of `shared_digest`. `shared` and `distinct` say whether rows have each prompt once and drop
+    of the reference. `shared` and `distinct` say whether rows have each prompt once and drop
     answers that are equal after truncation. Every rank calls this. Raises OSError if the cache
     cannot be written.
     """
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
-    key = _key(corpus, config, world.device, weights, (shared, distinct))
+    settings = (
+        *(config.seq_len, config.packing, config.truncate, config.max_length, shared, distinct),
+        compute_dtype(config, world.device),
+    )
+    text = repr((VERSION, [part.key for part in corpus.parts], settings, weights))
+    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     path = cache_root() / "reference" / f"{key}.npy"
     found = read(path, corpus.num_tokens)
     if world.any(found is None):
         began = time.monotonic()
-        values, tokens = compute_logprobs(loader, pack, micro_batch_rows(config), world, make())
+        values, tokens = compute_logprobs(loader, pack, micro_batch_rows(config), world, run)
         with world.raise_on_all_ranks():
             if not int(os.environ.get("LOCAL_RANK", 0)):
                 store(path, values)
@@ -134,72 +138,6 @@ def compute_logprobs(
     for chunk in values.split(REDUCE_SIZE):
         world.all_reduce_sum(chunk)
     return values.numpy(), tokens
-
-
-def _key(
-    corpus: Corpus, config: Config, device: torch.device, weights: str, of_rows: tuple[bool, ...]
-) -> str:
-    """Returns the digest by which cached log-probabilities are found again."""
-    settings = (
-        *(config.seq_len, config.packing, config.truncate, config.max_length, *of_rows),
-        compute_dtype(config, device),
-    )
-    data = [part.key for part in corpus.parts]
-    text = repr((VERSION, data, settings, weights))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def shared_digest(
-    config: Config,
-    world: World,
-    find: Callable[[], str],
-    *,
-    trained: bool,
-    what: Literal["reference", "teacher"] = "reference",
-) -> str:
-    """Returns the digest of a reference's or teacher's weights, which rank 0 computes by `find`.
-
-    The run directory records it. Raises ValueError if a resumed run (`trained`) has another model
-    than it began with; if the files are gone, the record is used, and the cache must have the
-    log-probabilities.
-    """
-    path = Path(config.run_dir, f"{what}.json")
-
-    def find_checked() -> str:
-        known, where = _read_cached_digest(config, path) if trained else (None, path)
-        try:
-            found = find()
-        except OSError:
-            if known is None:
-                raise
-            return known
-        if known not in (None, found):
-            raise ValueError(
-                f"{getattr(config, what) or config.model or config.init} is not the {what} that "
-                f"the run began with, as {where} has it: give {what} and its files as they were, "
-                "or begin another run_dir"
-            )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps({"weights": found}))
-        return found
-
-    return world.share(find_checked)
-
-
-def _read_cached_digest(config: Config, path: Path) -> tuple[str | None, Path]:
-    """Returns the digest recorded by the run of the resumed checkpoint, or else by this run, and
-    the file that has it; None without a record."""
-    places = [path]
-    if isinstance(config.resume, str) and config.resume != "auto":
-        # First, as a run that saved no checkpoint may have left its own record here
-        places.insert(0, Path(config.resume).absolute().parent.parent / path.name)
-    for place in places:
-        if place.is_file():
-            found = read_json(place).get("weights")
-            if not isinstance(found, str):
-                raise ValueError(f"{place} is damaged: remove it to go on without what it says")
-            return found, place
-    return None, path
 
 
 def model_digest(config: Config) -> str:

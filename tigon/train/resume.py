@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tigon.data import Loader
+from tigon.settings.command import check_new_run
+from tigon.settings.config import Config, Parallel
 from tigon.tokenizer import chat_template
 from tigon.train import checkpoint
-from tigon.train.config import Config, Parallel
 from tigon.train.distributed import World
 from tigon.train.state import TrainState
 from tigon.weights.files import LockedError, lock_file, remove_leftovers
@@ -26,13 +27,12 @@ from tigon.weights.files import LockedError, lock_file, remove_leftovers
 LOCK = ".lock"
 _EXPORT = r"(?:hf|adapter)(?:-ema|-best|-step-\d+)?"
 _TEXTS = r"config\.yaml|(?:metrics|samples|predictions-step-\d+)\.jsonl|\.exported"
-_DIGESTS = r"(?:reference|teacher)\.json"
 WRITTEN = re.compile(
-    rf"{_EXPORT}|{_TEXTS}|{_DIGESTS}|report\.html|checkpoints|tensorboard|wandb|profile"
+    rf"{_EXPORT}|{_TEXTS}|report\.html|checkpoints|tensorboard|wandb|profile"
     r"|flight-recorder-\d+|\.wandb-id"
 )
 LEFTOVER = re.compile(
-    rf"\.(?:(?:{_TEXTS}|{_DIGESTS}|\.wandb-id|(?:report|comparison)\.html)\.[0-9a-f]{{16}}"
+    rf"\.(?:(?:{_TEXTS}|\.wandb-id|(?:report|comparison)\.html)\.[0-9a-f]{{16}}"
     r"|rank-\d+-[0-9a-f]{8})"
 )
 
@@ -90,10 +90,8 @@ def _check_files(path: Path, begun: bool, resume: bool) -> None:
     be resumed, or links that the run would write through."""
     if not begun and {file.name for file in path.iterdir()} - {LOCK}:
         raise FileExistsError(f"{path} is not empty, and holds no run: choose another run_dir")
-    metrics = path / "metrics.jsonl"
-    trained = metrics.exists() and metrics.stat().st_size > 0
-    if not resume and (trained or checkpoint.latest(path / "checkpoints") is not None):
-        raise FileExistsError(f"{path} is not empty: give resume=auto, or another run_dir")
+    if not resume:
+        check_new_run(path)
     for file in sorted(path.iterdir()):
         if file.is_symlink() and WRITTEN.fullmatch(file.name):
             raise FileExistsError(

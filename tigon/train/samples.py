@@ -13,8 +13,8 @@ from tigon.data.messages import index_names, normalize_messages
 from tigon.data.sources import JsonFile
 from tigon.models import CausalLM
 from tigon.models.config import eos_ids
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
-from tigon.train.config import Config
 from tigon.train.distributed import World, eval_mode
 from tigon.utils.config import prefix_errors
 

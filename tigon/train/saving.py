@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.settings.config import Config
 from tigon.train import resume
 from tigon.train.build import TrainingRun
-from tigon.train.config import Config
 from tigon.train.logging import RunLog
 from tigon.train.model import export_dtype
 
 
 def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
-    """Returns what every checkpoint of the run says of its settings and data, the base of an
-    adapter, the time that chat templates write, and how prompts are packed."""
-    metadata = resume.run_metadata(run.config, run.data)
+    """Returns what every checkpoint of the run says of its settings and data, the models beside its
+    own, the time that chat templates write, and how prompts are packed."""
+    metadata = resume.run_metadata(run.config, run.data) | {"digests": run.task.digests}
     metadata |= {"base": run.base} if run.base else {}
     if run.tokenizer.strftime_now is not None:
         metadata |= {"strftime_now": run.tokenizer.strftime_now.isoformat()}
@@ -39,7 +39,6 @@ def save(run: TrainingRun, step: int, log: RunLog, metadata: dict[str, Any], *, 
     start_time = time.perf_counter()
     progress = {"cursor": run.data.state(step + run.state.offset), **run.state.facts()}
     if run.choice is not None:  # which may have become smaller since the first step
-        progress |= {"choice": run.choice.facts()}
         progress |= {"config": metadata["config"] | {"micro_batch_size": run.choice.rows}}
     values = run.model, run.optimizer, run.tokenizer, metadata | progress, run.ema
     run.saver.save(step, *values, copy=not last)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from tigon.data import Loader, Mixture
 from tigon.models import CausalLM
 from tigon.models.config import eos_ids
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
-from tigon.train.config import Config
 from tigon.utils.json import quote
 
 

@@ -30,6 +30,24 @@ TYPE_WORDS = {
     NoneType: ("null", "nulls"),
 }
 
+# Names of arguments in transformers and PEFT, and ours
+TRANSFORMERS_NAMES = {
+    "attn_implementation": "attention",
+    "cache": "past_key_values",  # from 5.24 on
+    "device_map": "device",
+    "device_mesh": "mesh",
+    "load_in_4bit": "quantize",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "output_hidden_states": "return_hidden",
+    "r": "rank",
+    "target_modules": "targets",
+    "torch_dtype": "dtype",
+    "tp_plan": "mesh",
+    "use_dora": "dora",
+    "use_rslora": "rslora",
+}
+
 
 class ConfigError(ValueError):
     """Says which setting cannot be followed, with its value."""
@@ -166,6 +184,17 @@ def suggest(name: str, choices: Iterable[str], cutoff: float = 0.5) -> str:
     """Returns a "did you mean" with the closest of the known names; empty if none is close."""
     close = difflib.get_close_matches(name, choices, n=1, cutoff=cutoff)
     return f"did you mean {close[0]!r}?" if close else ""
+
+
+def check_keywords(function: str, kwargs: Mapping[str, Any], known: frozenset[str]) -> None:
+    """Raises Python's TypeError, with a hint, for an unknown keyword argument."""
+    if known.issuperset(kwargs):
+        return
+    name = next(name for name in kwargs if name not in known)
+    message = f"{function}() got an unexpected keyword argument {name!r}"
+    tigon_name = TRANSFORMERS_NAMES.get(name)
+    hint = f"here: {tigon_name!r}" if tigon_name in known else suggest(name, known, 0.8)
+    raise TypeError("; ".join(filter(None, (message, hint))))
 
 
 def find_misspelled(name: str, choices: Iterable[str]) -> str | None:

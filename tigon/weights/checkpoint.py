@@ -203,20 +203,8 @@ class Checkpoint:
 
     def read_into(self, name: str, out: Tensor, *, row: int = 0) -> None:
         """Fills `out` with rows [row, row + len(out)) of the tensor, converted to its dtype."""
-        info = self.tensors.get(name)
-        if info is None:
-            raise KeyError(f"{self.name} has no tensor {name!r}")
-        end = row + len(out) if out.dim() else 0
-        fits = out.dim() == len(info.shape) and out.shape[1:] == info.shape[1:]
-        if not (fits and 0 <= row <= end <= (info.shape or (0,))[0]):
-            raise ValueError(
-                f"{self.name}: tensor {name!r} has shape {list(info.shape)}; "
-                f"its rows from {row} on do not fill {list(out.shape)}"
-            )
-        if out.is_meta:
-            raise ValueError(f"tensor {name!r} cannot be read into a meta tensor: allocate it")
         with Reader() as reader:
-            read_rows(reader, info, out.detach(), row)
+            read_rows(reader, self.tensors[name], out.detach(), row)
 
 
 def _sample(info: TensorInfo | DecodedTensor, file: IO[bytes]) -> bytes:

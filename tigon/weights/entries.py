@@ -165,7 +165,7 @@ def make_entries(
 
     Rows that several ranks have are shared out among them. `values`: tensors to write instead of
     this rank's memory of parameters, by name. Raises ValueError unless the slices of a parameter
-    cover it exactly once and its memory has the shape of this rank's part.
+    cover it exactly once.
     """
     ranks, values = ranks or WriterGroup(), values or {}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -176,12 +176,8 @@ def make_entries(
         local = local_shard(name, p)
         if name in values:
             value = values[name].detach()
-            value = value.to_local() if isinstance(value, DTensor) else value
-            if value.shape != local.memory.shape:
-                raise ValueError(
-                    f"{name} is {list(local.memory.shape)}, its value {list(value.shape)}"
-                )
-            local = local._replace(memory=value)
+            memory = value.to_local() if isinstance(value, DTensor) else value
+            local = local._replace(memory=memory)
         for part in layout[name]:
             shapes[part.name] = part.shape
             blocks = _blocks(part, local)

@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from tigon.integrations.transformers.stream import add_branch, find_block, is_hooked, is_wrapped
 from tigon.layers.router import Router, Routing
-from tigon.models.arguments import BATCH, PASS, check_keywords, select_keys
+from tigon.models.arguments import BATCH, PASS, select_keys
 from tigon.models.base import LanguageModel
 from tigon.models.inputs import BOUNDS, Batch
-from tigon.utils.config import suggest
+from tigon.utils.config import check_keywords, suggest
 
 # Of transformers' processors, collators and trainers; they change nothing in a text model
 IGNORED = frozenset(("token_type_ids", "cache_position", "mm_token_type_ids"))

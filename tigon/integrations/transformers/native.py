@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from tigon import models
-from tigon.models.arguments import check_keywords
 from tigon.models.causal_lm import CausalLM
 from tigon.models.pretrained.load import LoadOptions
+from tigon.utils.config import check_keywords
 
 # Keywords of transformers that change nothing here
 IGNORED = frozenset(

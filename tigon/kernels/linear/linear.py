@@ -30,6 +30,7 @@ from tigon.kernels.recompute import (
     has_function_mode,
     note_recompute,
     run_recompute,
+    save_input,
     start_fetch,
 )
 from tigon.kernels.runtime import (
@@ -125,7 +126,7 @@ def matmul_into(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 def _parameter_gradients(dy: Tensor, x: Tensor, bias: bool) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of weight and, if asked to, `bias`, from dy [N, K] and x [..., C]."""
-    return chunked_matmul(dy.t(), x.view(-1, x.shape[-1])), dy.sum(0) if bias else None
+    return chunked_matmul(dy.t(), x.reshape(-1, x.shape[-1])), dy.sum(0) if bias else None
 
 
 def defers_product() -> bool:
@@ -155,32 +156,36 @@ def deferred_product(output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     return _DeferredProduct.apply(output, compute)
 
 
-class _RecomputedLinear(torch.autograd.Function):
-    """A linear product whose input is computed again in backward instead of being saved."""
+class _Linear(torch.autograd.Function):
+    """`F.linear` whose gradients have all summands; see the head of this file.
+
+    With a `Recompute` its input is computed again in backward instead of being saved.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
         weight, bias, recompute, deferred = args
-        ctx.recompute_fn, ctx.shape = recompute.fn, x.shape
-        ctx.save_for_backward(weight, *recompute.saved)
+        (ctx.recompute_fn, saved_x), ctx.shape = save_input(x, recompute), x.shape
+        ctx.save_for_backward(weight, *saved_x)
         return placeholder(x, weight.shape[0]) if deferred else F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a product that computes its input again")
+        refuse_second_derivative("linear")
         weight, *saved_x = ctx.saved_tensors
         needs_x, _, needs_bias, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, dy.shape[-1])
         dx = None
         if (remote := start_fetch(ctx.recompute_fn, saved_x)) is not None and needs_x:
-            dx = rows.mm(weight).view(ctx.shape)  # beside the fetch; what follows, beside a sum
+            # Beside the fetch; what follows, beside a sum
+            dx = chunked_matmul(rows, weight).view(ctx.shape)
             remote.reduce(dx)
         # Else the weight's gradient first: x is gone when its gradient comes
         x = run_recompute(ctx.recompute_fn, saved_x).view(ctx.shape)
         dweight, dbias = _parameter_gradients(rows, x, needs_bias)
         del x
         if needs_x and dx is None:
-            dx = rows.mm(weight).view(ctx.shape)
+            dx = chunked_matmul(rows, weight).view(ctx.shape)
         return dx, dweight, dbias, None, None
 
 
@@ -208,24 +213,6 @@ class _GatedLinear(torch.autograd.Function):
         return gradient, None, dweight, dbias, None, None, None
 
 
-class _ChunkedLinear(torch.autograd.Function):
-    """`F.linear` whose gradients have all summands; see the head of this file."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a product with a small weight")
-        x, weight = ctx.saved_tensors
-        needs_x, _, needs_bias = ctx.needs_input_grad
-        rows = dy.reshape(-1, dy.shape[-1])
-        dweight, dbias = _parameter_gradients(rows, x.reshape(-1, x.shape[-1]), needs_bias)
-        return chunked_matmul(rows, weight).view(x.shape) if needs_x else None, dweight, dbias
-
-
 def _has_gradient_at_risk(x: Tensor, weight: Tensor) -> bool:
     """Whether cuBLAS may leave summands out of the gradient of x or weight of `F.linear`."""
     rows, columns = x.numel() // max(1, x.shape[-1]), x.shape[-1]
@@ -247,7 +234,7 @@ def chunked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         and is_plain(weight)
         and has_plain_operands(x, weight)
     ):
-        return _ChunkedLinear.apply(x, weight, bias)
+        return _Linear.apply(x, weight, bias, None, False)
     return F.linear(x, weight, bias)
 
 
@@ -269,8 +256,7 @@ def training_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         values = act, node.overwrite, deferred
         y: Tensor = _GatedLinear.apply(gate_up, x.detach(), weight, bias, *values)
     else:
-        recompute.keep_gate_up()
-        y = _RecomputedLinear.apply(x, weight, bias, recompute, deferred)
+        y = _Linear.apply(x, weight, bias, recompute, deferred)
     return deferred_product(y, lambda: F.linear(x, weight, bias)) if deferred else y
 
 

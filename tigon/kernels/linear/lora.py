@@ -48,7 +48,13 @@ from tigon.kernels.linear.low_rank import (
     supports_rank,
 )
 from tigon.kernels.mlp.gated_act import Activation, gradient_and_product
-from tigon.kernels.recompute import RecomputeFn, find_recompute, run_recompute, start_fetch
+from tigon.kernels.recompute import (
+    RecomputeFn,
+    find_recompute,
+    run_recompute,
+    save_input,
+    start_fetch,
+)
 from tigon.kernels.runtime import is_plain_parameter, refuse_second_derivative
 
 
@@ -236,9 +242,8 @@ class _LoRALinear(torch.autograd.Function):
         bs, saved_x = rest[: len(call.columns_and_scales)], rest[len(call.columns_and_scales) :]
         needs_x, needs_gate_up, _, _, needs_a, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, ctx.columns)
-        remote = None
-        if needs_a and call.recompute_fn is not None:  # not of a gated activation
-            remote = start_fetch(call.recompute_fn, saved_x)
+        # Not of a gated activation
+        remote = start_fetch(call.recompute_fn, saved_x) if needs_a else None
         needs_bs = ctx.needs_input_grad[8:][: len(bs)]
         du, dbs = _low_rank_gradients(rows, u, call.additions(bs), needs_bs)
         da = dx = dgate_up = None
@@ -246,10 +251,7 @@ class _LoRALinear(torch.autograd.Function):
             dx = _x_gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
             remote.reduce(dx)
         if needs_a and not needs_gate_up:  # first: what is computed again is gone when dX comes
-            fn = call.recompute_fn
-            da = _a_gradient(
-                du, saved_x[0] if fn is None else run_recompute(fn, saved_x), call.dropout
-            )
+            da = _a_gradient(du, run_recompute(call.recompute_fn, saved_x), call.dropout)
         if (needs_x or needs_gate_up) and dx is None:
             dx = _x_gradient(call.base, rows, weight, du, a, call.dropout).view(ctx.shape)
         if needs_gate_up:
@@ -302,14 +304,13 @@ def lora_linear(
         return _base_plus_low_rank(rows, x, weight, bias, u, additions)
     deferred = defers_product()
     values, gate_up, recompute_fn, gated = x, None, None, None
-    saved_x: tuple[Tensor | None, ...] = (x,) if a.requires_grad else ()
+    saved_x: Sequence[Tensor | None] = ()
     recompute = find_recompute(x) if a.requires_grad else None
     if recompute is not None and recompute.gated is not None and recompute.single_reader:
         gate_up, act, node = recompute.gated
         values, saved_x, gated = x.detach(), (gate_up,), (act, node.overwrite)
-    elif recompute is not None:
-        recompute.keep_gate_up()
-        recompute_fn, saved_x = recompute.fn, recompute.saved
+    elif a.requires_grad:
+        recompute_fn, saved_x = save_input(x, recompute)
     with torch.no_grad():
         u = _project_down(x, a, dropout)
     columns_and_scales = [(first, scale) for first, _, scale in additions]

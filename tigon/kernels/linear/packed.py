@@ -21,7 +21,7 @@ from tigon.kernels.linear.linear import (
     linear,
     placeholder,
 )
-from tigon.kernels.recompute import Recompute, find_recompute, run_recompute
+from tigon.kernels.recompute import Recompute, find_recompute, run_recompute, save_input
 from tigon.kernels.runtime import is_plain_parameter, refuse_second_derivative
 
 Biases = Sequence[Tensor | None]
@@ -65,9 +65,8 @@ class _PackedLinear(torch.autograd.Function):
         count = len(operands) // 2  # weights, then biases
         weights: Any = operands[:count]
         ctx.count, ctx.shape = count, x.shape
-        ctx.recompute_fn = None if recompute is None else recompute.fn
         learned = any(ctx.needs_input_grad[3 : 3 + count])
-        inputs = () if not learned else (x,) if recompute is None else recompute.saved
+        ctx.recompute_fn, inputs = save_input(x, recompute) if learned else (None, ())
         ctx.save_for_backward(*weights, *inputs)
         if deferred:
             return placeholder(x, sum(len(w) for w in weights))
@@ -82,7 +81,7 @@ class _PackedLinear(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * (2 * count)
         if any(needs[3 : 3 + count]):
             # Before the input's gradient: the input is gone when that comes
-            x = inputs[0] if ctx.recompute_fn is None else run_recompute(ctx.recompute_fn, inputs)
+            x = run_recompute(ctx.recompute_fn, inputs)
             rows = x.reshape(-1, x.shape[-1])
             for i, part in enumerate(parts):
                 gradients[i] = chunked_matmul(part.t(), rows) if needs[3 + i] else None
@@ -110,10 +109,8 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> Tenso
     if not torch.is_grad_enabled():
         return _products(x, weights, biases) if x.is_cuda else packed_linear_ref(x, weights, biases)
     recompute = find_recompute(x)
-    if recompute is not None:
-        if recompute.fn.remote is not None:
-            return packed_linear_ref(x, weights, biases)
-        recompute.keep_gate_up()
+    if recompute is not None and recompute.fn.remote is not None:
+        return packed_linear_ref(x, weights, biases)
     deferred = defers_product()
     y: Tensor = _PackedLinear.apply(x, recompute, deferred, *weights, *biases)
     return deferred_product(y, lambda: _products(x, weights, biases)) if deferred else y

@@ -42,7 +42,6 @@ from tigon.kernels.loss.vocab_parallel import VocabularyShard
 from tigon.kernels.runtime import (
     check_devices,
     is_eager,
-    is_transformed,
     refuse_second_derivative,
     retains_graph,
     runs_triton,
@@ -107,108 +106,91 @@ def _with_teachers(
     return teacher(None, lend=use)
 
 
+def _run_terms(
+    p: LossPass,
+    tensors: Sequence[Any],  # the fields of LossArgs, and INPUTS of each term
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Returns the values of k loss terms and then their metrics, and what the backward pass needs:
+    losses of rows whose weights learn, the factor of the gradients if there is one, and these, or
+    statistics."""
+    args, flat = LossArgs(*tensors[:SHARED]), tensors[SHARED:]
+    row_scales: list[Tensor] = []
+    for w, scale in zip(flat[4::INPUTS], flat[5::INPUTS], strict=True):
+        if p.ahead and scale is not None:
+            n = args.hidden.shape[0]
+            row_scales.append(scale.expand(n).contiguous() if w is None else w * scale)
+    needs = p.needs if p.ahead else (False,) * len(p.needs)
+    nothing: Slots = [None, None] * len(p.plans)
+    grads, rows_by_term, top = _run(p, args, flat, row_scales, needs, nothing)
+    values, metrics, losses = [], [], []
+    for i, (plan, rows) in enumerate(zip(p.plans, rows_by_term, strict=True)):
+        w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
+        loss = rows["loss"]
+        weighted = loss if w is None else torch.where(w == 0, 0, loss * w)
+        values.append(weighted if scale is None else weighted.sum() * scale)
+        metrics += [rows[name] for name in plan.metrics]
+        if p.learned[i]:
+            losses.append(loss if scale is None else loss * scale)
+    if not p.ahead:
+        returned = zip(p.plans, rows_by_term, strict=True)
+        statistics = [rows for plan, rows in returned if plan.statistics]
+        grads = [rows[name] for rows in statistics for name in STATISTICS]
+    return values + metrics, [*losses, *(() if top is None else (top,)), *grads]
+
+
 class FusedLinearLoss(torch.autograd.Function):
-    """Returns the values of k loss terms, then metrics, then what the backward pass needs."""
+    """`_run_terms` and its gradients: returns the values, then the metrics."""
 
     @staticmethod
-    def forward(p: LossPass, *tensors: Any) -> tuple[Tensor, ...]:
-        args, flat = LossArgs(*tensors[:SHARED]), tensors[SHARED:]
-        row_scales: list[Tensor] = []
-        for w, scale in zip(flat[4::INPUTS], flat[5::INPUTS], strict=True):
-            if p.ahead and scale is not None:
-                n = args.hidden.shape[0]
-                row_scales.append(scale.expand(n).contiguous() if w is None else w * scale)
-        needs = p.needs if p.ahead else (False,) * len(p.needs)
-        nothing: Slots = [None, None] * len(p.plans)
-        grads, rows_by_term, top = _run(p, args, flat, row_scales, needs, nothing)
-        values, metrics, losses = [], [], []
-        for i, (plan, rows) in enumerate(zip(p.plans, rows_by_term, strict=True)):
-            w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
-            loss = rows["loss"]
-            weighted = loss if w is None else torch.where(w == 0, 0, loss * w)
-            values.append(weighted if scale is None else weighted.sum() * scale)
-            metrics += [rows[name] for name in plan.metrics]
-            if p.learned[i]:
-                losses.append(loss if scale is None else loss * scale)
-        if not p.ahead:
-            returned = zip(p.plans, rows_by_term, strict=True)
-            statistics = [rows for plan, rows in returned if plan.statistics]
-            grads = [rows[name] for rows in statistics for name in STATISTICS]
-        return *values, *metrics, *losses, *(() if top is None else (top,)), *grads
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        p, *arguments = inputs
-        hidden, weight, bias, low, up = arguments[:LEARNED]
-        k = len(p.plans)
-        extra: list[Tensor | None] = [*output[k + sum(len(plan.metrics) for plan in p.plans) :]]
-        ctx.mark_non_differentiable(*output[k:])
+    def forward(ctx: Any, p: LossPass, *tensors: Any) -> tuple[Tensor, ...]:
+        hidden, weight, *_ = tensors
+        results, extra = _run_terms(p, tensors)
+        ctx.mark_non_differentiable(*results[len(p.plans) :])
         ctx.set_materialize_grads(False)
-        ctx.p, ctx.num_extra, ctx.grad = p, len(extra), None
-        ctx.dtypes = [None if x is None else x.dtype for x in arguments[:LEARNED]]
-        ctx.transformed = is_transformed(hidden, weight, bias, low, up)
-        if p.ahead and weight is None and not ctx.transformed:
-            # Returned last, the gradient is scaled in place: saved_tensors would keep it alive
+        ctx.p, ctx.count, ctx.grad = p, len(extra), None
+        ctx.dtypes = [None if x is None else x.dtype for x in tensors[:LEARNED]]
+        if p.ahead and weight is None:
+            # The logits' gradient is scaled in place: saved_tensors would keep it alive
             first = -GRADIENTS
             ctx.grad, extra[first] = hidden.detach() if p.overwrite else extra[first], None
-        if p.ahead and len(p.plans) == 1 and not ctx.transformed:
-            arguments = [None] * len(arguments)
         # Gradients that autograd alone keeps may be overwritten by those that it is to get
-        ctx.exclusive = not (ctx.transformed or torch.compiler.is_compiling()) and (
+        ctx.exclusive = not torch.compiler.is_compiling() and (
             torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         )
-        ctx.save_for_backward(*arguments, *extra)
+        ctx.save_for_backward(*(() if p.ahead and len(p.plans) == 1 else tensors), *extra)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Grads:
         p, saved = ctx.p, ctx.saved_tensors
-        ups = grads[: len(p.plans)]
+        ups, split = grads[: len(p.plans)], len(saved) - ctx.count
         if all(up is None for up in ups):
             return (None,) * (1 + SHARED + INPUTS * len(ups))
-        if ctx.transformed:
-            given = p, False, ctx.num_extra, *ctx.dtypes, *ups, *saved
-            outputs = FusedLinearLossBackward.apply(*given)
+        refuse_second_derivative(p.name, p.instead)
+        losses, factor, extra = _unpack(p, saved[split:], ups)
+        if not (p.ahead and factor is not None and _share_gradient(ups)):
+            shared = _recompute_gradients(p, saved[:split], ups, extra, ctx.dtypes)
+        elif ctx.grad is not None:
+            grad, overwrite = ctx.grad, not retains_graph()
+            if overwrite:
+                ctx.grad = None
+            d_logits = rescale(grad, factor, grad.dtype, overwrite=overwrite)
+            shared = (d_logits, *(None,) * (LEARNED - 1))
         else:
-            refuse_second_derivative(p.name, p.instead)
-            if ctx.grad is not None and _share_gradient(ups):
-                losses, factor, _ = _unpack(p, saved[len(saved) - ctx.num_extra :], ups)
-                assert factor is not None
-                grad, overwrite = ctx.grad, not retains_graph()
-                if overwrite:
-                    ctx.grad = None
-                d_logits = rescale(grad, factor, grad.dtype, overwrite=overwrite)
-                outputs = (d_logits, *(None,) * (LEARNED - 1), *losses)
-            else:
-                exclusive = ctx.exclusive and not retains_graph()
-                outputs = _differentiate(p, exclusive, ctx.num_extra, *ctx.dtypes, *ups, *saved)
+            exclusive = ctx.exclusive and not retains_graph()
+            shared = _scale_gradients(extra, p.needs, ctx.dtypes, factor, exclusive)
         flat_gradients: list[Tensor | None] = []
-        rest = iter(outputs[LEARNED:])
+        rest = iter(losses)
         for learns in p.learned:
             flat_gradients += [None] * 4 + [next(rest) if learns else None, None]
-        return (None, *outputs[:LEARNED], None, None, *flat_gradients)
-
-
-class FusedLinearLossBackward(torch.autograd.Function):
-    """`FusedLinearLoss.backward`, as a node to torch.func, which has no second derivative."""
-
-    @staticmethod
-    def forward(p: LossPass, *flat: Any) -> Grads:
-        return _differentiate(p, *flat)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Grads) -> None:
-        ctx.p = inputs[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(f"{ctx.p.name} has no second derivative; {ctx.p.instead}")
+        return (None, *shared, None, None, *flat_gradients)
 
 
 def _share_gradient(ups: Sequence[Tensor | None]) -> bool:
     """Whether all values have the same upstream gradient, as the terms of a sum have."""
     if len(ups) == 1:
         return True
-    if torch.compiler.is_compiling() or any(up is None for up in ups) or is_transformed(*ups):
+    if torch.compiler.is_compiling() or any(up is None for up in ups):
         return False
     return len({(up.data_ptr(), up.dtype) for up in ups if up is not None}) == 1
 
@@ -257,19 +239,15 @@ def _scale_gradients(
     return tuple(gradients)
 
 
-def _differentiate(p: LossPass, exclusive: bool, count: int, *args: Any) -> Grads:
-    """Returns gradients of hidden, weight, bias, low and up, then of row weights that need one.
-
-    `exclusive`: nothing else has or needs the precomputed gradients.
-    """
-    k = len(p.plans)
-    dtypes, args = args[:LEARNED], args[LEARNED:]
-    ups, saved = args[:k], args[k:]
-    split = len(saved) - count
-    weight_gradients, factor, extra = _unpack(p, saved[split:], ups)
-    if p.ahead and factor is not None and _share_gradient(ups):
-        return *_scale_gradients(extra, p.needs, dtypes, factor, exclusive), *weight_gradients
-    inputs, flat = LossArgs(*saved[:SHARED]), saved[SHARED:split]
+def _recompute_gradients(
+    p: LossPass,
+    saved: Sequence[Any],  # the tensors that `_run_terms` takes
+    ups: Sequence[Tensor | None],
+    statistics: Sequence[Tensor],
+    dtypes: Sequence[Any],
+) -> Grads:
+    """Returns the gradients of the inputs that may learn, by a second pass over the logits."""
+    inputs, flat = LossArgs(*saved[:SHARED]), saved[SHARED:]
     row_scales = []
     for i, up in enumerate(ups):
         w, scale = flat[INPUTS * i + 4], flat[INPUTS * i + 5]
@@ -277,14 +255,14 @@ def _differentiate(p: LossPass, exclusive: bool, count: int, *args: Any) -> Grad
         rows = rows if p.per_token[i] else rows * scale
         rows = rows if w is None else rows * w
         row_scales.append(rows.expand(inputs.hidden.shape[0]))
-    statistics = iter(extra)
+    known = iter(statistics)
     lse_parts: Slots = []
     for plan in p.plans:
-        lse_parts += [next(statistics), next(statistics)] if plan.statistics else [None, None]
+        lse_parts += [next(known), next(known)] if plan.statistics else [None, None]
     loss_plans = tuple(plan._replace(metrics=(), statistics=False) for plan in p.plans)
     loss_pass = p._replace(plans=loss_plans)
     computed, _, top = _run(loss_pass, inputs, flat, row_scales, p.needs, lse_parts)
-    return *_scale_gradients(computed, p.needs, dtypes, top, exclusive=True), *weight_gradients
+    return _scale_gradients(computed, p.needs, dtypes, top, exclusive=True)
 
 
 class HeadValue(NamedTuple):
@@ -345,10 +323,8 @@ def run_loss_terms(
     if not torch.is_grad_enabled():
         shared = tuple(None if x is None else x.detach() for x in shared)
     flat = [x for a in prepared for x in (*a.tensors, a.weights, a.scale)]
-    differentiable = any(p.needs) or any(p.learned) or is_transformed(rows)
-    # Without a gradient to trace, Dynamo would take p for the context of `apply`
-    run = FusedLinearLoss.apply if differentiable else FusedLinearLoss.forward
-    out = iter(run(p, *shared, index, live, *flat))
+    tensors, learns = (*shared, index, live, *flat), any(p.needs) or any(p.learned)
+    out = iter(FusedLinearLoss.apply(p, *tensors) if learns else _run_terms(p, tensors)[0])
     if p.overwrite:
         torch.autograd.graph.increment_version(hidden)
     values = [next(out) for _ in prepared]
@@ -379,11 +355,10 @@ def _pass(
     needs = tuple(grad and x is not None and x.requires_grad for x in shared)
     per_token = tuple(a.scale is None for a in prepared)
     # Upstream gradients of several sums can be compared only where tensors have values
-    comparable = len(prepared) == 1 or not (torch.compiler.is_compiling() or is_transformed(rows))
+    comparable = len(prepared) == 1 or not torch.compiler.is_compiling()
     ahead = any(needs) and comparable and not any(per_token)
     overlap = rows.stride(1) != 1 or (rows.stride(0) < rows.shape[1] and len(rows) > 1)
-    exclusive = overwrite and ahead and not overlap
-    exclusive = exclusive and is_eager(rows) and not is_transformed(rows)
+    exclusive = overwrite and ahead and not overlap and is_eager(rows)
     kinds = ["kl" if a.plan.kind != "cross_entropy" else a.plan.kind for a in prepared]
     if weight is not None:
         kinds = [f"linear_{kind}" for kind in kinds]

@@ -154,7 +154,7 @@ def _launch_rescale(x: Tensor, out: Tensor, factor: Tensor) -> None:
 
 def _rescale_outputs(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocates the rescaled tensor, in `dtype`."""
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 @operator("rescale", _rescale_outputs)
@@ -172,7 +172,7 @@ def rescale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, overwrite: bool = 
     With `overwrite` it is in the memory of x, if that has the dtype and nothing else sees it; a
     factor of 1 then writes nothing.
     """
-    if overwrite and x.dtype == dtype and _may_overwrite(x, factor):
+    if overwrite and x.dtype == dtype and _may_overwrite(x):
         _overwrite(x, x, factor)
         return x
     return _rescale(x, factor, dtype) if runs_triton(x) else (x.float() * factor).to(dtype)
@@ -200,7 +200,7 @@ def rescale_and_join(
     With `overwrite` it is in the memory of `first`, which has at least as many rows, if nothing
     else sees that; `dtype` then has 16 bits. No other memory is needed, and `rest` can be freed.
     """
-    if not (overwrite and _may_overwrite(first, factor)):
+    if not (overwrite and _may_overwrite(first)):
         if not runs_triton(first):
             return torch.cat([rescale(x, factor, dtype) for x in (first, rest)])
         return _rescale_and_join(first, rest, factor, dtype)
@@ -216,11 +216,9 @@ def rescale_and_join(
     return out.view(-1, *first.shape[1:])
 
 
-def _may_overwrite(x: Tensor, factor: Tensor) -> bool:
-    """Whether a kernel may write into `x` unseen by torch: nothing traces or transforms it."""
+def _may_overwrite(x: Tensor) -> bool:
+    """Whether a kernel may write into `x` unseen by torch: nothing traces it."""
     if torch.compiler.is_compiling() or not x.is_contiguous() or not runs_triton(x):
-        return False
-    if any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in (x, factor)):
         return False
     # On meta there is nothing to write, but memory counts as on a GPU
     return x.is_meta or is_eager(x)

@@ -32,7 +32,7 @@ from tigon.kernels.mlp.grouped_mlp_passes import (
     grouped_mlp_forward,
 )
 from tigon.kernels.mlp.grouped_product import product_by_row
-from tigon.kernels.recompute import find_recompute, run_recompute
+from tigon.kernels.recompute import find_recompute, run_recompute, save_input
 from tigon.kernels.runtime import (
     autocast_dtype,
     check_devices,
@@ -124,11 +124,8 @@ class _GroupedMLP(torch.autograd.Function):
         y, *saved = grouped_mlp_forward(x, gate_up, down, low, experts, weights, act, slots, *form)
         if recompute_gate_up:
             saved[0] = None
-        if (recompute := find_recompute(x)) is not None:
-            recompute.keep_gate_up()
         ctx.form, ctx.counts = (act, clamp, transposed), (factors, len(biases))
-        ctx.recompute_fn = None if recompute is None else recompute.fn
-        saved_x = (x,) if recompute is None else recompute.saved
+        ctx.recompute_fn, saved_x = save_input(x, find_recompute(x))
         ctx.save_for_backward(gate_up, down, weights, *low, *biases, *saved, *saved_x)
         return y
 
@@ -144,12 +141,9 @@ class _GroupedMLP(torch.autograd.Function):
         hidden, *rest = rest[factors + others :]
         low_rows, (order, inverse, ends, *saved_x) = rest[:products], rest[products:]
         dy = dy.contiguous()
-        if ctx.recompute_fn is None:
-            x = saved_x[0]
-        elif hidden is None or needs_grad[1] or any(needs_rest[: min(factors, 1)]):
-            x = run_recompute(ctx.recompute_fn, saved_x).view_as(dy)
-        else:  # without the gradients of gate_up and A its shape and dtype alone are asked
-            x = dy
+        # Without the gradients of gate_up and A the shape and dtype of x alone are asked
+        needs_numbers = hidden is None or needs_grad[1] or any(needs_rest[: min(factors, 1)])
+        x = run_recompute(ctx.recompute_fn, saved_x).view_as(dy) if needs_numbers else dy
         saved, (act, clamp, transposed) = (hidden, low_rows, order, inverse, ends), ctx.form
         given = gate_up, down, low, weights, needs_grad, *saved, dy, act, biases, clamp, transposed
         computed = zip(grouped_mlp_backward(x, *given), needs_grad, strict=True)

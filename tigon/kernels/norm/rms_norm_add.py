@@ -43,7 +43,7 @@ def rms_norm_add_ref(
 
 def _outputs(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Allocates the sum and 1 / rms of x."""
-    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = x.new_empty(x.shape)
     rows = x.numel() // max(x.shape[-1], 1)
     return total, torch.empty(rows, dtype=torch.float32, device=x.device)
 
@@ -85,7 +85,7 @@ class _RMSNormAdd(torch.autograd.Function):
         refuse_second_derivative("rms_norm_add")
         weight, rstd, *saved = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, *_ = ctx.needs_input_grad
-        x = saved[0] if ctx.recompute_fn is None else run_recompute(ctx.recompute_fn, saved)
+        x = run_recompute(ctx.recompute_fn, saved)
         needs = [needs_x, False, False, needs_weight, False]
         given = x, None, None, weight, None, needs, False, rstd, dtotal, None, *ctx.constants
         computed = iter(backward_norm(*given) if needs_x or needs_weight else ())

@@ -25,7 +25,6 @@ from tigon.layers import (
 )
 from tigon.layers.lora import LORA_A, LORA_B, MAGNITUDE, dropout_seed
 from tigon.models.adapters.lora import (
-    LoraConfig,
     LoRAParts,
     changes_embedding_or_head,
     check_dropout,
@@ -34,6 +33,7 @@ from tigon.models.adapters.lora import (
 from tigon.models.base import LanguageModel
 from tigon.models.init import copy_local
 from tigon.models.pretrained.names import EMBEDDING, HEAD
+from tigon.settings.lora import LoraConfig
 from tigon.utils.json import quote
 from tigon.weights import local_rows, local_shard, row_group
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from tigon.models.adapters.lora import (
     AdaptedModule,
-    LoraConfig,
     find_target_modules,
     first_match,
     matches_pattern,
@@ -19,6 +18,7 @@ from tigon.models.adapters.lora import (
 )
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import MULTIMODAL, TEXT_ALONE, experts_stem
+from tigon.settings.lora import LoraConfig
 from tigon.utils.json import escape, list_first, quote, read_json
 from tigon.weights import Repository, TensorInfo
 

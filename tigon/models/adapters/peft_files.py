@@ -28,7 +28,6 @@ from tigon.models.adapters.adapters import (
     resolve_adapter_name,
 )
 from tigon.models.adapters.lora import (
-    LoraConfig,
     changes_embedding_or_head,
     check_dropout,
     find_target_modules,
@@ -45,11 +44,11 @@ from tigon.models.adapters.peft_config import (
     rename_decoder,
     warn_of_misread_modules,
 )
-from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.names import HEAD, PREFIXES, layout
 from tigon.models.pretrained.save import SavePretrained, check_target, write_json, write_model
-from tigon.utils.config import prefix_errors
+from tigon.settings.lora import LoraConfig
+from tigon.utils.config import check_keywords, prefix_errors
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.paths import expand_user
 from tigon.weights import (

@@ -20,8 +20,9 @@ from tigon.models.adapters.adapters import (
     check_new_adapter,
     resolve_adapter_name,
 )
-from tigon.models.adapters.lora import LoraConfig, resolve_targets
+from tigon.models.adapters.lora import resolve_targets
 from tigon.models.base import LanguageModel
+from tigon.settings.lora import LoraConfig
 from tigon.utils.json import quote
 
 Combination = Literal["svd", "linear", "cat"]

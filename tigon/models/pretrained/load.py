@@ -16,7 +16,6 @@ from tigon.generation import check_generation_config
 from tigon.hub import HubOptions, config_file
 from tigon.kernels.attention.backends import Backend
 from tigon.layers import QuantizedWeight
-from tigon.models.arguments import check_keywords
 from tigon.models.base import LanguageModel
 from tigon.models.config import ConfigError, ModelConfig, parse_dtype, torch_dtype, vocabulary_keys
 from tigon.models.pretrained.gguf import GGUFModel
@@ -36,16 +35,12 @@ from tigon.models.pretrained.names import (
     embedding_and_head,
     module_buffers,
 )
-from tigon.models.pretrained.quantization import (
-    Quantize,
-    check_quantize,
-    load_quantized,
-    quantize_model,
-)
+from tigon.models.pretrained.quantization import check_quantize, load_quantized, quantize_model
 from tigon.models.quantization_config import KEY as QUANTIZATION
 from tigon.models.quantization_config import read_quantization
+from tigon.settings.lora import Quantize
 from tigon.utils import config
-from tigon.utils.config import prefix_errors
+from tigon.utils.config import check_keywords, prefix_errors
 from tigon.utils.json import escape, quote, read_json
 from tigon.utils.memory import check_memory
 from tigon.weights import (

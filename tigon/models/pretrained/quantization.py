@@ -9,7 +9,7 @@ scale.
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from tigon.models.adapters.lora import find_target_modules
 from tigon.models.base import LanguageModel
 from tigon.models.pretrained.match import match_arguments
 from tigon.models.pretrained.names import layout
+from tigon.settings.lora import Quantize
 from tigon.utils.config import prefix_errors
 from tigon.utils.json import escape
 from tigon.utils.memory import split_by_size
@@ -27,7 +28,6 @@ from tigon.weights.checkpoint import BLOCK, Fp8Tensor
 from tigon.weights.entries import RowBlock, row_chunks
 from tigon.weights.write import all_finite
 
-Quantize = Literal["nf4", "keep"]
 BATCH_BYTES = 512 << 20  # bytes of unquantized weights that are read before they are quantized
 
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import huggingface_hub  # whose HfApi, which only an upload needs, is slow to import
 from huggingface_hub import constants, hf_hub_download
-from huggingface_hub.utils import validate_repo_id
 
-from tigon.hub import connection_errors, contains_file
+from tigon.hub import check_repository, connection_errors, contains_file
 from tigon.utils.json import quote, read_bytes, read_json
 
 CARD = "README.md"
@@ -114,21 +113,6 @@ class UploadTarget:
             stacklevel=3,
         )
         return False
-
-
-def check_repository(name: str) -> None:
-    """Raises ValueError for what cannot be the name of a repository."""
-    if not is_hub_name(name if "/" in name else f"owner/{name}"):
-        raise ValueError(f"{name!r} is no name of a hub repository (owner/name)")
-
-
-def is_hub_name(text: str) -> bool:
-    """Whether the text could be owner/name of a repository."""
-    try:
-        validate_repo_id(text)
-    except ValueError:
-        return False
-    return text.count("/") == 1
 
 
 def list_export(folder: Path) -> dict[str, Path]:

@@ -58,7 +58,7 @@ def read_metadata(checkpoint: Path | None) -> dict[str, Any]:
         content = read_json(path, nan=True)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    for name in ("config", "state"):
+    for name in ("config", "state", "digests"):
         if not isinstance(content.get(name, {}), dict):
             raise ValueError(f"{path} is damaged: its {name} is no JSON object")
     return content

@@ -66,24 +66,16 @@ def state_blocks(state: State) -> Iterator[StateBlock]:
 
 
 def full_state(model: CausalLM, optimizer: Optimizer | None, ema: Ema | None) -> State:
-    """Returns this rank's rows of the weights, the optimizer states and the average (ema.NAME)."""
-    state = weight_state(model)
-    if optimizer is not None:
-        state |= optimizer_states(model, optimizer)
-    if ema is not None:
-        tensors, layout = stored_tensors(model), run_layout(model)
-        for name, value in ema.values.items():
-            state[EMA + name] = _state_shard(name, tensors[name], value, layout[name], EMA)
-    return state
-
-
-def weight_state(model: CausalLM) -> State:
-    """Returns this rank's rows of the weights, a tied one once, or of the adapter's alone."""
+    """Returns this rank's rows of the weights, a tied one once, or of the adapter's alone, of the
+    optimizer states and of the average (ema.NAME)."""
     tensors, layout = stored_tensors(model), run_layout(model)
-    names = tensors.keys()
+    names, averages = tensors.keys(), {} if ema is None else ema.values
     if model.active_adapter is not None:
         names = adapter_parameters(model, model.active_adapter).keys()
-    return {name: _state_shard(name, tensors[name], tensors[name], layout[name]) for name in names}
+    state = {name: _state_shard(name, tensors[name], tensors[name], layout[name]) for name in names}
+    for name, value in averages.items():
+        state[EMA + name] = _state_shard(name, tensors[name], value, layout[name], EMA)
+    return state if optimizer is None else state | optimizer_states(model, optimizer)
 
 
 def optimizer_states(model: CausalLM, optimizer: Optimizer) -> State:

@@ -19,7 +19,7 @@ from tigon.kernels.optim.adamw import AdamWSettings, AdamWSlot, FusedAdamW
 from tigon.kernels.optim.low_bits import CodeTables
 from tigon.kernels.runtime import runs_triton
 from tigon.models import CausalLM
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.train.distributed import local
 from tigon.train.optim.groups import parameter_groups
 from tigon.train.optim.low_precision import (

@@ -7,7 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.train.optim import adamw
 from tigon.train.optim.groups import freeze, hidden_matrices, parameter_groups
 from tigon.train.optim.low_precision import BLOCK

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.train.distributed import local
 from tigon.train.optim.adamw import SIZE
 from tigon.train.optim.offload import HostMemory

@@ -15,7 +15,7 @@ from tigon.layers import FusedLinear, Linear, SparseMoE
 from tigon.layers.moe import Experts
 from tigon.models import CausalLM
 from tigon.models.adapters.adapters import adapter_parameters
-from tigon.train.config import Config, ParameterGroup
+from tigon.settings.config import Config, ParameterGroup
 from tigon.utils.json import list_first
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"

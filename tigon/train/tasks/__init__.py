@@ -7,7 +7,6 @@ from tigon.train.tasks.kto import KTO
 from tigon.train.tasks.language_modeling import SFT, CrossEntropyTask, Pretrain
 from tigon.train.tasks.preference import APO, CPO, DPO, IPO, ORPO, SimPO
 from tigon.train.tasks.reward import Reward
-from tigon.utils.config import find_misspelled
 
 TASKS: dict[str, type[Task]] = {
     **{"pretrain": Pretrain, "sft": SFT},
@@ -16,23 +15,5 @@ TASKS: dict[str, type[Task]] = {
 }
 
 __all__ = [
-    "TASKS", "CrossEntropyTask", "MicroBatchLoss", "StepInputs", "Task", "describe_tasks",
-    "find_task",
+    "TASKS", "CrossEntropyTask", "MicroBatchLoss", "StepInputs", "Task",
 ]  # fmt: skip
-
-
-def describe_tasks() -> str:
-    """Returns a line for --help: the values of `task`, by the data they learn from."""
-    kinds: dict[str, list[str]] = {}
-    for name, task in TASKS.items():
-        kinds.setdefault(task.learns, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {learns}" for learns, names in kinds.items())
-
-
-def find_task(task: str) -> type[Task]:
-    """Returns the class of a task by its name; ValueError for an unknown one."""
-    if task not in TASKS:
-        meant = find_misspelled(task, TASKS)
-        hint = f"did you mean {meant!r}?" if meant else f"known: {', '.join(TASKS)}"
-        raise ValueError(f"no task is called task={task!r}; {hint}")
-    return TASKS[task]

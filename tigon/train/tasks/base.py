@@ -1,7 +1,7 @@
 """The base of all tasks: rows of data, their loss, and the metrics to log."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,9 +15,9 @@ from tigon.data.packing import MIN_SHARED_FRACTION
 from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.models import Batch, CausalLM, CausalLMOutput, Targets
 from tigon.models.moe import aux_loss_coef
+from tigon.settings.config import Config, LossSettings, TaskSettings
 from tigon.tokenizer import Tokenizer
 from tigon.train.callbacks import OutputRequest, PassOutput, UserCallback
-from tigon.train.config import Config, LossSettings, TaskSettings
 from tigon.train.distributed import World
 
 # Settings with a variant for evaluation (eval_...), and all settings of tasks that predict tokens
@@ -60,14 +60,13 @@ class MicroBatchLoss:
 class Task:
     """Defines a run's loss: how rows of data become examples, and the loss of a micro-batch.
 
-    A new task is one file: a subclass, and its name in TASKS. It defines how data are encoded and
-    packed (`encoder`, `rows`), what losses are divided by (`sums`), and the loss of a micro-batch.
-    `sums` are reduced over all micro-batches and ranks of a step before the first loss, which can
-    then be divided by a sum over the step: gradients and losses add up, and a run means the same on
-    any number of ranks and micro-batches.
+    A new task is one file: a subclass, and its name in TASKS and in TASK_ROWS. It defines how data
+    are encoded and packed (`encoder`, `rows`), what losses are divided by (`sums`), and the loss of
+    a micro-batch. `sums` are reduced over all micro-batches and ranks of a step before the first
+    loss, which can then be divided by a sum over the step: gradients and losses add up, and a run
+    means the same on any number of ranks and micro-batches.
     """
 
-    learns: ClassVar[str] = "rows of its own"  # the description in --help
     predicts_tokens: ClassVar[bool] = False  # whether it serves all of TOKEN_SETTINGS
     scores: ClassVar[bool] = False  # whether it learns a score for each sequence, and no token
     # Further settings that it serves: of TaskSettings and TOKEN_SETTINGS
@@ -99,6 +98,7 @@ class Task:
             raise ValueError(f"eval_data has name={named[0]}: task={config.task} has no use for it")
         self.callbacks = [UserCallback(name) for name in config.hooks]
         self.ends: set[int] = set()  # tokens that end a turn, once data has been opened
+        self.digests: dict[str, str] = {}  # of the reference or teacher, which checkpoints keep
 
     def _check_unused(self, name: str, default: Any) -> None:
         """Raises ValueError for a setting that is given and that the task has no use for."""
@@ -112,6 +112,30 @@ class Task:
     def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
         """Raises ValueError if the reference or teacher does not fit the model, which is read from
         `source`. Called before the data are read."""
+
+    def check_digest(self, name: str, find: Callable[[], str]) -> str:
+        """Returns the digest of the "reference" or "teacher", which rank 0 computes by `find`, for
+        checkpoints to keep; that of the checkpoint, if the model's files are gone. Raises
+        ValueError if the resumed run began with another model."""
+        known, config = self.digests.get(name), self.config
+
+        def find_or_keep() -> str:
+            try:
+                found = find()
+            except OSError:
+                if known is None:
+                    raise
+                return known
+            if known not in (None, found):
+                raise ValueError(
+                    f"{getattr(config, name) or config.model or config.init} is not the {name} "
+                    f"that the run began with: give {name} and its files as they were, or begin "
+                    "another run_dir"
+                )
+            return found
+
+        self.digests[name] = self.world.share(find_or_keep)
+        return self.digests[name]
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         """Returns the encoder of data rows to examples with all columns that the loss reads."""

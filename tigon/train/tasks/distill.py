@@ -18,8 +18,8 @@ from tigon.kernels.loss.terms import KL, CrossEntropy, LossTerm
 from tigon.models import MODELS, Batch, CausalLM
 from tigon.models import CausalLMOutput as Output
 from tigon.models.pretrained.load import read_config
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
-from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import (
     check_frozen,
@@ -28,7 +28,6 @@ from tigon.train.model import (
     meta_model_from_path,
     sampled_digest,
 )
-from tigon.train.reference import shared_digest
 from tigon.train.tasks.base import MicroBatchLoss, StepInputs
 from tigon.train.tasks.language_modeling import CrossEntropyTask
 from tigon.weights import Repository
@@ -45,7 +44,6 @@ class Distill(CrossEntropyTask):
     the metrics of fine-tuning.
     """
 
-    learns = "chats with a teacher, or its stored distributions"
     serves = frozenset(("beta", "teacher", "temperature", "cross_entropy_weight"))
 
     def __init__(self, config: Config, world: World):
@@ -77,8 +75,7 @@ class Distill(CrossEntropyTask):
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
         """Loads the teacher, if it is a model; raises ValueError if the run began with another."""
         if path := self.config.teacher:
-            find = partial(sampled_digest, path)
-            shared_digest(self.config, self.world, find, trained=trained, what="teacher")
+            self.check_digest("teacher", partial(sampled_digest, path))
         self.rehearse(model)
 
     def rehearse(self, model: CausalLM) -> None:

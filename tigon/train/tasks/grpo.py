@@ -14,9 +14,9 @@ from torch import Tensor
 from tigon.data import Encoder, Mixture, RewardedEncoder
 from tigon.data.examples import format_count
 from tigon.models import CausalLM
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
-from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.tasks.base import MicroBatchLoss, StepInputs
 from tigon.train.tasks.logprobs import (
@@ -41,7 +41,6 @@ class GRPO(AnswerTask):
     and standard deviation of the step's rewards.
     """
 
-    learns = "answers with rewards"
     one_prompt = True
     serves = COMMON_SETTINGS | {
         *("beta", "loss_type", "reference", "scale_rewards", "importance_sampling_level"),

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tigon.data import Encoder, LabelledEncoder, MicroBatch, Mixture
 from tigon.models import CausalLM, CausalLMOutput
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
-from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.tasks.base import MicroBatchLoss, StepInputs
 from tigon.train.tasks.logprobs import COMMON_SETTINGS, AnswerTask, answer_mask, sum_per_sequence
@@ -37,7 +37,6 @@ class KTO(AnswerTask):
     micro-batches and ranks. Mismatched answers have a separate pass without gradients.
     """
 
-    learns = "labeled answers"
     serves = COMMON_SETTINGS | {"beta", "desirable_weight", "undesirable_weight", "reference"}
     refers = True
     group = 2

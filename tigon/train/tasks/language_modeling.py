@@ -24,9 +24,9 @@ from tigon.kernels.loss.terms import CrossEntropy, LossTerm, WeightedTerm
 from tigon.models import CausalLM, Targets
 from tigon.models import CausalLMOutput as Output
 from tigon.parallel import gather_output
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train.callbacks import POSITION_METRICS, PassOutput
-from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.model import has_experts
 from tigon.train.tasks.base import MicroBatchLoss, StepInputs, Task
@@ -210,8 +210,6 @@ def last_positions(micro_batch: MicroBatch, keep: int) -> int | Tensor:
 class SFT(CrossEntropyTask):
     """Supervised fine-tuning on chats: learns the assistant's messages."""
 
-    learns = "chats, learning what the assistant says"
-
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         return self.chat_encoder(tokenizer)
 
@@ -219,7 +217,6 @@ class SFT(CrossEntropyTask):
 class Pretrain(CrossEntropyTask):
     """Pretraining on text: learns every token; documents are joined and cut to rows."""
 
-    learns = "text"
     refuses = ("chat_template", "chat_template_kwargs", "train_on", "train_on_empty_thinking")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:

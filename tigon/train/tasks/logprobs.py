@@ -17,9 +17,9 @@ from tigon.data import Loader, MicroBatch, Mixture
 from tigon.kernels.loss.terms import LogProbs
 from tigon.models import CausalLM, CausalLMOutput
 from tigon.parallel import gather_output
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
-from tigon.train.config import Config
 from tigon.train.distributed import World, reshard
 from tigon.train.model import (
     build_model,
@@ -77,8 +77,7 @@ class AnswerTask(Task):
         config, world = self.config, self.world
         if not self.refers:
             return
-        find = partial(reference.model_digest, config)
-        weights = reference.shared_digest(config, world, find, trained=trained)
+        weights = self.check_digest("reference", partial(reference.model_digest, config))
         if self._keeps_to_base(model):
             return
         if not all(isinstance(loader.windows, Mixture) for loader in loaders):
@@ -92,16 +91,15 @@ class AnswerTask(Task):
                 return self._reference_model()
             return model
 
-        def make() -> reference.Pass:
-            other = load_reference()
-            return lambda rows: self._logprobs_by(other, rows)
+        def compute(rows: MicroBatch) -> Tensor:
+            return self._logprobs_by(load_reference(), rows)
 
         # Training decides by window whether shared prompts pay, and its windows differ from these
         rows = partial(self.rows, least_shared=0.0)
         options: dict[str, Any] = {"shared": self.share_prompts, "distinct": self.distinct}
         for loader, name in zip(loaders, ("data", "eval_data"), strict=False):
             reference.attach(
-                loader, config, world, make, rows, weights=weights, name=name, **options
+                loader, config, world, compute, rows, weights=weights, name=name, **options
             )
         reshard(model)
         load_reference.cache_clear()

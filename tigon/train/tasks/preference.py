@@ -13,9 +13,9 @@ from torch import Tensor
 from tigon.data import Encoder, MicroBatch, PairEncoder
 from tigon.kernels.loss.logits import IGNORE_INDEX
 from tigon.models import CausalLM
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
-from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.tasks.base import MicroBatchLoss, StepInputs
 from tigon.train.tasks.logprobs import (
@@ -41,7 +41,6 @@ class PairTask(AnswerTask):
     times the scores), how often that of the chosen answer is higher, and log-probabilities.
     """
 
-    learns = "pairs of answers"
     group = 2
     unit = "pair"
     one_prompt = True

@@ -15,8 +15,8 @@ from tigon.data import Encoder, Loader, MicroBatch, Mixture, PairEncoder
 from tigon.data.mixture import Corpus
 from tigon.models import Batch, CausalLM, Targets
 from tigon.parallel import gather_output
+from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
-from tigon.train.config import Config
 from tigon.train.distributed import World
 from tigon.train.tasks.base import MicroBatchLoss, StepInputs, Task
 from tigon.train.tasks.losses import bradley_terry
@@ -31,7 +31,6 @@ class Reward(Task):
     dropped, as the score belongs to the end.
     """
 
-    learns = "pairs of answers"
     serves = frozenset(("max_length", "center_rewards_coefficient"))
     refuses = (
         "sample_prompts",

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tigon.train.config import Config
+from tigon.settings.config import Config
 from tigon.utils.config import (
     ConfigError,
     Parse,

@@ -1,7 +1,7 @@
 """The settings of a training run, each with its default, range and help.
 
 Sections are dataclasses, which `Config` joins to one flat one. What settings exclude or need is in
-config_rules.py.
+rules.py.
 """
 
 # ruff: noqa: RUF009
@@ -9,21 +9,20 @@ config_rules.py.
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from tigon.data import Entry
-from tigon.data.formats import REQUIRED_KEYS
-from tigon.kernels.attention.backends import Backend
-from tigon.models import LoraConfig
-from tigon.models.pretrained.quantization import Quantize
-from tigon.models.pretrained.upload import check_repository
-from tigon.parallel import MeshSizes
+from tigon.hub import check_repository
+from tigon.settings.data import REQUIRED_KEYS, TASK_ROWS, Entry, check_format, check_task
+from tigon.settings.lora import LoraConfig, Quantize
+from tigon.settings.mesh import MeshSizes
+from tigon.settings.rules import MAX_TOKENS, check_settings
 from tigon.tokenizer.chat_template import check_variables
-from tigon.train.config_rules import MAX_TOKENS, check_settings
 from tigon.utils.config import check_ranges, setting
 from tigon.utils.paths import check_file_name, expand_user
 
 MAX_ROWS = 2**31 - 1  # products of numbers of rows are to fit 64 bits
 MAX_FLOAT = 3.4e38  # of float32, in which losses are computed
 
+# As tigon.kernels has it, which imports torch
+Backend = Literal["auto", "fa4", "cudnn", "flash", "triton", "flex", "sdpa", "reference"]
 PairLoss = Literal["sigmoid", "hinge", "ipo", "robust", "sigmoid_norm", "apo_zero", "apo_down"]
 PolicyLoss = Literal["dapo", "grpo", "dr_grpo", "cispo"]
 
@@ -87,6 +86,10 @@ class Parallel:
         return sizes
 
 
+TASKS = "; ".join(
+    f"{', '.join(task for task in TASK_ROWS if TASK_ROWS[task] == rows)}: {rows}"
+    for rows in dict.fromkeys(TASK_ROWS.values())
+)
 MESH = ", ".join(f"{f.name}: {f.default or 'null'}" for f in fields(Parallel))
 
 
@@ -233,7 +236,7 @@ class DataSettings:
 class LossSettings:
     """The loss, and what is measured with it."""
 
-    task: str = setting("sft", "what is learned, and from what: {tasks}")
+    task: str = setting("sft", f"what is learned, and from what: {TASKS}")
     loss_reduction: Literal["token", "sequence"] = setting(
         "token", "the unit that weighs the same in a step's loss"
     )
@@ -443,6 +446,8 @@ class Config(
             if str(value := getattr(self, name)).startswith("~"):
                 object.__setattr__(self, name, str(expand_user(value)))
         check_settings(self)
+        check_task(self.task)
+        check_format(self.format)
         check_variables(self.chat_template_kwargs or {}, "chat_template_kwargs")
         if self.push_to_hub:
             check_repository(self.push_to_hub)

@@ -1,0 +1,1 @@
+"""What users set of data, adapters, ranks and whole runs: checked, without importing torch."""

@@ -46,12 +46,17 @@ def prompt() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
+def sampling_by(**values: Any) -> Sampling:
+    settings = GenerationSettings(do_sample=True, **{**OFF, **values})
+    return Sampling(settings, V, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("names", [*[[n] for n in PROCESSORS], list(PROCESSORS)], ids="+".join)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # bf16 has ties
 def test_processors(names: list[str], dtype: torch.dtype) -> None:
     values = {name: PROCESSORS[name][1] for name in names}
     theirs = LogitsProcessorList(PROCESSORS[name][0](PROCESSORS[name][1]) for name in names)
-    ours = Sampling(do_sample=True, **{**OFF, **values})
+    ours = sampling_by(**values)
     changed = False
     for spread in (0.1, 1.0, 10.0):
         logits = (spread * torch.randn(16, V)).to(dtype)
@@ -67,7 +72,7 @@ def test_processors(names: list[str], dtype: torch.dtype) -> None:
 def test_thresholds_are_met_exactly() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
     for name, value in (("top_p", 0.5), ("top_p", 0.75), ("min_p", 1.0), ("top_k", 1)):
-        ours = Sampling(do_sample=True, **{**OFF, name: value}).scores(logits, None)
+        ours = sampling_by(**{name: value}).scores(logits, None)
         expected = PROCESSORS[name][0](value)(None, logits)
         assert torch.equal(ours, expected)
         assert expected.isinf().any()
@@ -151,7 +156,7 @@ def test_rows_sample_by_settings_of_their_own(block: int, monkeypatch: pytest.Mo
     tokens = sampled_rows(list(range(len(ROW_SETTINGS))), logits, most, seed=5)
     for row, values in enumerate(ROW_SETTINGS):
         settings = GenerationSettings(**DEFAULTS | {"eos_token_id": (3,)} | values)
-        ours = Sampling.of(settings, V, torch.device("cpu"))
+        ours = Sampling(settings, V, torch.device("cpu"))
         seen = torch.zeros(1, V, dtype=torch.bool)
         seen[0, [1, 2]] = True
         found, counts = [], torch.zeros(V)

@@ -12,6 +12,7 @@ from tests.generation.common import Counted, blurred, padded, some_ends
 from tests.support.contract import tiny_llama
 from tigon.generation import Sampling, loop, steps
 from tigon.generation.sampling import Draws
+from tigon.generation.settings import GenerationSettings
 from tigon.generation.speculative import accept_proposals, count_leading
 
 LENGTHS = (3, 11, 1, 7, 11)
@@ -109,10 +110,8 @@ def test_samples_are_distributed_as_those_of_the_model(
     else:
         draft = blurred(model, draft)  # by so much noise
     prompt = torch.tensor([[1, 5, 2]])
-    sampling = Sampling(
-        True,
-        **{"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0} | settings,
-    )
+    values = GenerationSettings(do_sample=True, **settings)
+    sampling = Sampling(values, vocab, torch.device("cpu"))
     likely = exact(model, prompt, sampling, tokens)
     said = model.generate(
         prompt.expand(rows, -1),

@@ -347,12 +347,6 @@ def test_the_cache_of_another_model(changes: dict[str, int], spelled: str, kind:
     assert cache.length == 9
 
 
-def test_gradients_need_another_cache() -> None:
-    model, ids = tiny_llama(), text(2) % 97
-    with torch.enable_grad(), pytest.raises(ValueError, match="keeps no gradients"):
-        model(ids, past_key_values=model.static_cache(2, TOTAL))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_a_step_in_a_cuda_graph(quantize: Any) -> None:

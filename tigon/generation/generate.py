@@ -164,7 +164,7 @@ def _make_call(
     check_memory(4 * rows * vocab, model.device, subject)
     outputs = ("scores", "logits") if as_dict else ()
     recording = Recording([x for x in outputs if getattr(settings, f"output_{x}")], rows)
-    sampling = Sampling.of(settings, vocab, model.device, recording.last)
+    sampling = Sampling(settings, vocab, model.device, recording.last)
     kept_rows = rows if as_dict or past is not None else 0
     cache = choose_cache(model, assistant, settings, tokens + max_tokens, past, kept_rows)
     return Call(

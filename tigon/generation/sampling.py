@@ -3,9 +3,6 @@
 # B rows at first, b rows now, V vocab
 """
 
-from dataclasses import dataclass, fields
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -79,41 +76,24 @@ def sample_columns(weights: Tensor, draws: Draws) -> Tensor:
     return column.masked_fill(value.isnan(), NOT_FINITE)
 
 
-@dataclass(frozen=True)
 class Sampling:
     """Turns logits into tokens by transformers' processors, in transformers' order."""
 
-    do_sample: bool
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    min_new_tokens: int = 0
-    ends: Tensor | None = None  # [V], True at eos tokens; None: there are none
-    # Where `scores` leaves the `logits` and `scores` of its last call, fp32 [b, V], if wanted
-    last: dict[str, Tensor] | None = None
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         settings: GenerationSettings,
         vocab: int,
         device: torch.device,
+        # Where `scores` leaves the `logits` and `scores` of its last call, fp32 [b, V], if wanted
         last: dict[str, Tensor] | None = None,
-    ) -> Self:
-        """Returns the sampling that settings ask for, on the device."""
-        ends = None
+    ):
+        self.settings, self.last = settings, last
+        self.ends: Tensor | None = None  # [V], True at eos tokens; None: rows may end at once
         eos = [token for token in settings.eos_token_id if 0 <= token < vocab]
         if settings.min_new_tokens and eos:
             ends = torch.zeros(vocab, dtype=torch.bool, device="cpu")
             ends[eos] = True
-            ends = ends.to(device)
-        names = [f.name for f in fields(cls) if hasattr(settings, f.name)]
-        values = {name: getattr(settings, name) for name in names}
-        # torch takes no whole number of more than 64 bits
-        values |= {name: float(values[name]) for name in ("temperature", "repetition_penalty")}
-        return cls(**values, ends=ends, last=last)
+            self.ends = ends.to(device)
 
     def scores(
         self, logits: Tensor, seen: Tensor | None, generated: Tensor | None = None
@@ -129,35 +109,37 @@ class Sampling:
 
     def _process(self, logits: Tensor, seen: Tensor | None, generated: Tensor | None) -> Tensor:
         """Applies the processors."""
-        scores = logits.float()
+        s, scores = self.settings, logits.float()
+        # float: torch takes no whole number of more than 64 bits
         if seen is not None:
-            scores = penalize_repetition(scores, seen, self.repetition_penalty)
+            scores = penalize_repetition(scores, seen, float(s.repetition_penalty))
         if self.ends is not None and generated is not None:
-            early = generated[:, None] < self.min_new_tokens
+            early = generated[:, None] < s.min_new_tokens
             scores = scores.masked_fill(early & self.ends, float("-inf"))
-        if not self.do_sample:
+        if not s.do_sample:
             return scores
-        if self.temperature != 1:
-            scores = scores / self.temperature
-        if self.top_k:
-            scores = keep_top_k(scores, self.top_k)
-        if self.top_p < 1:
-            scores = keep_top_p(scores, self.top_p)
-        return keep_min_p(scores, self.min_p) if self.min_p else scores
+        if s.temperature != 1:
+            scores = scores / float(s.temperature)
+        if s.top_k:
+            scores = keep_top_k(scores, s.top_k)
+        if s.top_p < 1:
+            scores = keep_top_p(scores, s.top_p)
+        return keep_min_p(scores, s.min_p) if s.min_p else scores
 
     def __call__(
         self, logits: Tensor, seen: Tensor | None, generated: Tensor, draws: Draws
     ) -> Tensor:
         """Returns the next token of every row: [b]; NOT_FINITE where its scores allow none."""
-        plain = not self.do_sample and seen is None and self.ends is None
+        sampled = self.settings.do_sample
+        plain = not sampled and seen is None and self.ends is None
         if plain and self.last is None:
             return argmax(logits)  # which a copy in fp32 would not change
         scores = self.scores(logits, seen, generated)
-        return sample_columns(scores.softmax(-1), draws) if self.do_sample else argmax(scores)
+        return sample_columns(scores.softmax(-1), draws) if sampled else argmax(scores)
 
     def seen(self, prompt: Tensor, mask: Tensor | None, vocab: int) -> Tensor | None:
         """Returns bool [b, V], True for the prompt's tokens; None without a repetition penalty."""
-        if self.repetition_penalty == 1:
+        if self.settings.repetition_penalty == 1:
             return None
         seen = torch.zeros(prompt.shape[0], vocab, dtype=torch.bool, device=prompt.device)
         # Padding, which is on the left, is replaced by the last token

@@ -169,7 +169,7 @@ class SpeculativeSteps:
             if missing := self._vocab - self._draft_vocab:  # padding with nothing copies, too
                 logits = functional.pad(logits, (0, missing), value=float("-inf"))
             scores = sampling.scores(logits, seen, self._generated + i)
-            if sampling.do_sample:
+            if sampling.settings.do_sample:
                 q.append(scores.softmax(-1))
                 new = sample_columns(q[-1], self._draws).clamp(min=0)[:, None]
             else:

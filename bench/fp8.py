@@ -52,16 +52,13 @@ def gated(n: dict[str, int]) -> Passes:
 
     def separate() -> None:
         gradient, product = gradient_and_product(d, y, "silu", False)  # writes over d
-        cast_both(gradient, fused=True)
-        cast_columns(product, fused=True)
+        cast_both(gradient)
+        cast_columns(product)
 
     backward: dict[str, Run] = {FUSED: lambda: fp8_mlp.cast_gated_gradients(d, y, "silu")}
     forward: dict[str, Run] = {FUSED: lambda: fp8_mlp.cast_gated_rows(y, "silu")}
     return {
-        "gated, forward": (
-            5 * size,
-            forward | {SEPARATE: lambda: cast_rows(gated_act(y, "silu"), fused=True)},
-        ),
+        "gated, forward": (5 * size, forward | {SEPARATE: lambda: cast_rows(gated_act(y, "silu"))}),
         "gated, backward": (17 * size, backward | {SEPARATE: separate}),
     }
 
@@ -79,14 +76,14 @@ def norms(n: dict[str, int]) -> Passes:
     def backward(maxima: bool) -> None:
         given = x, None, None, scale, None, needs, maxima, rstd, dy, dtotal, 0.0, True
         dx, _, *found = backward_norm(*given)
-        cast_both(dx, Maxima(*found) if maxima else Maxima(None, None), fused=True)
+        cast_both(dx, Maxima(*found) if maxima else Maxima(None, None))
 
     return {
         "norm again, by columns": (
             3 * size,
             {
                 FUSED: lambda: _cast_normed(x, bits, rstd, scale, 0.0, True),
-                SEPARATE: lambda: cast_columns(recompute_norm(x, *norm), bits, fused=True),
+                SEPARATE: lambda: cast_columns(recompute_norm(x, *norm), bits),
             },
         ),
         "norm backward, both ways": (
@@ -101,11 +98,8 @@ def weights(n: dict[str, int]) -> Passes:
     w = randn(2 * n["I"], n["C"], scale=0.02)
     bits = columns_of(w)
     return {
-        "weight by rows, and maxima": (
-            3 * w.numel(),
-            {FUSED: lambda: cast_rows_and_maxima(w, fused=True)},
-        ),
-        "weight by columns": (3 * w.numel(), {FUSED: lambda: cast_columns(w, bits, fused=True)}),
+        "weight by rows, and maxima": (3 * w.numel(), {FUSED: lambda: cast_rows_and_maxima(w)}),
+        "weight by columns": (3 * w.numel(), {FUSED: lambda: cast_columns(w, bits)}),
     }
 
 
@@ -138,15 +132,15 @@ def product_errors(n: dict[str, int], name: str) -> Record:
     dy = (dy * torch.logspace(-4, 0, n["T"])[:, None]).bfloat16()
     x = x.bfloat16()
     found: Record = {"name": name}
-    by_rows, by_columns = cast_both(dy, fused=True)
+    by_rows, by_columns = cast_both(dy)
     factors = {
-        "dx": (by_rows, cast_columns(w, fused=True), dy, w),
-        "dw": (by_columns, cast_columns(x, fused=True), dy.t(), x),
+        "dx": (by_rows, cast_columns(w), dy, w),
+        "dw": (by_columns, cast_columns(x), dy.t(), x),
     }
     for what, (a, b, left, right) in factors.items():
         exact = left.float() @ right.float()
         ways: dict[str, Run] = {
-            way: lambda a=a, b=b, fast=way == "fast": scaled_product(a, b, fast=fast, fused=True)
+            way: lambda a=a, b=b, fast=way == "fast": scaled_product(a, b, fast=fast)
             for way in ("exact", "fast")
         }
         sums = a.dequantize() @ b.dequantize().t()  # of the casts, in fp32

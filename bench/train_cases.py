@@ -30,7 +30,7 @@ from tigon.settings.config import Config
 from tigon.train import load
 from tigon.train.cuda_graphs import Graphs
 from tigon.train.model import add_lora, apply_model_settings
-from tigon.train.optim import InBackward, build_in_backward, build_optimizer
+from tigon.train.optim import InBackward, build_optimizer
 
 LLAMA_8B = config("llama", 128256, 4096, 14336, 32, 32, 8, 128, tie_word_embeddings=False)
 LLAMA_8B |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072}
@@ -338,7 +338,8 @@ def updates_of(case: Case, side: str, model: Any, optimizer: Any) -> InBackward 
     """What updates Tigon's weights in backward, where the case has it; torch's AdamW does not."""
     if isinstance(optimizer, torch.optim.AdamW):
         return None
-    return build_in_backward(model, optimizer, settings(case, side, "adamw_bf16"))
+    in_backward = settings(case, side, "adamw_bf16").optimizer_in_backward
+    return InBackward(model, optimizer) if in_backward else None
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:

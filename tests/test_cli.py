@@ -98,19 +98,23 @@ def test_modules_that_commands_do_not_import(code, modules, directory, tmp_path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("--help", ""),
-        ("nonsense=1", "unknown setting 'nonsense'"),
-        ("none.yaml", "no config file none.yaml"),
-        ("--nproc 2 nonsense=1", "unknown setting 'nonsense'"),
-        ("CONFIG", "no directory ./none"),
-        ("CONFIG model=MODEL data=none.jsonl", "no data file matches 'none.jsonl'"),
-        ("CONFIG eval_data=none.jsonl", "eval_data: no data file matches 'none.jsonl'; give held"),
-        ("CONFIG lora.targets=[]", "targets is empty"),
-        ("CONFIG task=stf", "no task is called task='stf'; did you mean 'sft'?"),
-        ("CONFIG format=alpaca", "format='alpaca' is not one of messages, "),
-        ("CONFIG chat_template_kwargs.messages=x", "chat_template_kwargs must be an object of"),
-        ("CONFIG --nproc 3", "batch_size=8 must be a multiple of 3 ranks"),
-        ("CONFIG parallel.tensor=2", "parallel: tensor 2 is for 2 ranks, and there are 1"),
+        ("train --help", ""),
+        ("train nonsense=1", "unknown setting 'nonsense'"),
+        ("train none.yaml", "no config file none.yaml"),
+        ("train --nproc 2 nonsense=1", "unknown setting 'nonsense'"),
+        ("train CONFIG", "no directory ./none"),
+        ("train CONFIG model=MODEL data=none.jsonl", "no data file matches 'none.jsonl'"),
+        ("train CONFIG eval_data=none.jsonl", "eval_data: no data file matches 'none.jsonl'; give"),
+        ("train CONFIG lora.targets=[]", "targets is empty"),
+        ("train CONFIG task=stf", "no task is called task='stf'; did you mean 'sft'?"),
+        ("train CONFIG format=alpaca", "format='alpaca' is not one of messages, "),
+        ("train CONFIG chat_template_kwargs.messages=x", "chat_template_kwargs must be an object"),
+        ("train CONFIG --nproc 3", "batch_size=8 must be a multiple of 3 ranks"),
+        ("train CONFIG parallel.tensor=2", "parallel: tensor 2 is for 2 ranks, and there are 1"),
+        ("data show data=DATA model=m wrong=1", "unknown setting 'wrong'"),
+        ("data pack none.jsonl model=m", "no data file matches 'none.jsonl'"),
+        ("generate ./none hi", "no directory ./none"),
+        ("plan ./none --gpus 8 --seq-len 64", "no directory ./none"),
     ],
 )
 def test_a_wrong_setting_is_told_without_torch(arguments, message, directory, tmp_path):
@@ -120,12 +124,15 @@ def test_a_wrong_setting_is_told_without_torch(arguments, message, directory, tm
     program = (
         "import atexit, sys; from tigon.cli import main\n"
         "atexit.register(lambda: print([m for m in ('torch', 'numpy') if m in sys.modules]))\n"
-        "main(['train', *sys.argv[1:]])"
+        "sys.exit(main(sys.argv[1:]))"
     )
-    given = arguments.replace("CONFIG", str(path)).replace("MODEL", str(directory)).split()
+    for name, place in (("CONFIG", path), ("MODEL", directory), ("DATA", __file__)):
+        arguments = arguments.replace(name, str(place))
+    given = arguments.split()
     done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True)
     assert done.stdout.endswith("[]\n"), done.stderr
-    assert done.stderr.startswith(f"tigon.train: {message}" if message else ""), done.stderr
+    command = "tigon.train" if given[0] == "train" else f"tigon {given[0]}"
+    assert done.stderr.startswith(f"{command}: {message}" if message else ""), done.stderr
     assert done.stderr.count("\n") == done.returncode == bool(message)
 
 
@@ -174,7 +181,7 @@ def test_a_wrong_setting_is_told_without_torch(arguments, message, directory, tm
         ("eval perplexity MODEL BAD", "bad.jsonl:2: not valid JSON"),
         ("eval perplexity MODEL BAD --context 1", "context=1 is not in"),
         ("eval parity ./none", "no directory ./none"),
-        ("export ./none MODEL", "exists and is a directory with files in it"),
+        ("export a/b MODEL", "exists and is a directory with files in it"),
         ("export MODEL NEW --max-shard-size 5XB", "5XB"),
         ("export MODEL NEW --dtype q8_0", "--dtype q8_0 needs a GGUF file"),
         ("export MODEL GGUF", "a.gguf exists: remove it, choose another path"),

@@ -41,14 +41,14 @@ def forms() -> Forms:
         yield f"sigmoid_gate {N} {C} {dtype}", partial(_sigmoid_gate, N, C, dtype)
     for name, options in ROWS.items():
         yield f"row_linear {name}", partial(_row_linear, **options)
-    yield "fp8 rows", lambda: cast_rows(zeros(64, 2048), fused=True)
-    yield "fp8 wide rows", lambda: cast_rows(zeros(4, 20480), fused=True)
+    yield "fp8 rows", lambda: cast_rows(zeros(64, 2048))
+    yield "fp8 wide rows", lambda: cast_rows(zeros(4, 20480))
     for C in (2048, 14336):
         yield f"fp8 rows and maxima, {C}", partial(_rows_and_maxima, C)
-    yield "fp8 columns", lambda: cast_columns(zeros(64, 2048), fused=True)
-    yield "fp8 both", lambda: cast_both(zeros(64, 2048), fused=True)
+    yield "fp8 columns", lambda: cast_columns(zeros(64, 2048))
+    yield "fp8 both", lambda: cast_both(zeros(64, 2048))
     yield "fp8 both, known", _known
-    yield "fp8 both, odd", lambda: cast_both(zeros(50, 208), fused=True)
+    yield "fp8 both, odd", lambda: cast_both(zeros(50, 208))
     yield "fp8 normed", lambda: _cast_normed(*_normed(), 0.0, True)
     yield "fp8 normed, after", lambda: _cast_normed(*_normed(), 1.0, False)
     for act in ACTIVATIONS:
@@ -80,13 +80,13 @@ def forms() -> Forms:
 
 
 def _rows_and_maxima(C: int) -> None:
-    cast_rows_and_maxima(zeros(64, C), fused=True)
+    cast_rows_and_maxima(zeros(64, C))
 
 
 def _known() -> None:
     x, rows, columns = zeros(64, 2048), zeros(64, dtype=INT32), zeros(2048, dtype=INT32)
-    cast_both(x, Maxima(rows, columns), fused=True)
-    cast_columns(x, columns, fused=True)
+    cast_both(x, Maxima(rows, columns))
+    cast_columns(x, columns)
 
 
 def _normed() -> tuple[Tensor, ...]:

@@ -210,9 +210,9 @@ def launch_operators(draw: random.Random) -> None:
     low_rank_gradients(zeros(N, C), u, factors, [0], [1.0], True)
     x = zeros(N, C)
     apply_dropout(x, Dropout(zeros(N, dtype=torch.int64), draw.randint(0, 99), 99))
-    cast_rows_and_maxima(x, fused=True)
-    cast_both(x, fused=True)
-    cast_columns(x, fused=True)
+    cast_rows_and_maxima(x)
+    cast_both(x)
+    cast_columns(x)
     cast_gated_rows(zeros(N, 2 * C), "silu")
     cast_gated_gradients(x, zeros(N, 2 * C), "silu")
 

@@ -56,14 +56,14 @@ def spread(rows: int, columns: int) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_casts_have_the_bits_of_torch(path: str, shape: tuple[int, int]) -> None:
-    x, fused = spread(*shape), path == "triton"
+    x = spread(*shape)
     rows, columns = exactly(x), exactly(turned(x))
-    assert_same(cast_rows(x, fused=fused), rows)
-    assert_same(cast_columns(x, fused=fused), columns)
+    assert_same(cast_rows(x), rows)
+    assert_same(cast_columns(x), columns)
     part = F.pad(x, (8, 24))[:, 8:-24]  # rows of a larger matrix
-    assert_same(cast_rows(part, fused=fused), rows)
+    assert_same(cast_rows(part), rows)
     for given in (x, part):
-        for found, expected in zip(cast_both(given, fused=fused), (rows, columns), strict=True):
+        for found, expected in zip(cast_both(given), (rows, columns), strict=True):
             assert_same(found, expected)
 
 
@@ -72,26 +72,25 @@ def test_every_bf16_mantissa_rounds_to_nearest_even(path: str) -> None:
     mantissas = 1 + torch.arange(128) / 128
     x = (mantissas * 2.0 ** torch.arange(-12, 8)[:, None]).view(1, -1)
     x = torch.cat([x, -x, x.new_full((1, 1), 448).expand_as(x)], 1).bfloat16()
-    assert_same(cast_rows(x, fused=path == "triton"), exactly(x))
+    assert_same(cast_rows(x), exactly(x))
 
 
-def test_rows_too_wide_to_be_held(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_too_wide_to_be_held(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no maxima of columns."""
     monkeypatch.setattr(fp8_casts, "MAX_COLUMNS", 64)
     monkeypatch.setattr(fp8_casts, "STEP", 32)
     x = spread(5, 80)
-    for fused in (False, True):
-        rows, bits = cast_rows_and_maxima(x, fused=fused)
-        assert_same(rows, exactly(x))
-        assert_same(cast_rows(x, fused=fused), exactly(x))
-        assert bits is None
+    rows, bits = cast_rows_and_maxima(x)
+    assert_same(rows, exactly(x))
+    assert_same(cast_rows(x), exactly(x))
+    assert bits is None
 
 
 def test_a_matrix_of_several_tiles(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fp8_casts, "TILE", SMALL)
     monkeypatch.setattr(fp8_casts, "STRIP", 32)
     x = spread(37, 40)
-    rows, columns = cast_both(x, fused=path == "triton")
+    rows, columns = cast_both(x)
     assert_same(rows, exactly(x))
     assert_same(columns, exactly(turned(x)))
 
@@ -100,7 +99,7 @@ def test_a_matrix_of_several_tiles(path: str, monkeypatch: pytest.MonkeyPatch) -
 def test_number_not_finite_makes_its_row_nan(path: str, bad: float) -> None:
     x = spread(20, 48)
     x[4, 5] = bad
-    rows, columns = cast_both(x, fused=path == "triton")
+    rows, columns = cast_both(x)
     for found, at, alone in ((rows, 4, x), (columns, 5, turned(x))):
         clean = alone.clone()
         clean[at] = 0
@@ -129,9 +128,9 @@ def test_casts_with_maxima_that_are_known(
     x = spread(*shape)
     if bad is not None:
         x[-1, 5] = bad
-    expected = cast_both(x, fused=True)
+    expected = cast_both(x)
     known = maxima(x)
-    rows, bits = cast_rows_and_maxima(F.pad(x, (8, 24))[:, 8:-24], fused=True)
+    rows, bits = cast_rows_and_maxima(F.pad(x, (8, 24))[:, 8:-24])
     assert_same(rows, expected[0])
     assert bits is not None
     found, wanted = (x.view(torch.float32) for x in (bits, known.columns))
@@ -141,8 +140,8 @@ def test_casts_with_maxima_that_are_known(
         raise AssertionError("the maxima are known")
 
     monkeypatch.setattr(fp8_casts, "_maxima", again)
-    assert_same(cast_columns(x, bits, fused=True), expected[1])
-    for found, wanted in zip(cast_both(x, known, fused=True), expected, strict=True):
+    assert_same(cast_columns(x, bits), expected[1])
+    for found, wanted in zip(cast_both(x, known), expected, strict=True):
         assert_same(found, wanted)
 
 
@@ -195,7 +194,7 @@ def test_error_is_that_of_three_mantissa_bits(path: str) -> None:
     for found, exact in ((y, a @ b.t()), (dx, d @ b), (dw, d.t() @ a)):
         assert 0.02 < relative_error(found, exact) < 0.045
     for t in (x, weight, dy):
-        rows = cast_rows(t.detach(), fused=False)
+        rows = cast_rows(t.detach())
         off = (rows.dequantize() - t.detach().float()).abs()
         assert (
             off <= (2**-4 * t.detach().float().abs()).maximum(rows.scale[:, None] * 2**-10)
@@ -225,8 +224,8 @@ def test_maxima_of_the_forward_product_serve_backward(
     assert len(made) == (8 if path == "triton" else 0)
 
 
-def without_maxima(x: Tensor, *, fused: bool) -> tuple[ScaledMatrix, None]:
-    return cast_rows(x, fused=fused), None
+def without_maxima(x: Tensor) -> tuple[ScaledMatrix, None]:
+    return cast_rows(x), None
 
 
 @pytest.mark.parametrize("what", ["input", "weight"])

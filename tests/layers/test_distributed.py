@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tests.parallel.ranks import run_on_ranks
 from tests.support.saved import saved_storages
-from tigon.distributed import all_reduce, collectives, context_attention
+from tigon.distributed import all_reduce, collectives
 from tigon.distributed.collectives import Ranks
-from tigon.distributed.context_attention import stack_heads_by_rank, unstack_heads
+from tigon.distributed.context_attention import StackHeads, UnstackHeads
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.kernels import runtime, use
 from tigon.layers.moe import Experts
@@ -165,7 +165,7 @@ def test_divide_and_join(dtype, dim, contiguous, batch):
     xs = [x.unflatten(2, (-1, dim)) for x in packed.split([n * dim for n in count], 2)]
     own = [(x.contiguous() if contiguous else x).detach().requires_grad_() for x in xs]
     others = [x.detach().clone().requires_grad_() for x in xs]
-    ours, theirs = stack_heads_by_rank(own, 2), reference(others, 2)
+    ours, theirs = StackHeads.apply(2, *own), reference(others, 2)
     assert ours.is_contiguous() and torch.equal(ours.nan_to_num(7), theirs.nan_to_num(7))
     grad = torch.randn(*ours.shape, 2, dtype=dtype)[..., 0]  # strided
     ours.backward(grad)
@@ -174,7 +174,7 @@ def test_divide_and_join(dtype, dim, contiguous, batch):
         assert torch.equal(x.grad, y.grad)
     x = torch.randn(2, batch, 3, 2, dim, dtype=dtype, requires_grad=True)
     y = x.detach().clone().requires_grad_()
-    ours, theirs = unstack_heads(x), y.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    ours, theirs = UnstackHeads.apply(x), y.permute(1, 2, 0, 3, 4).flatten(2, 3)
     assert torch.equal(ours, theirs)
     grad = torch.randn_like(ours)
     ours.backward(grad)
@@ -189,5 +189,5 @@ def test_sixteen_bytes_at_a_time(monkeypatch):
     q, kv = torch.randn(1, 3, 4 * 16), torch.randn(1, 3, 2 * 16)
     packed = torch.cat((q, kv), 2).bfloat16()
     q, kv = (x.unflatten(2, (-1, 16)) for x in packed.split([64, 32], 2))
-    unstack_heads(context_attention.stack_heads_by_rank((q, kv), 2))
+    UnstackHeads.apply(StackHeads.apply(2, q, kv))
     assert found == [torch.complex128] * 3

@@ -110,7 +110,7 @@ def test_page_of_a_run(run: Path) -> None:
     for expected in (
         "first finished · 10 steps", "some/model", "1 rank on cpu, commit abc",
         "Eval loss, first 4", "Eval loss, last 2", "Eval perplexity, last 7.389",
-        "Eval accuracy, last 75 %", "Tokens seen 1,000", "Time of training steps 20.0 s",
+        "Eval accuracy, last 75.00%", "Tokens seen 1,000", "Time of training steps 20.0 s",
         "Throughput, median, tokens/s 50", "Peak memory 1.50 GiB", "Skipped steps 1",
         "Rollbacks 1", "training: 3 at first, 0.3 at last", "evaluation: 25 % at first, 75 %",
         "training is not finite in 1 rows: step 4", "skipped: step 4 (nonfinite)",

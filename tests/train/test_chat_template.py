@@ -14,7 +14,7 @@ from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
 from tigon.models import MODELS
 from tigon.tokenizer import Tokenizer, chat_template
-from tigon.train import build, main, pack
+from tigon.train import build, load, main, pack
 from tigon.train.export import load_checkpoint
 from tigon.train.vocabulary import add_stop_tokens
 
@@ -99,7 +99,7 @@ def test_seq_len_beyond_the_models_context(workspace, tmp_path, capsys):
         main(workspace.settings("x", run_dir=tmp_path / "run", seq_len=513))
     assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match="seq_len=513 is more than the model's context of 512 tok"):
-        pack([f"model={workspace.model}", f"data={workspace.data}", "seq_len=513"])
+        pack(load(None, workspace.settings("x", seq_len=513)))
     assert capsys.readouterr().out == ""  # before the data are made, which may take long
 
 

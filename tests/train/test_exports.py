@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 import tigon
 from tests.train.checkpoints import State, assert_equal, full_disk
 from tests.train.ranks import Ranks
-from tigon.train import background_export, checkpoint, main, trainer
-from tigon.train.background_export import Exporter
+from tigon.train import checkpoint, main, trainer
 from tigon.train.checkpoint import saver
 from tigon.train.distributed import start
 from tigon.weights.entries import RankError
@@ -45,7 +44,7 @@ def test_after_the_last_step_nothing_is_copied(save_every, workspace, monkeypatc
     monkeypatch.setattr(
         saver.CopyStager, "stage", lambda self, state: copied.append(1) or stage(self, state)
     )
-    monkeypatch.setattr(background_export, "copy_to_host", None)
+    monkeypatch.setattr(saver, "copy_to_host", None)
     name = f"last-{save_every}"
     main(
         workspace.settings(
@@ -146,7 +145,7 @@ def test_background_exports_have_their_steps_values(state, tmp_path, monkeypatch
         return pwrite(*arguments)
 
     first = state_weights(state)
-    with Exporter(state.world) as to:
+    with checkpoint.Exporter(state.world) as to:
         monkeypatch.setattr(os, "pwrite", wait)
         export(to, state, tmp_path / "a")
         assert begun.wait(60)
@@ -163,11 +162,11 @@ def test_background_exports_have_their_steps_values(state, tmp_path, monkeypatch
 
 
 def test_what_stops_one_is_raised_by_the_next(state, tmp_path, monkeypatch):
-    export(Exporter(state.world, background=False), state, tmp_path / "a")
+    export(checkpoint.Exporter(state.world, background=False), state, tmp_path / "a")
     before = load_file(tmp_path / "a/model.safetensors")
     state.step(seed=2)
 
-    with Exporter(state.world) as to:
+    with checkpoint.Exporter(state.world) as to:
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwrite", full_disk)
             export(to, state, tmp_path / "a")
@@ -187,22 +186,22 @@ def test_memory_error_names_the_export(state, tmp_path, monkeypatch, error):
     def no_memory(*arguments, **options):
         raise error
 
-    monkeypatch.setattr(background_export, "write_model", no_memory)
-    with pytest.raises(checkpoint.SaveError) as caught, Exporter(state.world) as to:
+    monkeypatch.setattr(saver, "write_model", no_memory)
+    with pytest.raises(checkpoint.SaveError) as caught, checkpoint.Exporter(state.world) as to:
         export(to, state, tmp_path / "a")
     assert str(caught.value) == f"{tmp_path}/a was not written: {error!r}"
 
 
 def test_without_memory_for_a_copy_an_export_waits(state, tmp_path, monkeypatch):
     monkeypatch.setattr(saver, "available_memory", lambda: 1000)
-    with Exporter(state.world) as to:
+    with checkpoint.Exporter(state.world) as to:
         export(to, state, tmp_path / "a")
         assert_equal(exported(tmp_path / "a"), state_weights(state))
 
 
 def on_ranks(model, target):
     """One rank's part cannot be written at first, then not be copied; then all can."""
-    with start("cpu") as world, Exporter(world) as to:
+    with start("cpu") as world, checkpoint.Exporter(world) as to:
         state, pwrite = State(model, world), os.pwrite
         os.pwrite = full_disk if world.rank else pwrite
         export(to, state, target)
@@ -216,7 +215,7 @@ def on_ranks(model, target):
 
         with pytest.MonkeyPatch.context() as patch:
             if world.rank:
-                patch.setattr(background_export, "copy_to_host", no_memory)
+                patch.setattr(saver, "copy_to_host", no_memory)
             with pytest.raises((MemoryError, RankError), match="for the copy"):
                 export(to, state, target)
         export(to, state, target)

@@ -113,7 +113,7 @@ def test_kto_says_which_weights_balance_its_answers(workspace, settings, tmp_pat
     mixed = preferences.write(tmp_path / "mixed.jsonl", rows)
 
     def said(data: Any, **more: Any) -> str:
-        pack(settings("balance", "kto", data=data, eval_data="[]", **more))
+        pack(load(None, settings("balance", "kto", data=data, eval_data="[]", **more)))
         return "".join(x for x in capsys.readouterr().out.splitlines() if "desired" in x)
 
     assert said(mixed) == said(f"[{files['good']}, {files['bad']}]") == ""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tigon
-from tigon.train import main, trainer
-from tigon.train.logging import RunLog, read_metrics
+from tigon.train import logging, main, trainer
+from tigon.train.logging import read_metrics
 
 PROMPTS = ["the model", "who asked it back"]
 BITS = ("loss", "grad_norm", "eval_loss", "eval_accuracy")
@@ -61,19 +61,19 @@ def test_they_are_what_the_model_says(workspace, with_and_without):
 
 def test_once_each_over_a_kill(workspace, with_and_without, monkeypatch, capsys):
     """Between the samples and the row of the evaluation that they belong to."""
-    append = RunLog._append
+    line = logging._line
 
-    def killed(self, row):
+    def killed(row):
         if row["step"] == 2 and "eval_loss" in row:
             raise KeyboardInterrupt
-        append(self, row)
+        return line(row)
 
-    monkeypatch.setattr(RunLog, "_append", killed)
+    monkeypatch.setattr(logging, "_line", killed)
     settings = workspace.settings("resampled", **with_and_without)
     with pytest.raises(KeyboardInterrupt):
         main(settings)
     assert [row["step"] for row in samples(workspace, "resampled")] == [0, 0, 2, 2]
-    monkeypatch.setattr(RunLog, "_append", append)
+    monkeypatch.setattr(logging, "_line", line)
     main([*settings, "resume=auto"])  # there is no checkpoint yet: from the beginning
     assert samples(workspace, "resampled") == samples(workspace, "sampled")
     shutil.rmtree(workspace.root / "resampled/checkpoints/step-00000004")

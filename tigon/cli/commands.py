@@ -30,7 +30,7 @@ from tigon.models.pretrained.load import parse_gguf_path
 from tigon.plan import format_plan, make_plan, read_job
 from tigon.tokenizer import Tokenizer
 from tigon.train import pack, preview
-from tigon.train.data_commands import format_preview, has_color, read_arguments
+from tigon.train.data_commands import format_preview, has_color
 from tigon.train.distributed import World
 from tigon.train.export import (
     convert_checkpoint,
@@ -281,7 +281,7 @@ def push(args: Namespace) -> int:
 
 def data_show(args: Namespace) -> int:
     """Runs `tigon data show`: prints rows of data; returns 1 if a run would end at one, else 0."""
-    config = read_arguments(args.arguments)
+    config = args.config
     shown = preview(config, args.rows)
     output = raw_stream(sys.stdout)  # the colors are control characters; the text has none
     for line in format_preview(shown, config, color=has_color(output)):
@@ -291,7 +291,7 @@ def data_show(args: Namespace) -> int:
 
 def data_pack(args: Namespace) -> int:
     """Runs `tigon data pack`: fills the data cache and prints what is in it."""
-    pack(args.arguments)
+    pack(args.config)
     return 0
 
 

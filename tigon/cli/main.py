@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tigon.utils.launcher import launched
 from tigon.utils.terminal import check_output_written, escaping_output, one_line
 from tigon.version import __version__
 
@@ -87,7 +88,18 @@ def _run(arguments: list[str]) -> int:
     if args.command == "report":  # needs no torch
         print(one_line(import_module("tigon.report").write(args.runs, args.out)))
         return 0
+    _check_early(args)
     return getattr(_import_interruptibly(args.module), args.run)(args)
+
+
+def _check_early(args: argparse.Namespace) -> None:
+    """Raises OSError or ValueError for settings of data, which `config` gets, or a model's path
+    that are wrong, before torch is imported; of several ranks none may end alone."""
+    if args.command == "data" and args.kind != "clean":
+        args.config = import_module("tigon.settings.command").read_data_arguments(args.arguments)
+    model = None if args.command == "push" or launched() else getattr(args, "model", None)
+    if model and not Path(model).exists() and not model.endswith((".gguf", ".json")):
+        import_module("tigon.hub").Repository(model, revision=getattr(args, "revision", None))
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -113,18 +113,9 @@ class ContextShard:
 # Heads divided over ranks, in one copy, for all-to-all
 
 
-def stack_heads_by_rank(xs: Sequence[Tensor], ranks: int) -> Tensor:
-    """Stacks several [B, S, H, D] to [n, B, S, the sum of their h, D], each rank's heads of all."""
-    return _StackHeads.apply(ranks, *xs)
-
-
-def unstack_heads(x: Tensor) -> Tensor:
-    """Returns [B, S, n h, D] from the heads of each rank [n, B, S, h, D]."""
-    return _UnstackHeads.apply(x)
-
-
-class _StackHeads(torch.autograd.Function):
-    """Stacks the heads of several tensors for one exchange; backward unstacks the gradient."""
+class StackHeads(torch.autograd.Function):
+    """Stacks several [B, S, H, D] to [n, B, S, the sum of their h, D], each rank's heads of all;
+    backward unstacks the gradient."""
 
     @staticmethod
     def forward(ctx: Any, ranks: int, *xs: Tensor) -> Tensor:
@@ -137,8 +128,8 @@ class _StackHeads(torch.autograd.Function):
         return None, *_unstack_heads(grad, ctx.heads)
 
 
-class _UnstackHeads(torch.autograd.Function):
-    """Undoes `_StackHeads`, in both directions."""
+class UnstackHeads(torch.autograd.Function):
+    """Returns [B, S, n h, D] from the heads of each rank [n, B, S, h, D]; backward stacks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -152,7 +143,7 @@ class _UnstackHeads(torch.autograd.Function):
 
 
 def _stack_heads(xs: Sequence[Tensor], ranks: int) -> Tensor:
-    """Computes `stack_heads_by_rank`, without a gradient."""
+    """Computes `StackHeads`, without a gradient."""
     batch, tokens, _, dim = xs[0].shape
     local = [x.shape[2] // ranks for x in xs]
     out = xs[0].new_empty(ranks, batch, tokens, sum(local), dim)
@@ -268,7 +259,7 @@ class ContextParallelAttention:
     def _to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns all T tokens of this rank's heads; there must be one group."""
         sizes = [x.shape[2] // self.size for x in (q, k, v)]
-        stacked = stack_heads_by_rank((q, k, v), self.size)
+        stacked = StackHeads.apply(self.size, q, k, v)
         y = all_to_all(stacked, self.ranks)  # [n, B, S, h + 2 k, D]
         q, k, v = y.transpose(0, 1).flatten(1, 2)[:, : self.tokens].split(sizes, 2)
         return q, k, v
@@ -278,7 +269,7 @@ class ContextParallelAttention:
         padding = self.share * self.size - self.tokens
         x = F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x
         x = x.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()
-        return unstack_heads(all_to_all(x, self.ranks))
+        return UnstackHeads.apply(all_to_all(x, self.ranks))
 
     def _to_groups(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the group's queries of this rank's heads [B, Q, h, D], and all keys and values.

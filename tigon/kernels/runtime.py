@@ -322,6 +322,14 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()  # triton's own takes microseconds
 
 
+def owns_storage(x: Tensor) -> bool:
+    """Whether x is no leaf of the graph, nor a view of one, and fills its whole storage."""
+    base = x if x._base is None else x._base
+    # What has no gradient is a leaf, such as the base of what an autograd function returns
+    belongs_to_leaf = x.is_leaf or (base.is_leaf and base.requires_grad)
+    return not belongs_to_leaf and x.untyped_storage().nbytes() == x.numel() * x.element_size()
+
+
 def as_rows(x: Tensor) -> Tensor:
     """Returns [..., C] as [N, C] with adjacent columns: a view wherever one exists."""
     rows = x.reshape(-1, x.shape[-1])

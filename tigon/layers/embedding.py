@@ -6,10 +6,8 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from tigon.distributed.all_reduce import all_reduce_small
 from tigon.distributed.collectives import Ranks, reduce_from_group
@@ -64,16 +62,6 @@ class LowRankEmbedding(LayerAdapter):
             if self.token_ranks is not None:
                 square = self.token_ranks.sum(square)
         return self.lora_magnitude_vector.float() / square.sqrt()
-
-    def column_norms(self, rows: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Returns the norms [C] of a table; each rank that divides it passes its rows [n, C].
-
-        `group`: ranks that divide this rank's part further.
-        """
-        squares = rows.square().sum(0)
-        if group is not None:
-            dist.all_reduce(squares, group=group)
-        return (squares if self.token_ranks is None else self.token_ranks.sum(squares)).sqrt()
 
 
 class Embedding(nn.Embedding):

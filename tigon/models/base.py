@@ -20,7 +20,7 @@ from tigon.layers.kv_state import StateSpec
 from tigon.layers.lm_head import run_head
 from tigon.models.arguments import Defaults, ItemArguments, PassArguments, expand_kwargs_signature
 from tigon.models.config import ModelConfig
-from tigon.models.decoder import Decoder, Recompute, TransformerBlock
+from tigon.models.decoder import Decoder, PreNormBlock, Recompute, TransformerBlock
 from tigon.models.inputs import Batch
 from tigon.models.loss import LossTerms, resolve_arguments
 from tigon.models.outputs import CausalLMOutput
@@ -35,7 +35,7 @@ class LanguageModel(nn.Module):
     classifier: all of a model but generation, files and adapters, which `CausalLM` adds."""
 
     config_class: ClassVar[type[ModelConfig]]
-    block_class: ClassVar[type[TransformerBlock]]
+    block_class: ClassVar[type[TransformerBlock]] = PreNormBlock
     decoder_class: ClassVar[type[Decoder]] = Decoder
     scales_embedding: ClassVar[bool] = False  # of token ids, by sqrt(hidden_size)
     checkpoint_names: CheckpointNames = CheckpointNames()

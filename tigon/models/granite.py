@@ -7,7 +7,6 @@ checked against transformers' modeling_granite.
 from dataclasses import dataclass
 
 from tigon.models.causal_lm import CausalLM
-from tigon.models.decoder import PreNormBlock
 from tigon.models.llama import LlamaConfig
 
 
@@ -29,4 +28,3 @@ class Granite(CausalLM):
     """Granite 3: a decoder of `PreNormBlock`s, with the config's multipliers."""
 
     config_class = GraniteConfig
-    block_class = PreNormBlock

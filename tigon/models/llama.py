@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ModelConfig
-from tigon.models.decoder import PreNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,4 +32,3 @@ class Llama(CausalLM):
     """Llama 1 to 3.3, and models of the same architecture: a decoder of `PreNormBlock`s."""
 
     config_class = LlamaConfig
-    block_class = PreNormBlock

@@ -10,7 +10,6 @@ from typing import Any
 
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import ConfigError, ModelConfig
-from tigon.models.decoder import PreNormBlock
 from tigon.utils.json import quote
 
 # Where the config says nothing of RoPE
@@ -73,4 +72,3 @@ class Ministral3(CausalLM):
     """Ministral 3: `PreNormBlock`s; queries are scaled where RoPE is applied."""
 
     config_class = Ministral3Config
-    block_class = PreNormBlock

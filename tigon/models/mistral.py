@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.decoder import PreNormBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +39,6 @@ class Mistral(CausalLM):
     """Mistral 7B and Nemo: a decoder of `PreNormBlock`s."""
 
     config_class = MistralConfig
-    block_class = PreNormBlock
 
 
 class Ministral(Mistral):

@@ -9,7 +9,6 @@ from typing import Any
 
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import WindowedConfig
-from tigon.models.decoder import PreNormBlock
 from tigon.models.pretrained.names import CheckpointNames
 
 RENAMED = {"su": "longrope", "yarn": "longrope"}  # of configs older than the name
@@ -53,7 +52,6 @@ class Phi3(CausalLM):
     """Phi-3 to 4-mini: Mistral's blocks; checkpoints store projections packed, as here."""
 
     config_class = Phi3Config
-    block_class = PreNormBlock
     checkpoint_names = CheckpointNames(packed={})  # stored packed, as here
 
     @property

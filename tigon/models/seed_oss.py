@@ -6,7 +6,6 @@ Checked against transformers' modeling_seed_oss.
 from dataclasses import dataclass
 
 from tigon.models.causal_lm import CausalLM
-from tigon.models.decoder import PreNormBlock
 from tigon.models.llama import LlamaConfig
 
 
@@ -34,4 +33,3 @@ class SeedOss(CausalLM):
     """Seed-OSS: a decoder of `PreNormBlock`s."""
 
     config_class = SeedOssConfig
-    block_class = PreNormBlock

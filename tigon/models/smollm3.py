@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from tigon.models.causal_lm import CausalLM
 from tigon.models.config import NoRopeConfig, WindowedConfig
-from tigon.models.decoder import PreNormBlock
 from tigon.models.llama import LlamaConfig
 
 
@@ -40,4 +39,3 @@ class SmolLM3(CausalLM):
     """SmolLM3: a decoder of `PreNormBlock`s."""
 
     config_class = SmolLM3Config
-    block_class = PreNormBlock

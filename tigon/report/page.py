@@ -59,11 +59,6 @@ def format_number(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
-def format_percent(value: float) -> str:
-    """Formats a share, such as 0.5, as 50 %."""
-    return f"{100 * value:.4g} %"
-
-
 def format_duration(seconds: float) -> str:
     """Formats a duration as 4.2 s, 4m 05s or 1h 04m."""
     minutes, rest = divmod(round(seconds), 60)
@@ -79,13 +74,13 @@ FIGURES: dict[str, tuple[str, Callable[[Column], float], Callable[[float], str]]
     "Eval loss, last": ("eval_loss", lambda c: c.values[-1], format_number),
     "Eval loss, best": ("eval_loss", lambda c: min(c.finite()), format_number),
     "Eval perplexity, last": ("eval_loss", lambda c: math.exp(min(c.last(), 700)), format_number),
-    "Eval accuracy, last": ("eval_accuracy", Column.last, format_percent),
+    "Eval accuracy, last": ("eval_accuracy", Column.last, "{:.2%}".format),
     "Tokens seen": ("tokens", lambda c: sum(c.finite()), "{:,.0f}".format),
     "Epochs": ("epoch", Column.last, format_number),
     "Time of training steps": ("step_seconds", lambda c: sum(c.finite()), format_duration),
     "Time waiting for data": ("data_seconds", lambda c: sum(c.finite()), format_duration),
     "Throughput, median, tokens/s": ("tokens_per_second", Column.median, format_number),
-    "MFU, median": ("mfu", Column.median, format_percent),
+    "MFU, median": ("mfu", Column.median, "{:.2%}".format),
     "Peak memory": ("memory_gib", lambda c: max(c.finite()), "{:.2f} GiB".format),
 }
 

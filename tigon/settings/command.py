@@ -1,8 +1,10 @@
-"""The command line of `tigon train`: a config file, settings and options."""
+"""The command lines of `tigon train` and `tigon data`: a config file, settings and options."""
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import yaml
 
 from tigon.hub import Repository
 from tigon.settings.config import SECTIONS, Config, check_batch, mesh_sizes
-from tigon.settings.data import HUB, match_paths
+from tigon.settings.data import HUB, Entry, match_paths
 from tigon.settings.load import dump, load
 from tigon.utils.config import describe_type, field_types
 from tigon.utils.launcher import LAUNCHED, launched, record_error
@@ -73,20 +75,24 @@ def read_command(arguments: list[str]) -> TrainCommand | None:
 def check_files(config: Config) -> None:
     """Raises OSError or ValueError for files of data, or a model to start from, that are not here,
     and for a run_dir of another run; what is on the hub is not asked for."""
-    for i, entry in enumerate((*config.data, *config.eval_data)):
-        path = entry if isinstance(entry, str) else entry.path
-        try:
-            if not path.startswith(HUB):
-                match_paths(path)
-        except FileNotFoundError as error:
-            if i < len(config.data):
-                raise
-            advice = "give held-out files, eval_fraction=0.05, or eval_data=[] for none"
-            raise FileNotFoundError(f"eval_data: {error}; {advice}") from None
+    check_entries(config.data)
+    try:
+        check_entries(config.eval_data)  # which a ready config may name
+    except FileNotFoundError as error:
+        advice = "give held-out files, eval_fraction=0.05, or eval_data=[] for none"
+        raise FileNotFoundError(f"eval_data: {error}; {advice}") from None
     if not config.resume:
         check_new_run(Path(config.run_dir))
         if config.model:  # a run that goes on needs its checkpoint alone
             Repository(config.model, revision=config.revision)
+
+
+def check_entries(entries: Sequence[str | Entry]) -> None:
+    """Raises FileNotFoundError for entries of data that are neither files here nor on the hub."""
+    for entry in entries:
+        path = entry if isinstance(entry, str) else entry.path
+        if not path.startswith(HUB):
+            match_paths(path)
 
 
 def check_new_run(path: Path) -> None:
@@ -95,6 +101,24 @@ def check_new_run(path: Path) -> None:
     trained = metrics.exists() and metrics.stat().st_size > 0
     if trained or any(path.glob("checkpoints/step-*")):
         raise FileExistsError(f"{path} is not empty: give resume=auto, or another run_dir")
+
+
+def read_data_arguments(arguments: Sequence[str]) -> Config:
+    """Returns the settings of a config file, or of data files, with those given as `key=value`;
+    raises ValueError or OSError if they are wrong, or files are not there."""
+    settings = [argument for argument in arguments if "=" in argument]
+    paths = [argument for argument in arguments if "=" not in argument]
+    if entries := [path for path in paths if path.startswith(("[", "{"))]:
+        raise ValueError(f"{entries[0]}: write data='{entries[0]}'")
+    files = [path for path in paths if not path.endswith((".yaml", ".yml"))]
+    configs = [path for path in paths if path.endswith((".yaml", ".yml"))]
+    if len(configs) > 1 or (configs and files):
+        raise ValueError(f"{' '.join(paths)}: give one config file, or data files")
+    if files:
+        settings.append(f"data={json.dumps(files, ensure_ascii=False)}")
+    config = load(configs[0] if configs else None, ["run_dir=unused", *settings])
+    check_entries(config.data)
+    return config
 
 
 def refusal(error: Exception) -> str | int:

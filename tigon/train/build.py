@@ -21,7 +21,6 @@ from tigon.parallel import MeshSizes
 from tigon.settings.config import Config, check_batch
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.background_export import Exporter
 from tigon.train.benchmarks import load_benchmarks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
 from tigon.train.compile_step import compile_step
@@ -41,14 +40,7 @@ from tigon.train.model import (
     sampled_digest,
 )
 from tigon.train.notes import find_slow_attention, find_unquantized_layers, find_unused_settings
-from tigon.train.optim import (
-    Ema,
-    InBackward,
-    build_ema,
-    build_in_backward,
-    build_optimizer,
-    check_ranks,
-)
+from tigon.train.optim import Ema, InBackward, build_ema, build_optimizer, check_ranks
 from tigon.train.overlap import EarlyModel, launch_first_kernel, tokenizer_process
 from tigon.train.prefetch import Prefetcher
 from tigon.train.resume import claim
@@ -111,7 +103,7 @@ class TrainingRun(RunInputs):
     model: CausalLM
     optimizer: torch.optim.Optimizer
     saver: checkpoint.Saver
-    exporter: Exporter
+    exporter: checkpoint.Exporter
     prefetcher: Prefetcher  # of the micro-batches of the next steps
     meter: Meter  # of the speed of steps
     ema: Ema | None
@@ -326,11 +318,11 @@ def build_run(
         model=model,
         optimizer=optimizer,
         saver=checkpoint.Saver(path, world, keep=keep, background=background),
-        exporter=Exporter(world, background=background),
+        exporter=checkpoint.Exporter(world, background=background),
         prefetcher=Prefetcher(inputs.data, world.device),
         meter=Meter(model, world, compute_dtype(config, world.device)),
         ema=ema,
-        in_backward=build_in_backward(model, optimizer, config),
+        in_backward=InBackward(model, optimizer) if config.optimizer_in_backward else None,
     )
 
 

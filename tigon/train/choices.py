@@ -254,8 +254,7 @@ def resolve_choices(
             f"{', '.join(f'{name}=auto' for name in BY_MEMORY if name in auto)}: chosen by the "
             "memory of a GPU, and there is no GPU here: give memory_budget=, in GiB"
         )
-    with world.raise_on_all_ranks():
-        kept = _previous_way(source).rows
+    kept = _previous_way(source).rows
     possible = useful_rows(config, mesh_sizes(config, gpus), 0, kept)
     rows = kept if kept in possible else possible[-1]
     return replace(config, micro_batch_size=rows, sharding=leanest_sharding(config)), None
@@ -268,8 +267,7 @@ def _choose(
     compute, sizes = compute_dtype(config, device), mesh_sizes(config, gpus)
     auto = open_settings(config)
 
-    def build() -> CausalLM:
-        return meta_model(config, weights_dtype(config, device), source)
+    build = partial(meta_model, config, weights_dtype(config, device), source)
 
     def total(way: Way, blocks: int, offload: bool) -> int:
         model = build()

@@ -30,8 +30,6 @@ from tigon.train.launch_meter import LaunchMeter
 from tigon.utils.graph_capture import capture_graph, on_capture_stream
 from tigon.utils.memory import is_out_of_memory
 
-Replay = Callable[[], None]
-
 MAX_GRAPHS = 8  # kinds of micro-batches that have graphs
 
 
@@ -226,7 +224,7 @@ class CapturedGraph:
         return self.dx
 
 
-def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Replay:
+def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
     """Captures what `run` launches; returns its replay, or raises RuntimeError."""
     graph = torch.cuda.CUDAGraph()
     try:

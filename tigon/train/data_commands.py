@@ -1,9 +1,8 @@
 """`tigon data pack` fills the cache before a run needs it, and `tigon data show` previews the first
 rows of a run's data as text, with what is learned of them."""
 
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
@@ -20,7 +19,6 @@ from tigon.data.mixture import Corpus
 from tigon.data.packing import TruncationStats
 from tigon.data.sources import Block
 from tigon.settings.config import Config
-from tigon.settings.load import load
 from tigon.tokenizer import Tokenizer, common_prefix_length
 from tigon.train.build import load_tokenizer
 from tigon.train.data import (
@@ -36,29 +34,13 @@ from tigon.train.tasks import TASKS, Task
 from tigon.utils.json import escape
 from tigon.utils.terminal import escape_controls
 
-CONFIGS = (".yaml", ".yml")
 DIM, GREEN, YELLOW, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[33m", "\x1b[1m", "\x1b[0m"
 
 
-def read_arguments(arguments: Sequence[str]) -> Config:
-    """Returns the settings of a config file, or of data files, with those given as `key=value`."""
-    settings = [argument for argument in arguments if "=" in argument]
-    paths = [argument for argument in arguments if "=" not in argument]
-    if entries := [path for path in paths if path.startswith(("[", "{"))]:
-        raise ValueError(f"{entries[0]}: write data='{entries[0]}'")
-    files = [path for path in paths if not path.endswith(CONFIGS)]
-    configs = [path for path in paths if path.endswith(CONFIGS)]
-    if len(configs) > 1 or (configs and files):
-        raise ValueError(f"{' '.join(paths)}: give one config file, or data files")
-    if files:
-        settings.append(f"data={json.dumps(files, ensure_ascii=False)}")
-    return load(configs[0] if configs else None, ["run_dir=unused", *settings])
-
-
-def pack(arguments: Sequence[str]) -> None:
-    """Fills the cache with the training and held-out data that `read_arguments` finds, tokenized,
-    and prints how many examples, tokens and rows they have and where the cache is."""
-    config = replace(read_arguments(arguments), micro_batch_size=1)  # which nothing here depends on
+def pack(config: Config) -> None:
+    """Fills the cache with the training and held-out data, tokenized, and prints how many examples,
+    tokens and rows they have and where the cache is."""
+    config = replace(config, micro_batch_size=1)  # which nothing here depends on
     if config.streaming:
         raise ValueError("streaming=true has no cache to make: leave it out")
     with start("cpu") as world:

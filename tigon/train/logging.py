@@ -181,7 +181,8 @@ class RunLog:
             kept = [known for known in read_metrics(path) if known["step"] != step]
             new = [{"step": step, **sample} for sample in samples]
             _write(path, "".join(map(_line, kept + new)))
-        self._append(row)
+        with explain_full_disk(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+            file.write(_line(row))
         self.sinks.log(row)
         if is_evaluation(row):
             self.console.evaluation(row)
@@ -215,14 +216,6 @@ class RunLog:
         """Closes the services."""
         if self.main:
             self.sinks.close()
-
-    def _append(self, row: dict[str, Any]) -> None:
-        """Appends a row to metrics.jsonl."""
-        try:
-            with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(_line(row))
-        except OSError as error:  # a full disk does not say of what
-            raise OSError(error.errno, error.strerror, str(self.metrics)) from None
 
 
 def is_unfinished(config: Config, step: int) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -27,14 +27,13 @@ from tigon.train.data import find_entry_sources, tokenize_entries
 from tigon.train.signals import handled_signals
 from tigon.train.tasks import Task
 
-Build: TypeAlias = Callable[[Config, Path | None, StepChoice | None], CausalLM]
 SMALL = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
 
 
 class EarlyModel:
     """The model of a run on one rank, built while its data are tokenized."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Callable[..., CausalLM]) -> None:
         self._build = build
         self._built: tuple[Config, CausalLM] | None = None
 

@@ -44,20 +44,15 @@ class Profiler:
         if self.profile is not None:
             self.profile.step()
             if step >= self.last:
-                self._stop()
+                self.profile.stop()  # which writes the trace
+                self.profile = None
 
     def close(self) -> None:
         """Drops a profile that the run ends before the last of its steps, and says so."""
         if self.profile is not None:
             self.profile.on_trace_ready = None
-            self._stop()
+            self.profile.stop()
             self.world.log_rank0(f"no profile: the run ended before step {self.last}")
-
-    def _stop(self) -> None:
-        """Ends the profile, which writes the trace unless `close` has dropped it."""
-        assert self.profile is not None
-        self.profile.stop()
-        self.profile = None
 
     def _write(self, profile: torch.profiler.profile) -> None:
         """Writes the trace; logs its path, or why there is none."""

@@ -20,7 +20,7 @@ from tigon.data import Loader, MicroBatch, PackedRows, cache_root
 from tigon.data.cache import disk_errors, make_directory
 from tigon.data.collate import collate_rows
 from tigon.data.examples import format_count
-from tigon.data.mixture import Corpus, Mixture, Window
+from tigon.data.mixture import Mixture, Window
 from tigon.models import MODELS
 from tigon.models.pretrained.load import read_config
 from tigon.settings.config import Config, micro_batch_rows
@@ -59,7 +59,12 @@ def attach(
     """
     assert isinstance(loader.windows, Mixture)
     corpus = loader.windows.corpus
-    key = _key(corpus, config, world.device, weights, (shared, distinct))
+    settings = (
+        *(config.seq_len, config.packing, config.truncate, config.max_length, shared, distinct),
+        compute_dtype(config, world.device),
+    )
+    text = repr((VERSION, [part.key for part in corpus.parts], settings, weights))
+    key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     path = cache_root() / "reference" / f"{key}.npy"
     found = read(path, corpus.num_tokens)
     if world.any(found is None):
@@ -133,19 +138,6 @@ def compute_logprobs(
     for chunk in values.split(REDUCE_SIZE):
         world.all_reduce_sum(chunk)
     return values.numpy(), tokens
-
-
-def _key(
-    corpus: Corpus, config: Config, device: torch.device, weights: str, of_rows: tuple[bool, ...]
-) -> str:
-    """Returns the digest by which cached log-probabilities are found again."""
-    settings = (
-        *(config.seq_len, config.packing, config.truncate, config.max_length, *of_rows),
-        compute_dtype(config, device),
-    )
-    data = [part.key for part in corpus.parts]
-    text = repr((VERSION, data, settings, weights))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def model_digest(config: Config) -> str:

@@ -29,7 +29,7 @@ from tigon.kernels.attention.backends import (
 )
 from tigon.kernels.attention.mask import AttentionMask
 from tigon.kernels.attention.sequences import Sequences
-from tigon.kernels.attention.sinks import FusedPasses, attention_with_sinks, scale_by_sinks
+from tigon.kernels.attention.sinks import AttentionWithSinks, FusedPasses, scale_by_sinks
 from tigon.kernels.attention.wide import wide_attention
 from tigon.kernels.saved_sources import save_sources
 
@@ -129,7 +129,10 @@ def _run_passes(
     lengths, mask and plan; without sinks by the forward pass, which autograd knows."""
     flat, bounds, longest = _flatten_sequences(q, k, v, plan.sequences)
     passes = make_passes(bounds, longest, mask, plan)
-    out = passes.forward(*flat)[0] if sinks is None else attention_with_sinks(*flat, sinks, passes)
+    if sinks is None:
+        out = passes.forward(*flat)[0]
+    else:
+        out = AttentionWithSinks.apply(*flat, sinks, passes)
     return out if plan.sequences is None else out.view(q.shape)
 
 

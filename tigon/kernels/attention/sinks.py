@@ -27,8 +27,8 @@ class FusedPasses(NamedTuple):
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
-class _Attention(torch.autograd.Function):
-    """`attention_with_sinks`."""
+class AttentionWithSinks(torch.autograd.Function):
+    """Computes attention with a sink [H] for each head by a kernel that knows none."""
 
     @staticmethod
     def forward(
@@ -52,13 +52,6 @@ class _Attention(torch.autograd.Function):
             dsinks = -(shares * row_sums).flatten(0, -2).sum(0).to(sinks.dtype)
         gradients = ctx.passes.backward(dout, q, k, v, out, lse, *rest)
         return *gradients, dsinks, None
-
-
-def attention_with_sinks(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, passes: FusedPasses
-) -> Tensor:
-    """Returns attention with a sink [H] for each head, by a kernel that knows none."""
-    return _Attention.apply(q, k, v, sinks, passes)
 
 
 def scale_by_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

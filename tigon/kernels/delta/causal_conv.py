@@ -188,11 +188,7 @@ def _gradients(
 ) -> list[Tensor]:
     """Allocates the needed gradients of the first three arguments."""
     expected = zip((x, weight, state), needs, strict=True)
-    return [
-        torch.empty_like(t, memory_format=torch.contiguous_format)
-        for t, needed in expected
-        if needed and t is not None
-    ]
+    return [t.new_empty(t.shape) for t, needed in expected if needed and t is not None]
 
 
 @operator("causal_conv_backward", _gradients)
@@ -214,7 +210,7 @@ def _backward(
     made = iter(gradients)
     dx, dweight, dstate = (next(made) if needed else None for needed in needs)
     if dx is None and dstate is not None:
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dx = x.new_empty(x.shape)
     launch, (C, W) = _launch(x, key_dim, BACKWARD_THREADS), weight.shape
     partials = None
     if dweight is not None:

@@ -357,7 +357,7 @@ def run_states(
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *_: Any) -> list[Tensor]:
     """Allocates the gradients of the five."""
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, g, beta)]
+    return [x.new_empty(x.shape) for x in (q, k, v, g, beta)]
 
 
 @operator("gated_delta_rule_backward", _gradients)

@@ -283,7 +283,7 @@ def _outputs(
     rows = q.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
     shape = (rows, v.shape[2], q.shape[3], v.shape[3])
     final = torch.empty(shape, dtype=torch.float32, device=q.device)
-    return [torch.empty_like(v, memory_format=torch.contiguous_format), final]
+    return [v.new_empty(v.shape), final]
 
 
 @operator("gated_delta_rule", _outputs)

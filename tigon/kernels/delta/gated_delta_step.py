@@ -5,7 +5,6 @@
 A state of [128, 128] is 64 KiB of the bytes that a step moves; the rest is less than 1 KiB a token.
 """
 
-import torch
 from torch import Tensor
 
 from tigon.kernels.runtime import next_power_of_2, operator, pdl_options, pdl_wait, tl, triton
@@ -47,7 +46,7 @@ def _step_kernel(
 
 
 def _output(q: Tensor, k: Tensor, v: Tensor, *_: Tensor) -> Tensor:
-    return torch.empty_like(v, memory_format=torch.contiguous_format)
+    return v.new_empty(v.shape)
 
 
 @operator("gated_delta_step", _output, mutates=("state",))

@@ -24,9 +24,12 @@ from tigon.kernels.linear.fp8_casts import (
     ScaledMatrix,
     cast_both,
     cast_columns,
+    cast_columns_ref,
     cast_input,
     cast_rows,
     cast_rows_and_maxima,
+    cast_rows_ref,
+    scaled_product_ref,
 )
 from tigon.kernels.linear.linear import deferred_product, defers_product, placeholder
 from tigon.kernels.linear.maxima import find_maxima, request_maxima
@@ -48,10 +51,10 @@ def supports_fp8(weight: Sequence[int]) -> bool:
     return len(weight) == 2 and not any(size % ALIGN for size in weight)
 
 
-def scaled_product(a: ScaledMatrix, b: ScaledMatrix, *, fast: bool, fused: bool) -> Tensor:
+def scaled_product(a: ScaledMatrix, b: ScaledMatrix, *, fast: bool) -> Tensor:
     """Returns a [M, K] times b [N, K] transposed, summed in fp32 and rounded to bf16: [M, N]."""
-    if not fused or a.data.device.type == "cpu":
-        return (a.dequantize() @ b.dequantize().t()).bfloat16()
+    if a.scale.is_cpu or not runs_triton(a.scale):
+        return scaled_product_ref(a, b)
     scales = {"scale_a": a.scale.unsqueeze(1), "scale_b": b.scale.unsqueeze(0)}
     return torch._scaled_mm(
         a.data, b.data.t(), **scales, out_dtype=torch.bfloat16, use_fast_accum=fast
@@ -69,26 +72,16 @@ class ColumnMaxima:
     weight: Tensor | None = None
 
 
-def _cast(x: Tensor, maxima: bool, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
-    """Returns `cast_rows` of x and, if `maxima` asks for them, those of its columns, else None."""
-    return cast_rows_and_maxima(x, fused=fused) if maxima else (cast_rows(x, fused=fused), None)
-
-
 def cast_product(
-    x: Tensor,
-    weight: Tensor,
-    needs_x: bool,
-    needs_weight: bool,
-    fused: bool,
-    col_maxima: ColumnMaxima,
+    x: Tensor, weight: Tensor, needs_x: bool, needs_weight: bool, col_maxima: ColumnMaxima
 ) -> Tensor:
     """Returns the product of the casts in bf16, and keeps maxima for backward in `col_maxima`.
 
     `needs_x`, `needs_weight`: the gradients that backward will compute.
     """
-    a, col_maxima.x = _cast(x, needs_weight, fused)
-    b, col_maxima.weight = _cast(weight, needs_x, fused)
-    return scaled_product(a, b, fast=FAST_FORWARD, fused=fused)
+    a, col_maxima.x = cast_rows_and_maxima(x) if needs_weight else (cast_rows(x), None)
+    b, col_maxima.weight = cast_rows_and_maxima(weight) if needs_x else (cast_rows(weight), None)
+    return scaled_product(a, b, fast=FAST_FORWARD)
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -96,62 +89,56 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *args: Any) -> Tensor:
-        recompute, fused, col_maxima, shape = args
+        recompute, col_maxima, ctx.shape = args
         needs_x, needs_weight, *_ = ctx.needs_input_grad
         ctx.recompute_fn, saved_x = save_input(x, recompute) if needs_weight else (None, ())
         ctx.save_for_backward(weight if needs_x else None, *saved_x)
-        ctx.fused, ctx.shape = fused, shape
         ctx.col_maxima = ColumnMaxima() if col_maxima is None else col_maxima
         if col_maxima is not None:
             return placeholder(x, weight.shape[0])
-        return cast_product(x, weight, needs_x, needs_weight, fused, ctx.col_maxima)
+        return cast_product(x, weight, needs_x, needs_weight, ctx.col_maxima)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivative("fp8_linear")
         weight, *saved_x = ctx.saved_tensors
         col_maxima: ColumnMaxima = ctx.col_maxima
-        options: dict[str, Any] = {"fused": ctx.fused}
         needs_weight = ctx.needs_input_grad[1]
         # Beside the casts and the product of dX
         remote = start_fetch(ctx.recompute_fn, saved_x) if needs_weight else None
         if not needs_weight:
-            rows, columns = cast_rows(dy, **options), None
+            rows, columns = cast_rows(dy), None
         elif weight is None:
-            rows, columns = None, cast_columns(dy, find_maxima(dy).columns, **options)
+            rows, columns = None, cast_columns(dy, find_maxima(dy).columns)
         else:
-            rows, columns = cast_both(dy, find_maxima(dy), **options)
+            rows, columns = cast_both(dy, find_maxima(dy))
         dx = dw = None
         if rows is not None:
-            dx = cast_gradient(rows, weight, col_maxima.weight, ctx.fused)
+            dx = cast_gradient(rows, weight, col_maxima.weight)
             if remote is not None:
                 remote.reduce(dx.view(ctx.shape))  # beside what follows
         if columns is not None:
-            fn, size = ctx.recompute_fn, ctx.shape[-1]
-            x_columns = cast_input(fn, saved_x, size, col_maxima.x, **options)
-            dw = scaled_product(columns, x_columns, fast=FAST_BACKWARD, **options)
-        return dx, dw, None, None, None, None
+            x_columns = cast_input(ctx.recompute_fn, saved_x, ctx.shape[-1], col_maxima.x)
+            dw = scaled_product(columns, x_columns, fast=FAST_BACKWARD)
+        return dx, dw, None, None, None
 
 
-def cast_gradient(rows: ScaledMatrix, weight: Tensor, maxima: Tensor | None, fused: bool) -> Tensor:
+def cast_gradient(rows: ScaledMatrix, weight: Tensor, maxima: Tensor | None) -> Tensor:
     """Returns the gradient of the input from the cast rows of dY."""
-    columns = cast_columns(weight, maxima, fused=fused)
-    return scaled_product(rows, columns, fast=FAST_BACKWARD, fused=fused)
+    return scaled_product(rows, cast_columns(weight, maxima), fast=FAST_BACKWARD)
 
 
 def fp8_product(x: Tensor, weight: Tensor, bias: Tensor | None, maxima: ColumnMaxima) -> Tensor:
     """Returns `fp8_linear(x, weight, bias)` without a graph; keeps the weight's maxima."""
     check_product(x, weight)
-    rows, fused = x.reshape(-1, x.shape[-1]), runs_triton(x)
-    y = cast_product(rows, weight, True, False, fused, maxima)
+    y = cast_product(x.reshape(-1, x.shape[-1]), weight, True, False, maxima)
     return finish_output(y, x.shape[:-1], bias)
 
 
 def fp8_gradient(dy: Tensor, weight: Tensor, maxima: ColumnMaxima) -> Tensor:
     """Returns the gradient [T, K] of the x of `fp8_linear`, from dY [T, N], with the `maxima` that
     `fp8_product` has kept."""
-    fused = runs_triton(dy)
-    return cast_gradient(cast_rows(dy, fused=fused), weight, maxima.weight, fused)
+    return cast_gradient(cast_rows(dy), weight, maxima.weight)
 
 
 def check_product(x: Tensor, weight: Tensor) -> None:
@@ -180,17 +167,6 @@ def finish_output(y: Tensor, lead: torch.Size, bias: Tensor | None) -> Tensor:
     return y
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, fused: bool) -> Tensor:
-    """Returns `fp8_linear`, `fused` by the kernels, else by the reference."""
-    recompute = find_recompute(x) if weight.requires_grad else None
-    rows, col_maxima = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
-    y = _Fp8Linear.apply(rows, weight, recompute, fused, col_maxima, x.shape)
-    if col_maxima is not None:
-        learns = rows.requires_grad, weight.requires_grad
-        y = deferred_product(y, lambda: cast_product(rows, weight, *learns, fused, col_maxima))
-    return finish_output(y, x.shape[:-1], bias)
-
-
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns `F.linear(x, weight, bias)` of x [..., K], weight [N, K] in bf16; products in e4m3.
 
@@ -200,9 +176,31 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_product(x, weight)
     if not x.numel():
         return F.linear(x, weight, bias)
-    return _linear(x, weight, bias, runs_triton(x))
+    recompute = find_recompute(x) if weight.requires_grad else None
+    rows, col_maxima = x.reshape(-1, x.shape[-1]), ColumnMaxima() if defers_product() else None
+    y = _Fp8Linear.apply(rows, weight, recompute, col_maxima, x.shape)
+    if col_maxima is not None:
+        learns = rows.requires_grad, weight.requires_grad
+        y = deferred_product(y, lambda: cast_product(rows, weight, *learns, col_maxima))
+    return finish_output(y, x.shape[:-1], bias)
+
+
+class _Definition(torch.autograd.Function):
+    """The product of x [T, K] and weight [N, K] by casts in plain torch, and its gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return scaled_product_ref(cast_rows_ref(x), cast_rows_ref(weight))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dx = scaled_product_ref(cast_rows_ref(dy), cast_columns_ref(weight))
+        return dx, scaled_product_ref(cast_columns_ref(dy), cast_columns_ref(x))
 
 
 def fp8_linear_ref(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns what `fp8_linear` does: casts and products in plain torch, in both directions."""
-    return _linear(x, weight, bias, False)
+    y = _Definition.apply(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias

@@ -31,6 +31,7 @@ from tigon.kernels.runtime import (
     num_sms,
     num_stages,
     operator,
+    runs_triton,
     tl,
     triton,
 )
@@ -87,6 +88,11 @@ def cast_rows_ref(x: Tensor) -> ScaledMatrix:
 def cast_columns_ref(x: Tensor) -> ScaledMatrix:
     """Casts x [R, C] by columns, transposed to [C, R] with a scale per column: the definition."""
     return cast_rows_ref(F.pad(x.t(), (0, round_up(x.shape[0]) - x.shape[0])))
+
+
+def scaled_product_ref(a: ScaledMatrix, b: ScaledMatrix) -> Tensor:
+    """Returns a [M, K] times b [N, K] transposed, in fp32 and rounded to bf16: the definition."""
+    return (a.dequantize() @ b.dequantize().t()).bfloat16()
 
 
 @triton.jit
@@ -318,54 +324,47 @@ def _maxima(x: Tensor, of_rows: bool) -> Maxima:
     return maxima
 
 
-def cast_rows(x: Tensor, *, fused: bool) -> ScaledMatrix:
-    """Casts x [R, C] to data [R, C] with a scale per row; `fused` uses the kernels."""
-    return ScaledMatrix(*_cast_rows(as_rows(x), False)) if fused else cast_rows_ref(x)
+def cast_rows(x: Tensor) -> ScaledMatrix:
+    """Casts x [R, C] to data [R, C] with a scale per row."""
+    return ScaledMatrix(*_cast_rows(as_rows(x), False)) if runs_triton(x) else cast_rows_ref(x)
 
 
-def cast_rows_and_maxima(x: Tensor, *, fused: bool) -> tuple[ScaledMatrix, Tensor | None]:
+def cast_rows_and_maxima(x: Tensor) -> tuple[ScaledMatrix, Tensor | None]:
     """`cast_rows`, and the column maxima for `cast_columns` of the same numbers, or None."""
-    if not fused or next_power_of_2(x.shape[1]) > MAX_COLUMNS:
-        return cast_rows(x, fused=fused), None
+    if next_power_of_2(x.shape[1]) > MAX_COLUMNS or not runs_triton(x):
+        return cast_rows(x), None
     data, scale, bits = _cast_rows(as_rows(x), True)
     return ScaledMatrix(data, scale), bits
 
 
-def cast_columns(x: Tensor, bits: Tensor | None = None, *, fused: bool) -> ScaledMatrix:
+def cast_columns(x: Tensor, bits: Tensor | None = None) -> ScaledMatrix:
     """Casts x [R, C] to data [C, S] with a scale per column of x; rows of data end in zeros.
 
     `bits`: `Maxima.columns` of x, if known, which saves a read of x.
     """
-    if not fused:
+    if not runs_triton(x):
         return cast_columns_ref(x)
     return ScaledMatrix(*_cast_tiles(as_rows(x), False, None, bits))
 
 
-def cast_both(
-    x: Tensor, maxima: Maxima = NO_MAXIMA, *, fused: bool
-) -> tuple[ScaledMatrix, ScaledMatrix]:
+def cast_both(x: Tensor, maxima: Maxima = NO_MAXIMA) -> tuple[ScaledMatrix, ScaledMatrix]:
     """Returns `cast_rows` and `cast_columns` of x, in fewer reads."""
-    if not fused:
+    if not runs_triton(x):
         return cast_rows_ref(x), cast_columns_ref(x)
     data, scale, *turned = _cast_tiles(as_rows(x), True, *maxima)
     return ScaledMatrix(data, scale), ScaledMatrix(*turned)
 
 
 def cast_input(
-    fn: RecomputeFn | None,
-    saved: Sequence[Tensor],
-    columns: int,
-    bits: Tensor | None,
-    *,
-    fused: bool,
+    fn: RecomputeFn | None, saved: Sequence[Tensor], columns: int, bits: Tensor | None
 ) -> ScaledMatrix:
     """`cast_columns` of a product's input with so many columns, which `saved` has or gives again.
 
     Of a norm without a gate only the cast is written.
     """
-    if fused and fn is not None and fn.compute is recompute_norm and bits is not None:
+    if fn is not None and fn.compute is recompute_norm and bits is not None:
         x, rstd, gate, weight = saved
         if gate is None and weight is not None:
             cast = _cast_normed(as_rows(x), bits, rstd, weight.contiguous(), *fn.constants)
             return ScaledMatrix(*cast)
-    return cast_columns(run_recompute(fn, saved).view(-1, columns), bits, fused=fused)
+    return cast_columns(run_recompute(fn, saved).view(-1, columns), bits)

@@ -238,8 +238,8 @@ class MLPState:
 def _down_product(gate_up: Tensor, weight: Tensor, act: Activation, state: MLPState) -> Tensor:
     """Returns the last product [T, C] from gate_up [T, 2 I]."""
     state.gate_up = None
-    b, state.down.weight = cast_rows_and_maxima(weight, fused=True)
-    return scaled_product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD, fused=True)
+    b, state.down.weight = cast_rows_and_maxima(weight)
+    return scaled_product(cast_gated_rows(gate_up, act), b, fast=FAST_FORWARD)
 
 
 class _Fp8MLP(torch.autograd.Function):
@@ -249,7 +249,7 @@ class _Fp8MLP(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, up: Tensor, down: Tensor, *args: Any) -> Tensor:
         ctx.act, recompute, ctx.state, ctx.shape, deferred = args
         # A pass in backward only saves: the maxima are those of the first one
-        gate_up = cast_product(x, up, not deferred, not deferred, True, ctx.state.up)
+        gate_up = cast_product(x, up, not deferred, not deferred, ctx.state.up)
         ctx.recompute_fn, saved_x = save_input(x, recompute)
         ctx.save_for_backward(gate_up, up, down, *saved_x)
         if deferred:
@@ -262,19 +262,18 @@ class _Fp8MLP(torch.autograd.Function):
         refuse_second_derivative("fp8_mlp")
         gate_up, up, down, *saved_x = ctx.saved_tensors
         state: MLPState = ctx.state
-        options: dict[str, Any] = {"fused": True}
         remote = start_fetch(ctx.recompute_fn, saved_x)
-        rows, columns = cast_both(dy, find_maxima(dy), **options)
-        d = cast_gradient(rows, down, state.down.weight, True)
+        rows, columns = cast_both(dy, find_maxima(dy))
+        d = cast_gradient(rows, down, state.down.weight)
         casts = cast_gated_gradients(d, gate_up, ctx.act)
         del d, gate_up, rows
-        d_down = scaled_product(columns, casts.product, fast=FAST_BACKWARD, **options)
+        d_down = scaled_product(columns, casts.product, fast=FAST_BACKWARD)
         del columns
-        dx = cast_gradient(casts.rows, up, state.up.weight, True)
+        dx = cast_gradient(casts.rows, up, state.up.weight)
         if remote is not None:
             remote.reduce(dx.view(ctx.shape))  # beside what follows
-        x = cast_input(ctx.recompute_fn, saved_x, ctx.shape[-1], state.up.x, **options)
-        d_up = scaled_product(casts.columns, x, fast=FAST_BACKWARD, **options)
+        x = cast_input(ctx.recompute_fn, saved_x, ctx.shape[-1], state.up.x)
+        d_up = scaled_product(casts.columns, x, fast=FAST_BACKWARD)
         return dx, d_up, d_down, *5 * (None,)
 
 

@@ -79,8 +79,6 @@ def divergence(
             f"logprobs {tuple(logprobs.shape)} and teacher_logprobs "
             f"{tuple(teacher_logprobs.shape)} are not [N, V] both"
         )
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta={beta} is not in [0, 1]")
     term = Divergence(
         teacher_logprobs=teacher_logprobs,
         weights=token_weights,

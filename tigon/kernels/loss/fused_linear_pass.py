@@ -300,7 +300,11 @@ def _head_pass(
                 matmul_into(out, weight, d_hidden[part])
             if needs[1]:
                 masked = _mask_rows(live, part, h)
-                d_weights = _add_products(d_weights, out, masked, first, only=only)
+                columns = out.split([first, out.shape[1] - first], 1)
+                d_weights = [
+                    add_product(total, x.T, masked, only=only)
+                    for total, x in zip(d_weights, columns, strict=False)
+                ]
             if needs[2]:
                 total = out.sum(0, dtype=torch.float32)
                 d_bias = total if d_bias is None else d_bias + total
@@ -466,17 +470,6 @@ def _product(
         else:
             torch.addmm(bias, h, weight.T, out=logits)
     return logits if low is None or up is None else logits.addmm_(low, up.T)
-
-
-def _add_products(
-    totals: list[Tensor | None], d_logits: Tensor, h: Tensor, first: int, *, only: bool
-) -> list[Tensor | None]:
-    """Adds a chunk to the weight's gradient: one tensor, or two, the first with `first` rows."""
-    columns = d_logits.split([first, d_logits.shape[1] - first], 1)
-    return [
-        add_product(total, out_logits.T, h, only=only)
-        for total, out_logits in zip(totals, columns, strict=False)
-    ]
 
 
 def add_product(total: Tensor | None, a: Tensor, b: Tensor, *, only: bool) -> Tensor:

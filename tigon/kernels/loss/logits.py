@@ -154,7 +154,7 @@ def _launch_rescale(x: Tensor, out: Tensor, factor: Tensor) -> None:
 
 def _rescale_outputs(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocates the rescaled tensor, in `dtype`."""
-    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 @operator("rescale", _rescale_outputs)

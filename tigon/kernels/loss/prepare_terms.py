@@ -92,6 +92,8 @@ def prepare_term(
     if weights is not None:
         weights = weights.flatten().float()
     if isinstance(c, KL | Divergence):
+        if not 0 <= c.beta <= 1:
+            raise ValueError(f"beta={c.beta} is not in [0, 1]")
         if targets is not None and weights is None:
             weights = (targets != IGNORE_INDEX).float()
         elif targets is not None and weights is not None:
@@ -147,8 +149,6 @@ def _prepare_teacher(
     hidden: Tensor, c: KL, options: Options, vocab: int, width: int, targets: Tensor | None
 ) -> tuple[LossPlan, tuple[Tensor | None, ...], Callable[..., Any] | None]:
     """Returns a KL term's plan and tensors, and what gathers the teacher's head under FSDP."""
-    if not 0 <= c.beta <= 1:
-        raise ValueError(f"beta={c.beta} is not in [0, 1]")
     if not c.temperature > 0:
         raise ValueError(f"temperature={c.temperature} is not positive")
     options = options.at_temperature(c.temperature)

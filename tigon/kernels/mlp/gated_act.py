@@ -20,6 +20,7 @@ from tigon.kernels.runtime import (
     as_rows,
     is_watched,
     operator,
+    owns_storage,
     pdl_options,
     pdl_wait,
     refuse_second_derivative,
@@ -311,12 +312,6 @@ def check_act(act: str) -> None:
         raise ValueError(f"act={act!r} is not one of {ACTIVATIONS}")
 
 
-def may_overwrite(x: Tensor) -> bool:
-    """Whether x is no leaf of the graph, nor a view of one, and fills its whole storage."""
-    owner = x if x._base is None else x._base
-    return not owner.is_leaf and x.untyped_storage().nbytes() == x.numel() * x.element_size()
-
-
 def gated_act(
     gate_up: Tensor,  # [..., 2I]: gate first, then up
     act: Activation,
@@ -334,7 +329,7 @@ def gated_act(
     if not runs_triton(gate_up):
         return gated_act_ref(gate_up, act)
     compiling = torch.compiler.is_compiling()
-    overwrite = overwrite and not compiling and may_overwrite(gate_up)
+    overwrite = overwrite and not compiling and owns_storage(gate_up)
     y = _GatedAct.apply(gate_up, act, overwrite)
     if not compiling and y.requires_grad:
         note_recompute(y, _forward, (gate_up,), act, gated=GatedInputs(gate_up, act, y.grad_fn))

@@ -91,11 +91,6 @@ def sandwich_norm_ref(
     return rms_norm_ref(total, weight, eps, offset=offset, cast=cast), total
 
 
-def _empty_like(x: Tensor) -> Tensor:
-    """Allocates a contiguous tensor with the shape and dtype of x."""
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _rows_of(x: Tensor | None, C: int) -> tuple[Tensor, int] | None:
     """Returns `x` as rows with adjacent columns, and the step from row to row; None for None."""
     if x is None:
@@ -124,9 +119,9 @@ def _outputs(
     x: Tensor, residual: Any, save: bool, gate: Any, weight: Any, post_weight: Any, *_: Any
 ) -> list[Tensor]:
     """Allocates the normed rows, the residual sum and 1 / rms where they are saved."""
-    outputs = [_empty_like(x)]
+    outputs = [x.new_empty(x.shape)]
     if residual is not None:
-        outputs.append(_empty_like(x))
+        outputs.append(x.new_empty(x.shape))
     if save:
         N = x.numel() // max(x.shape[-1], 1)
         size = N if post_weight is None else 2 * N
@@ -182,7 +177,7 @@ def rounding_options(post_weight: Tensor | None) -> dict[str, bool]:
     return {} if post_weight is None else {"enable_fp_fusion": False}
 
 
-@operator("rms_norm_again", lambda x, *_: _empty_like(x))
+@operator("rms_norm_again", lambda x, *_: x.new_empty(x.shape))
 def recompute_norm(
     x: Tensor,  # [..., C]: what was normalized
     rstd: Tensor,  # [N]
@@ -192,13 +187,13 @@ def recompute_norm(
     before: bool,
 ) -> Tensor:
     """Recomputes the output bit for bit from the saved rstd."""
-    y = _empty_like(x)
+    y = x.new_empty(x.shape)
     norm = 0.0, 0.0, offset, before
     launch_norm(x, None, gate, weight, None, y, None, rstd, *norm, reuse_rstd=True)
     return y
 
 
-@operator("sandwich_norm_again", lambda x, *_: _empty_like(x))
+@operator("sandwich_norm_again", lambda x, *_: x.new_empty(x.shape))
 def recompute_sandwich(
     x: Tensor,  # [..., C]
     residual: Tensor,  # [..., C]
@@ -209,7 +204,7 @@ def recompute_sandwich(
     before: bool,
 ) -> Tensor:
     """Recomputes a sandwich's output, or without a weight its sum, bit for bit."""
-    out = _empty_like(x)
+    out = x.new_empty(x.shape)
     y, total = (out, None) if weight is not None else (None, out)
     norm = 0.0, 0.0, offset, before
     launch_norm(x, residual, None, weight, post_weight, y, total, rstd, *norm, reuse_rstd=True)
@@ -221,7 +216,7 @@ def _gradients(
 ) -> list[Tensor]:
     """Allocates the needed gradients of the first five arguments, and the maxima of dx."""
     expected = zip((x, gate, branch, weight, post), needs, strict=True)
-    gradients = [_empty_like(t) for t, needed in expected if needed and t is not None]
+    gradients = [t.new_empty(t.shape) for t, needed in expected if needed and t is not None]
     C = x.shape[-1]
     bits = [x.new_zeros(n, dtype=torch.int32) for n in (x.numel() // max(C, 1), C) if maxima]
     return gradients + bits

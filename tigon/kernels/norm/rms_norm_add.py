@@ -43,7 +43,7 @@ def rms_norm_add_ref(
 
 def _outputs(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     """Allocates the sum and 1 / rms of x."""
-    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = x.new_empty(x.shape)
     rows = x.numel() // max(x.shape[-1], 1)
     return total, torch.empty(rows, dtype=torch.float32, device=x.device)
 

@@ -12,8 +12,9 @@ operations of torch's fused kernel.
 import math
 from collections.abc import Sequence
 from ctypes import c_float
+from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -344,63 +345,50 @@ class FusedAdamW:
             kinds.setdefault(_kind(slot, addresses), []).append((slot, addresses))
         for kind, members in kinds.items():
             by_table = []
-            for slot, addresses in members:
-                if OWN_LAUNCH is not None and slot.weight.numel() >= OWN_LAUNCH:
-                    self._launch_tensor(slot, kind, settings, scale, squares)
-                else:
-                    row = slot.weight.numel(), slot.position, *addresses, *(slot.lines or ())
-                    by_table.append(row)
-            if by_table:
-                table = self.tables.setdefault((name, kind), TensorTable(BLOCK))
-                like = members[0][0].weight
-                self._launch_table(table, by_table, kind, settings, scale, squares, like)
+            launch = partial(self._launch, kind, settings, scale, squares)
+            with torch.cuda.device_of(members[0][0].weight):
+                for slot, addresses in members:
+                    count = slot.weight.numel()
+                    if OWN_LAUNCH is None or count < OWN_LAUNCH:
+                        row = count, slot.position, *addresses, *(slot.lines or ())
+                        by_table.append(row)
+                    else:
+                        lines = slot.lines or (None, None)
+                        given = _tensors(slot), count, slot.position, *lines
+                        launch(_adamw_tensor_kernel, triton.cdiv(count, BLOCK), given, slot.weight)
+                if by_table:
+                    table = self.tables.setdefault((name, kind), TensorTable(BLOCK))
+                    rows, owners = table.update(by_table, members[0][0].weight.device)
+                    launch(
+                        _adamw_table_kernel, len(owners), (rows, owners), rows,
+                        W=TYPES[kind.weight], G=TYPES[kind.gradient], S=TYPES[kind.states],
+                        WIDE=kind.wide, LINES=kind.lines,
+                    )  # fmt: skip
 
-    def _launch_tensor(
+    def _launch(
         self,
-        slot: AdamWSlot,
         kind: SlotKind,
         settings: AdamWSettings,
         scale: Tensor | None,
         squares: list[Tensor] | None,
+        kernel: Any,
+        programs: int,
+        given: tuple[Any, ...],  # the kernel's first arguments
+        like: Tensor,  # on the device; stands for tables that are not read
+        **options: Any,
     ) -> None:
-        """Launches the update of one parameter, for those of at least OWN_LAUNCH elements."""
-        count = slot.weight.numel()
-        programs = triton.cdiv(count, BLOCK)
-        with torch.cuda.device_of(slot.weight):
-            parts = _new_sums(squares, programs, slot.weight)
-            _adamw_tensor_kernel[(programs,)](
-                _tensors(slot), count, slot.position, *(slot.lines or (None, None)), scale,
-                _numbers(settings), settings.stream, self._codes(kind, slot.weight), parts,
-                **self._options(kind),
-            )  # fmt: skip
-            _add_sums(squares, parts, scale)
-
-    def _launch_table(
-        self,
-        table: TensorTable,
-        rows: Sequence[tuple[int, ...]],
-        kind: SlotKind,
-        settings: AdamWSettings,
-        scale: Tensor | None,
-        squares: list[Tensor] | None,
-        like: Tensor,
-    ) -> None:
-        """Launches the update of all parameters of a table."""
-        with torch.cuda.device_of(like):
-            table_rows, owners = table.update(rows, like.device)
-            parts = _new_sums(squares, len(owners), like)
-            _adamw_table_kernel[(len(owners),)](
-                table_rows, owners, scale, _numbers(settings), settings.stream,
-                self._codes(kind, table_rows), parts, W=TYPES[kind.weight],
-                G=TYPES[kind.gradient], S=TYPES[kind.states], WIDE=kind.wide, LINES=kind.lines,
-                **self._options(kind),
-            )  # fmt: skip
-            _add_sums(squares, parts, scale)
-
-    def _options(self, kind: SlotKind) -> dict[str, object]:
-        """Returns the compile-time options of a launch."""
-        options = {"STOCHASTIC": self.stochastic, "BLOCK": BLOCK, "B": kind.block}
-        return {**options, "PRECISE": kind.weight in PRECISE, "num_warps": WARPS}
+        """Launches the update of one parameter or of a table of them, and appends to `squares`."""
+        parts = None
+        if squares is not None:
+            parts = like.new_empty(programs * WARPS, dtype=torch.float32)
+        kernel[(programs,)](
+            *given, scale, _numbers(settings), settings.stream, self._codes(kind, like), parts,
+            STOCHASTIC=self.stochastic, BLOCK=BLOCK, B=kind.block, PRECISE=kind.weight in PRECISE,
+            num_warps=WARPS, **options,
+        )  # fmt: skip
+        if squares is not None and parts is not None:
+            total = parts.sum(dtype=torch.float64)
+            squares.append(total if scale is None else total + 0 * scale)
 
     def _codes(self, kind: SlotKind, unused: Tensor) -> tuple[Tensor, ...]:
         """Returns the tables of 8-bit states, or tensors that are not read."""
@@ -409,18 +397,6 @@ class FusedAdamW:
         if self.codes is None:
             raise ValueError("states of 8 bits need the values of their codes: pass `codes`")
         return tuple(self.codes)
-
-
-def _new_sums(squares: list[Tensor] | None, programs: int, like: Tensor) -> Tensor | None:
-    """Allocates what the programs of a launch write of squares, if they are asked for."""
-    return None if squares is None else like.new_empty(programs * WARPS, dtype=torch.float32)
-
-
-def _add_sums(squares: list[Tensor] | None, parts: Tensor | None, scale: Tensor | None) -> None:
-    """Appends the sum of what a launch has written to `squares`; NaN if the scale is."""
-    if squares is not None and parts is not None:
-        total = parts.sum(dtype=torch.float64)
-        squares.append(total if scale is None else total + 0 * scale)
 
 
 def _tensors(slot: AdamWSlot) -> tuple[Tensor, ...]:

@@ -38,6 +38,7 @@ from tigon.kernels.runtime import (
     is_watched,
     num_sms,
     operator,
+    owns_storage,
     refuse_second_derivative,
     runs_triton,
     tl,
@@ -323,11 +324,7 @@ def _may_overwrite(qkv: Tensor) -> bool:
     """Whether nothing else can need the memory of `qkv`, and a graph would save it."""
     if torch.compiler.is_compiling() or not is_plain(qkv) or is_watched(qkv):
         return False
-    base = qkv if qkv._base is None else qkv._base
-    # What has no gradient is a leaf
-    belongs_to_leaf = qkv.is_leaf or (base.is_leaf and base.requires_grad)
-    full = qkv.untyped_storage().nbytes() == qkv.numel() * qkv.element_size()
-    exclusive = full and not belongs_to_leaf and qkv.is_contiguous()
+    exclusive = owns_storage(qkv) and qkv.is_contiguous()
     return exclusive and torch.is_grad_enabled() and not has_function_mode()
 
 

@@ -74,7 +74,10 @@ def add_embedding_delta(weight: Tensor, low: LowRankEmbedding) -> None:
 
 def column_norms(rows: Tensor, weight: Tensor, low: LowRankEmbedding) -> Tensor:
     """Computes the norms [C] of a weight's columns; every rank calls this with its rows [n, C]."""
-    return low.column_norms(rows, row_group(weight) if isinstance(weight, DTensor) else None)
+    squares = rows.square().sum(0)
+    if isinstance(weight, DTensor):
+        dist.all_reduce(squares, group=row_group(weight))
+    return (squares if low.token_ranks is None else low.token_ranks.sum(squares)).sqrt()
 
 
 def add_experts_deltas(layer: Experts, low: LowRankExperts) -> None:

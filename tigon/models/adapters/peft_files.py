@@ -148,12 +148,10 @@ def _model_names(tensors: Collection[str], file: str, model: LanguageModel) -> d
     names: dict[str, str] = {}
     for file_name in tensors:
         name = file_name.removeprefix(PREFIX)
-        for prefix in PREFIXES[:-1]:
-            if name.startswith(prefix):
-                name = "model." + name.removeprefix(prefix)
-                break
-        if name.startswith(DECODER_PREFIXES):  # an adapter of AutoModel, the decoder alone
-            name = f"model.{name}"
+        prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+        # Without a prefix: an adapter of AutoModel, the decoder alone
+        if prefix or name.startswith(DECODER_PREFIXES):
+            name = "model." + name.removeprefix(prefix)
         name = model.checkpoint_names.stored_name(name)
         if name in names:
             raise ValueError(f"{escape(file)}: {quote(file_name)} repeats {quote(names[name])}")

@@ -1,4 +1,4 @@
-"""Saves checkpoints, whole or absent, while training goes on."""
+"""Writes checkpoints and exports, whole or absent, while training goes on."""
 
 import json
 import math
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tigon.models import CausalLM
-from tigon.models.pretrained.save import write_description
+from tigon.models.adapters.peft_files import prepare_adapter, write_adapter
+from tigon.models.pretrained.save import prepare_save, write_description, write_model
 from tigon.tokenizer import Tokenizer
 from tigon.train.checkpoint.files import RUN, KeepPolicy, is_listed, prune, write_sums
 from tigon.train.checkpoint.format import State, StateShard, full_state, own_blocks, write_blocks
@@ -28,8 +29,8 @@ from tigon.utils.json import list_first
 from tigon.utils.memory import available_memory
 from tigon.weights import WriterGroup
 from tigon.weights.entries import RankError
-from tigon.weights.files import DiskFullError, new_directory, require_space
-from tigon.weights.write import all_finite
+from tigon.weights.files import DiskFullError, explain_full_disk, new_directory, require_space
+from tigon.weights.write import all_finite, copy_to_host
 
 KEEP = KeepPolicy()
 
@@ -266,6 +267,51 @@ class Saver(BackgroundWriter):
             prune(self.directory, newest, self.keep, losses)
         except OSError as error:
             self.world.log_rank0(f"an older checkpoint could not be removed: {error}")
+
+
+class Exporter(BackgroundWriter):
+    """Writes the exports of one run."""
+
+    def export(
+        self,
+        model: CausalLM,
+        target: Path,
+        tokenizer: Tokenizer,
+        *,
+        dtype: torch.dtype,
+        values: Mapping[str, Tensor] | None = None,
+        copy: bool = True,
+    ) -> None:
+        """Writes Hugging Face's format, or PEFT's of an adapter; what was at `target` stays until
+        the new one is complete. Returns at once with `background` if host memory has room for a
+        copy, unless copy=False.
+
+        `values` replace parameters, by name: this rank's shard of each. Raises FloatingPointError
+        for weights that `dtype` cannot hold, and SaveError if this or the export before it cannot
+        be written.
+        """
+        held = dtype if model.active_adapter is None else None
+        check_finite(model, averages=values, target=target, dtype=held)
+        self.wait()
+        options: dict[str, Any] = {"tokenizer": tokenizer, "ranks": WriterGroup()}
+        if model.active_adapter is not None:  # in the adapter's dtype
+            tensors, describe = prepare_adapter(model, **options)
+            write: Any = write_adapter
+        else:
+            tensors, describe = prepare_save(model, dtype=dtype, values=values, **options)
+            write = write_model
+        nbytes = sum(block.rows * entry.row_bytes for entry in tensors for block in entry.blocks)
+        background = copy and self.background and fits_in_memory(nbytes, self.world)
+        if background:
+            with self._ranks.sync_errors():  # the thread of a rank without a copy would not write
+                tensors = copy_to_host(tensors)
+
+        def write_files() -> None:
+            with explain_full_disk(target, sum(entry.nbytes for entry in tensors)):
+                write(target, tensors, describe, ranks=self._ranks, replace=True)
+            self.world.log_rank0(f"exported to {target}")
+
+        self.start(target, write_files, wait=not background)
 
 
 class CopyStager:

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tigon.models import CausalLM
 from tigon.parallel import forward_order
@@ -36,8 +37,9 @@ class InBackward:
     A step has one forward and one backward. Calls of `loss.backward` elsewhere keep gradients.
     """
 
-    def __init__(self, model: CausalLM, optimizer: LowPrecisionOptimizer) -> None:
+    def __init__(self, model: CausalLM, optimizer: Optimizer) -> None:
         """Registers a hook on each trained parameter; the optimizer must have all of them."""
+        assert isinstance(optimizer, LowPrecisionOptimizer)  # Config says so
         self.optimizer, self.norm = optimizer, BucketedNorm(model)
         self.names = {p: name for name, p in model.named_parameters()}
         self.tensor = model.tensor_parallel
@@ -141,16 +143,6 @@ def _on_gradient(updates: weakref.ref[InBackward], number: int, _: Tensor) -> No
     """Tells the updates, if they are still alive, that a gradient has arrived."""
     if (there := updates()) is not None:
         there.arrived(number)
-
-
-def build_in_backward(
-    model: CausalLM, optimizer: torch.optim.Optimizer, config: Config
-) -> InBackward | None:
-    """Returns the updates of `optimizer_in_backward`, or None without it."""
-    if not config.optimizer_in_backward:
-        return None
-    assert isinstance(optimizer, LowPrecisionOptimizer)  # Config says so
-    return InBackward(model, optimizer)
 
 
 def parameter_buckets(model: CausalLM) -> list[list[nn.Parameter]]:

@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.kernels.definitions import losses
 from tests.kernels.loss_cases import LOSSES
-from tigon.kernels import cross_entropy, gated_act, qk_norm_rope
+from tests.support.recompute import recompute_above
+from tigon.kernels import cross_entropy, gated_act, qk_norm_rope, rms_norm
+from tigon.kernels.linear.linear import linear
 from tigon.kernels.loss.logits import Options
 
 B, T, H, K, D = 2, 3, 5, 2, 14
@@ -218,6 +220,21 @@ def test_bytes_that_a_rotation_keeps(path: str) -> None:
             y.square()
     most = 2 * ROW * B * T if path == "reference" else ROW * B * T + T * D
     assert sum(s.nbytes() for s in kept.values()) <= 4 * most
+
+
+@pytest.mark.parametrize("run", [activate, turn])
+def test_a_projection_with_a_bias_is_overwritten(run: Any, kernels_only: None) -> None:
+    """It is a view of a sum that has no gradient, where a node of ours returns it."""
+    weight, bias = nn.Parameter(torch.randn(ROW, 8)), nn.Parameter(torch.randn(ROW))
+    with recompute_above(0):
+        given = linear(rms_norm(leaf_of(B, T, 8), None, 1e-6), weight, bias)
+    assert given._base is not None and given._base.is_leaf
+    found: list[Tensor] = []
+    given.register_hook(found.append)
+    out, *_ = run(given, True)
+    out.sum().backward()
+    memory = given.untyped_storage().data_ptr()
+    assert any(x.untyped_storage().data_ptr() == memory for x in (out, *found))
 
 
 class Outputs(TorchDispatchMode):

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bench.compare_side import laps
 from bench.harness import Record, installed
-from bench.train_cases import Options, adamw, draw, is_drawn, names_of, peer_model
+from bench.train_cases import Options, adamw, draw, is_drawn, peer_model, peer_names
 from tigon.kernels.attention import backends
 from tigon.settings.config import Config
 from tigon.train import load, start
@@ -43,7 +43,7 @@ def fill(model: Any) -> None:
     """Each parameter's own rows of what its names draw, as `fill_ours`; other norms change
     nothing."""
     layout = model.layout(stacked_experts=True)  # as transformers draws them
-    names = names_of(layout)
+    names = peer_names(layout)
     for name, parameter in model.named_parameters():
         own = local(parameter)
         parts = dict.fromkeys((part.name, part.shape) for part in layout[name])

@@ -29,7 +29,7 @@ def environment(tree: Path = ROOT, **more: object) -> dict[str, str]:
 
 
 def python_command(*arguments: str) -> list[str]:
-    """That of a process which Linux kills when the one that started it ends, however it does: a
+    """Returns the command of a Python that Linux kills when its parent ends, however it does: a
     side that outlives its benchmark takes the GPU's time from the next one.
 
     By a program before Python, as a `preexec_fn` waits forever for a lock that another thread held

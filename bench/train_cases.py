@@ -263,7 +263,7 @@ def fill_ours(model: Any) -> None:
     """As `fill`, Tigon's parameters by the names and rows that transformers has, in whose models
     products are apart and experts are not."""
     layout = model.layout(stacked_experts=True)
-    names = names_of(layout)
+    names = peer_names(layout)
     for name, parameter in model.named_parameters():
         for part in layout[name]:
             if is_drawn(part.name, part.shape):
@@ -277,7 +277,7 @@ def is_drawn(name: str, shape: Sequence[int]) -> bool:
     return len(shape) > 1 or name.endswith(RANDOM_VECTORS)
 
 
-def names_of(layout: Mapping[str, Sequence[Any]]) -> set[str]:
+def peer_names(layout: Mapping[str, Sequence[Any]]) -> set[str]:
     """The names that transformers has for what is in a model of Tigon."""
     return {part.name for parts in layout.values() for part in parts}
 

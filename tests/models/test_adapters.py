@@ -186,6 +186,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "alpha pattern": ({"alpha_pattern": {"*.layers.9.*": 2}}, "alpha_pattern='*.layers.9"),
     "saved": ({"modules_to_save": "norm"}, "modules_to_save='norm'"),
     "negative dropout": ({"dropout": -0.1}, r"dropout=-0.1 is not in \[0, 1\)"),
+    "a text for a flag": ({"dora": "false"}, "dora='false' is neither True nor False"),
     "both": (
         {"targets": ("lm_head", "q_proj"), "modules_to_save": "lm_head"},
         "lm_head is in targets and in modules_to_save",

@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -238,12 +239,23 @@ def test_a_lock_names_the_process_that_has_it(tmp_path: Path) -> None:
         with pytest.raises(LockedError, match=rf"in use by process {os.getpid()} on .*: wait") as e:
             lock().__enter__()
         assert e.value.by_this_process
-        (tmp_path / "lock").write_text(f"process {os.getpid() + 1} on elsewhere")
-        with pytest.raises(LockedError, match="on elsewhere: wait") as e:
+        (tmp_path / "lock").write_text("")  # as on a full disk
+        with pytest.raises(LockedError, match="in use by another process: wait") as e:
             lock().__enter__()
-        assert not e.value.by_this_process
+        assert e.value.by_this_process
     with lock() as held:
         assert held
+
+
+def test_a_lock_of_another_container_with_this_process_number(tmp_path: Path) -> None:
+    name = f"process {os.getpid()} on {socket.gethostname()}"
+    with (tmp_path / "lock").open("w") as file:
+        file.write(name)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(LockedError, match=f"in use by {name}: wait") as e:
+            lock_file(tmp_path / "lock", tmp_path / "out", "in use", "wait").__enter__()
+        assert not e.value.by_this_process
 
 
 def test_a_file_of_the_locks_name_stays(tmp_path: Path) -> None:

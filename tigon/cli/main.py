@@ -88,13 +88,13 @@ def _run(arguments: list[str]) -> int:
     if args.command == "report":  # needs no torch
         print(one_line(import_module("tigon.report").write(args.runs, args.out)))
         return 0
-    _check_early(args)
+    _check_arguments(args)
     return getattr(_import_interruptibly(args.module), args.run)(args)
 
 
-def _check_early(args: argparse.Namespace) -> None:
-    """Raises OSError or ValueError for settings of data, which `config` gets, or a model's path
-    that are wrong, before torch is imported; of several ranks none may end alone."""
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Checks what needs no torch, by OSError or ValueError: settings of data, which become
+    `args.config`, and a model's path, but not in one of several ranks, which must not end alone."""
     if args.command == "data" and args.kind != "clean":
         args.config = import_module("tigon.settings.command").read_data_arguments(args.arguments)
     model = None if args.command == "push" or launched() else getattr(args, "model", None)

@@ -35,7 +35,7 @@ TASK_ROWS = {
 
 
 def check_task(task: str) -> None:
-    """Raises ValueError for the name of no task."""
+    """Raises ValueError unless a task has this name."""
     if task not in TASK_ROWS:
         meant = find_misspelled(task, TASK_ROWS)
         hint = f"did you mean {meant!r}?" if meant else f"known: {', '.join(TASK_ROWS)}"
@@ -43,7 +43,7 @@ def check_task(task: str) -> None:
 
 
 def check_format(format: str | None) -> None:
-    """Raises ValueError for the name of no format."""
+    """Raises ValueError unless a format has this name, or it is None."""
     if format is not None and format not in REQUIRED_KEYS:
         raise ValueError(f"format={format!r} is not one of {', '.join(REQUIRED_KEYS)}")
 

@@ -65,6 +65,9 @@ class LoraConfig:
                 raise ValueError(f"alpha is a positive float32 number, not {name}={quote(alpha)}")
         if not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={quote(self.dropout)} is not in [0, 1)")
+        for name in ("rslora", "dora"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={quote(getattr(self, name))} is neither True nor False")
         if not self.targets:
             raise ValueError('targets is empty: name projections, such as "q_proj"')
         for name in targets:

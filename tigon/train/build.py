@@ -83,7 +83,7 @@ class RunInputs:
         return count_steps(self.config, self.data)
 
     @property
-    def finished(self) -> bool:
+    def is_finished(self) -> bool:
         """Returns whether no step is left: all are done, or the run is out of patience."""
         return self.start >= self.steps or self.state.is_out_of_patience(self.config.patience)
 

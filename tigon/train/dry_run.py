@@ -129,7 +129,7 @@ def dry_run(config: Config, world: World, gpus: int) -> None:
             inputs.check_model(model)
             freeze(model, config)
         world.log_rank0(*describe_run(config, sizes, device, inputs, model))
-        if inputs.finished:
+        if inputs.is_finished:
             world.log_rank0(
                 f"{config.run_dir} is finished: it goes on with more steps, epochs or patience"
             )

@@ -16,8 +16,9 @@ from tigon.train.model import export_dtype
 
 
 def checkpoint_metadata(run: TrainingRun) -> dict[str, Any]:
-    """Returns what every checkpoint of the run says of its settings and data, the models beside its
-    own, the time that chat templates write, and how prompts are packed."""
+    """Returns what every checkpoint of the run says of its settings and data, digests of reference
+    and teacher, the base of an adapter, the time that chat templates write, and how prompts are
+    packed."""
     metadata = resume.run_metadata(run.config, run.data) | {"digests": run.task.digests}
     metadata |= {"base": run.base} if run.base else {}
     if run.tokenizer.strftime_now is not None:

@@ -53,7 +53,7 @@ def train(run: TrainingRun) -> int:
     It is 0, or 128 + the signal that stopped the run, after a checkpoint if there was time.
     """
     config, world = run.config, run.world
-    finished = run.finished
+    finished = run.is_finished
     if finished:
         guard.check_skipped(run, run.start)
     pending = export_pending(run)

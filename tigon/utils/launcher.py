@@ -1,4 +1,4 @@
-"""What a launcher of ranks, torchrun or --nproc, says in the environment, and is told by them."""
+"""What a launcher, torchrun or --nproc, and its ranks tell each other: variables, error files."""
 
 import json
 import os

@@ -70,6 +70,8 @@ def _sizes(needed: int | None, free: int) -> str:
 # Locks, which end with their process
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+# Device and inode of the locks of this process, whose name one in another container may have too
+_held: set[tuple[int, int]] = set()
 
 
 class LockedError(FileExistsError):
@@ -89,12 +91,15 @@ def lock_file(path: Path, target: Path, doing: str, instead: str) -> Iterator[bo
     if descriptor is None:
         yield False
         return
+    identity = _identity(descriptor)
+    _held.add(identity)
     try:
         with suppress(OSError):  # a full disk: the file then names no process
             os.truncate(descriptor, 0)
-            os.write(descriptor, _process_name().encode())
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield True
     finally:
+        _held.discard(identity)
         fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked processes may have the descriptor too
         os.close(descriptor)
 
@@ -132,14 +137,15 @@ def _locked_error(descriptor: int, busy: str, instead: str) -> LockedError:
     """Returns the error that names who holds the lock, and closes the descriptor."""
     holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
     error = LockedError(f"{busy} by {holder}: wait until it ends, or {instead}")
-    error.by_this_process = holder == _process_name()
+    error.by_this_process = _identity(descriptor) in _held
     os.close(descriptor)
     return error
 
 
-def _process_name() -> str:
-    """Names this process, for those that find its lock."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
+def _identity(descriptor: int) -> tuple[int, int]:
+    """Returns device and inode of an open file."""
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 # Directories that appear whole or not at all, each written by one process at a time

@@ -28,7 +28,7 @@ class FusedPasses(NamedTuple):
 
 
 class AttentionWithSinks(torch.autograd.Function):
-    """Computes attention with a sink [H] for each head by a kernel that knows none."""
+    """Computes attention with a sink [H] for each head by kernels that have no sinks."""
 
     @staticmethod
     def forward(

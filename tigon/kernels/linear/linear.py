@@ -152,7 +152,7 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 def finish_product(output: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-    """Returns `output`, or `compute()` as its result if its node has deferred the product."""
+    """Returns `output`, or if its node has deferred the product, what `compute` returns."""
     return _DeferredProduct.apply(output, compute) if defers_product() else output
 
 

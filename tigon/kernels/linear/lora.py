@@ -240,7 +240,7 @@ class _LoRALinear(torch.autograd.Function):
         bs, saved_x = rest[: len(call.columns_and_scales)], rest[len(call.columns_and_scales) :]
         needs_x, needs_gate_up, _, _, needs_a, *_ = ctx.needs_input_grad
         rows = dy.reshape(-1, ctx.columns)
-        # Not of a gated activation
+        # A gated activation has no remote parts
         remote = start_fetch(call.recompute_fn, saved_x) if needs_a else None
         needs_bs = ctx.needs_input_grad[8:][: len(bs)]
         du, dbs = _low_rank_gradients(rows, u, call.additions(bs), needs_bs)

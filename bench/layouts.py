@@ -53,11 +53,11 @@ class Side:
 
 
 def write_inputs(root: Path, tiny: bool) -> None:
-    """A tokenizer, and more text than any side reads: with few tokens, ranks would have more or
-    less than their part of the experts that these choose."""
-    write_tokenizer(root / "tokenizer")
-    count = 4_000 if tiny else 16 * TOKENS * (FIRST + STEPS)
+    """More text than any side reads, and a tokenizer of it with many tokens: with few, ranks would
+    have more or less than their part of the experts that these choose."""
+    count, vocabulary = (4_000, 300) if tiny else (12 * TOKENS * (FIRST + STEPS), 4096)
     text = "".join(Random(0).choices(string.printable, k=count))
+    write_tokenizer(root / "tokenizer", text[:200_000], vocabulary)
     (root / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
 
 

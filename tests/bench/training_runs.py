@@ -161,8 +161,8 @@ def check_preference(record: Record) -> None:
     near(sides[preference_side.HALF], ours, 1e-2, "loss", "grad_norm", "logps/chosen")
     near(exact, ours, 1e-4, "logps/chosen")
     for side in (sides[preference_side.PEER], exact):
-        assert side["rewards/margins"] == pytest.approx(ours["rewards/margins"], abs=1e-3)
-    assert abs(ours["rewards/margins"]) > 3e-3
+        assert side["rewards/margins"] == pytest.approx(ours["rewards/margins"], abs=5e-4)
+    assert abs(ours["rewards/margins"]) > 2e-3
 
 
 def check_distillation(record: Record) -> None:

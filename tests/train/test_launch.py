@@ -1,6 +1,7 @@
 """Ranks start, and all of them end when one fails."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -283,6 +284,9 @@ def test_ranks_share_the_cpus_of_the_process(monkeypatch):
 
     def launch(*_):
         assert os.environ["TIGON_LAUNCHED"] == str(os.getpid())  # not what a shell has left
+        # Its line about a signal would stand beside what the ranks say
+        agent = logging.getLogger("torch.distributed.elastic.agent.server.api")
+        assert not agent.isEnabledFor(logging.WARNING)
         return lambda *command: threads.append((os.environ["OMP_NUM_THREADS"], command))
 
     monkeypatch.setattr(module, "elastic_launch", launch)

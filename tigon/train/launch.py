@@ -186,7 +186,10 @@ def run_ranks(
     os.environ[LAUNCHED] = str(os.getpid())  # also in place of one that a shell has left
     added = environment.keys() - os.environ.keys()
     os.environ.update({name: environment[name] for name in added})
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    agent = "torch.distributed.elastic"
+    for name in [agent, *logging.root.manager.loggerDict]:  # some have a level of their own
+        if name.startswith(agent):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     numbers = [n for n in handled_signals() if not (forward_interrupt and n == signal.SIGINT)]
     interrupt_handler = signal.getsignal(signal.SIGINT)
     if forward_interrupt:

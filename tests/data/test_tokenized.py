@@ -209,6 +209,13 @@ def test_full_disk_is_one_line_and_leaves_nothing(source, root, workers):
     assert directories(root) == []
 
 
+def test_a_disk_without_a_free_byte_is_named(source, root, monkeypatch):
+    monkeypatch.setattr("datasets.builder.has_sufficient_disk_space", lambda *_, **__: False)
+    with pytest.raises(OSError, match=r"^the disk became full while .*cache/data.*TIGON_CACHE"):
+        tokenize([source], Count(), workers=0)
+    assert directories(root) == []
+
+
 def test_what_ends_a_process_is_one_line(source, root, monkeypatch):
     with pytest.raises(ChildProcessError, match=r"killed, as the system does .*workers=0"):
         tokenize([source], Killed(), workers=2)

@@ -49,6 +49,8 @@ def alone(directory: Path) -> Chat:
 def converse(typed: str, settings: list[str], seconds: float = 0) -> None:
     """A rank, whose standard input is a file that the test writes; a token takes so long."""
     torch.set_num_threads(1)
+    if LAUNCHED in os.environ:  # pytest's helper started this process
+        os.environ[LAUNCHED] = str(os.getppid())
     if os.environ["RANK"] == "0":
         sys.stdin = os.fdopen(os.open(typed, os.O_RDONLY))
     shared: Any = importlib.import_module("tigon.cli.chat")
@@ -127,7 +129,7 @@ def test_an_interrupt_stops_the_answer_or_under_torchrun_the_chat(
 ):
     typed = Typed(tmp_path)
     settings = [str(directory), "--max-new-tokens", "4000"]
-    environment = {LAUNCHED: str(os.getpid())} if launched else {}
+    environment = {LAUNCHED: ""} if launched else {}
     ranks = Ranks(2, converse, typed.path, settings, 0.02, environment=environment)
     with typed as keys:
         keys.write("hello\n")

@@ -178,8 +178,8 @@ def test_samples_and_checkpoints_have_them(workspace, clock, tmp_path, monkeypat
     prompts: list[str] = []
     read = build.read_prompts
 
-    def reading(config: Any, tokenizer: Any, model: Any) -> Any:
-        found = read(config, tokenizer, model)
+    def reading(config: Any, tokenizer: Any, context: int) -> Any:
+        found = read(config, tokenizer, context)
         prompts.extend(tokenizer.decode(p.ids) for p in found)
         return found
 
@@ -196,4 +196,5 @@ def test_samples_and_checkpoints_have_them(workspace, clock, tmp_path, monkeypat
     # `tigon chat RUN` asks as the run did
     tokenizer = load_checkpoint(workspace.root / "sampled/checkpoints/step-00000004")[1]
     assert tokenizer.chat_template_kwargs == {"mood": "glad"} and tokenizer.strftime_now is None
-    assert prompts == ["glad<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"]
+    # Before the data are read, and with the tokens that they bring
+    assert prompts == ["glad<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"] * 2

@@ -1,3 +1,4 @@
+import os
 import re
 from typing import get_args
 
@@ -7,7 +8,7 @@ import yaml
 from tigon.kernels.attention import backends
 from tigon.settings.command import help_text
 from tigon.settings.config import Backend, Config, Lora, Parallel
-from tigon.settings.data import REQUIRED_KEYS, TASK_ROWS
+from tigon.settings.data import REQUIRED_KEYS, TASK_ROWS, match_paths
 from tigon.settings.load import ALIASES, dump, load, load_aliases
 from tigon.settings.rules import CONFLICTS, REQUIRES
 from tigon.train.tasks import TASKS
@@ -148,7 +149,7 @@ def test_help_names_settings_defaults_and_values():
         ("init=c.json", "model=m is to fine-tune, init=c.json to train from scratch: leave one"),
         ("model=", "model is required: a directory or hub repository .*; or init, a config.json"),
         ("run_dir=", "run_dir is required"),
-        ("seed", "'seed': settings are given as key=value or --key value"),
+        ("seed", "'seed': settings are given as key=value or --key value, after the config file"),
         ("columns=3 columns.text=a", r"columns=3 and columns\.text contradict"),
         ("parallel=auto parallel.tensor=2", "parallel='auto' and parallel.tensor=2 contradict"),
         ("parallel.tensor=2 parallel=auto", "parallel='auto' and parallel.tensor=2 contradict"),
@@ -196,6 +197,14 @@ def test_files_that_are_no_config_are_named(tmp_path):
     (tmp_path / "titan.toml").write_text("[training]\nsteps = 3\n")
     with pytest.raises(ValueError, match=r"titan\.toml: settings are YAML, not TOML"):
         load(tmp_path / "titan.toml")
+    (tmp_path / "chats.json").write_text(f"[{' ' * 2**20}]")  # which takes YAML minutes
+    with pytest.raises(ValueError, match=r"has 1,048,578 bytes, .*: if these are data, give data="):
+        load(tmp_path / "chats.json")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is not a regular file: settings are read from"):
+        load(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=r"pipe is a pipe or a device: .*give a file"):
+        match_paths(str(tmp_path / "pipe"))
 
 
 def test_a_group_without_settings_has_the_defaults():

@@ -1,6 +1,7 @@
 """Ranks start, and all of them end when one fails."""
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -18,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from tests.train.ranks import TORCHRUN as FIRST_OF_TWO
 from tests.train.ranks import Ranks
 from tigon import cli
-from tigon.settings.command import read_command
+from tigon.settings.command import read_command, refusal
 from tigon.train import checkpoint, main
 from tigon.train.launch import check_count, summarize
 from tigon.train.signals import peer_failed
@@ -163,6 +164,29 @@ def test_refusal_is_in_the_error_file(command, tmp_path, monkeypatch):
     assert said[command] in json.loads(report.read_text())["message"]
 
 
+@pytest.mark.parametrize(
+    ("left", "printed"),
+    [
+        ({"TIGON_LAUNCHED": "1"}, "tigon.train: why"),
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "1"}, "tigon.train: why"),
+        ({"RANK": "1"}, "tigon.train: why"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "tigon.train: rank 1: why"),
+        ({"TIGON_LAUNCHED": str(os.getppid())}, 1),
+    ],
+)
+def test_variables_that_a_launcher_has_left_hide_no_error(left, printed, monkeypatch):
+    for name, value in left.items():
+        monkeypatch.setenv(name, value)
+    assert refusal(ValueError("why")) == printed
+
+
+@pytest.mark.parametrize("size", ["two", "", "0", "-3"])
+def test_a_world_size_that_is_no_number_of_processes_is_named(size, workspace, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(SystemExit, match=f"WORLD_SIZE='{size}' is no number .*: unset it to run"):
+        main(workspace.settings("left"))
+
+
 def test_an_error_file_is_whole_or_missing(tmp_path, monkeypatch):
     report = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
@@ -259,9 +283,14 @@ def test_ranks_share_the_cpus_of_the_process(monkeypatch):
     module, threads = sys.modules["tigon.train.launch"], []
 
     def launch(*_):
+        assert os.environ["TIGON_LAUNCHED"] == str(os.getpid())  # not what a shell has left
+        # Its line about a signal would stand beside what the ranks say
+        agent = logging.getLogger("torch.distributed.elastic.agent.server.api")
+        assert not agent.isEnabledFor(logging.WARNING)
         return lambda *command: threads.append((os.environ["OMP_NUM_THREADS"], command))
 
     monkeypatch.setattr(module, "elastic_launch", launch)
+    monkeypatch.setenv("TIGON_LAUNCHED", "1")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))

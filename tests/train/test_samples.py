@@ -124,7 +124,11 @@ def test_bad_prompts_are_named_before_the_first_step(workspace, tmp_path):
         settings = {"eval_data": workspace.held_out, "sample_prompts": file}
         with pytest.raises(SystemExit, match=message):
             main(workspace.settings("unsampled", **settings))
+    settings = {"eval_data": workspace.held_out, "sample_prompts": "none.jsonl"}
     with pytest.raises(SystemExit, match="there is no such file"):
-        main(workspace.settings("x", eval_data=workspace.held_out, sample_prompts="none.jsonl"))
+        main([*workspace.settings("x", **settings), "--dry-run"])
+    file.write_text("[")
+    with pytest.raises(SystemExit, match="there is no such file"):  # before data are tokenized
+        main(workspace.settings("x", **settings, data=file))
     with pytest.raises(SystemExit, match=r"sample_prompts=.* needs eval_data"):
         main(workspace.settings("x", sample_prompts="a"))

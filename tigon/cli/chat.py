@@ -1,6 +1,5 @@
 """A conversation with a model in the terminal: streamed answers, history, a few commands."""
 
-import os
 import signal
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from tigon.cli.terminal import read_lines
 from tigon.models import CausalLM
 from tigon.tokenizer import Tokenizer
 from tigon.train.distributed import NO_TIMEOUT, World
-from tigon.utils.launcher import LAUNCHED
+from tigon.utils.launcher import launcher_repeats_errors
 from tigon.utils.terminal import escape_controls, one_line, raw_stream
 
 COMMANDS = {
@@ -224,7 +223,7 @@ class GenerateCalls:
 
     def lead(self, talk: Callable[[], None]) -> None:
         """Runs `talk` on the first rank; the other ranks follow its calls until it ends."""
-        if LAUNCHED not in os.environ:
+        if not launcher_repeats_errors():
             signal.signal(signal.SIGINT, lambda *_: sys.exit(INTERRUPTED))
         try:
             talk()

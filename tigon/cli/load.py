@@ -33,7 +33,7 @@ from tigon.train.export import (
 )
 from tigon.train.launch import run_ranks
 from tigon.utils.json import parse_object
-from tigon.utils.launcher import LAUNCHED, launched, record_error
+from tigon.utils.launcher import count_ranks, launched, launcher_repeats_errors, record_error
 from tigon.utils.terminal import one_line
 from tigon.weights import Repository
 from tigon.weights.files import check_free
@@ -164,7 +164,7 @@ def _check_ranks(args: Namespace) -> None:
     # Without --tp each process of torchrun would load the whole model, all on one GPU
     ranks = args.tp
     if (args.tp > 1 or dist.is_torchelastic_launched()) and launched():
-        ranks = int(os.environ["WORLD_SIZE"])
+        ranks = count_ranks()
     if ranks != args.tp:
         option = f"--tp {args.tp}" if args.tp > 1 else "no --tp"
         raise ValueError(
@@ -243,6 +243,6 @@ def _run_rank(args: Namespace, command: Command, world: World) -> int:
         text = f"rank {world.rank} failed{step}: {type(error).__name__}: {error}"
         record_error(str(error) if same else text)
         end_soon(1)
-        if same and (LAUNCHED in os.environ or not world.main):
+        if same and (launcher_repeats_errors() or not world.main):
             return 1
         raise

@@ -30,7 +30,8 @@ def disk_errors(path: Path, size: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
+        # The second is what `datasets` says before it writes to a disk without a free byte
+        if error.errno in FULL or str(error).startswith("Not enough disk space"):
             raise full_disk_error(path, error, size, REMEDY) from None
         if error.errno in UNWRITABLE:
             place = error.filename2 or error.filename or path  # a renamed file's new name

@@ -82,4 +82,6 @@ def match_paths(pattern: str) -> list[Path]:
         raise FileNotFoundError(f"no data file matches {pattern!r}{hint}")
     for path in paths:
         check_file_name(str(path))
+        if not (path.is_file() or path.is_dir()):
+            raise ValueError(f"{path} is a pipe or a device: data are read twice, so give a file")
     return sorted(paths)

@@ -29,6 +29,7 @@ CLASS_KEYS = (
     "_component_", "_target_", "enable", "enabled", "mode", "name", "path", "source", "type",
 )  # fmt: skip
 DATA_ENDINGS = (".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+MAX_BYTES = 2**20  # of a config file: PyYAML takes seconds for a megabyte
 DATA = ("data", "eval_data")  # settings whose entries may be groups
 _ENTRY = re.compile(r"^(eval_)?data\[\d+\]\.")  # of a name, as in data[0].path
 DICTIONARIES = ("columns", "chat_template_kwargs")  # settings with entries of any name
@@ -64,7 +65,10 @@ def parse_arguments(arguments: Sequence[str]) -> list[tuple[str, str]]:
         key, equals, value = argument.partition("=")
         if not equals:
             if not argument.startswith("--") or not rest:
-                raise ValueError(f"{argument!r}: settings are given as key=value or --key value")
+                raise ValueError(
+                    f"{quote(argument)}: settings are given as key=value or --key value, after the "
+                    "config file"
+                )
             value = rest.pop(0)
         pairs.append((key.removeprefix("--").replace("-", "_"), value))
     return pairs
@@ -72,12 +76,19 @@ def parse_arguments(arguments: Sequence[str]) -> list[tuple[str, str]]:
 
 def _read_file(path: str | Path) -> dict[str, Any]:
     """Returns the settings in a YAML file, as `read_settings` does; errors name the file."""
-    if not Path(path).is_file():
+    if not Path(path).exists():
         raise FileNotFoundError(f"no config file {path}")
+    if not Path(path).is_file():  # ranks could not read a pipe again
+        raise ValueError(f"{path} is not a regular file: settings are read from a YAML file")
     if Path(path).suffix in DATA_ENDINGS:
         raise ValueError(f"{path} is no YAML file of settings: give data as data={path}")
     if Path(path).suffix == ".toml":
         raise ValueError(f"{path}: settings are YAML, not TOML; docs/migration.md has their names")
+    if (size := Path(path).stat().st_size) > MAX_BYTES:
+        raise ValueError(
+            f"{path} has {size:,} bytes, and a file of settings {MAX_BYTES:,} at most: if these "
+            f"are data, give data={path}"
+        )
     content = parse_yaml(Path(path).read_bytes(), path) or {}
     if not isinstance(content, dict):
         raise ValueError(f"{path}: needs `key: value` lines, not a {type(content).__name__}")

@@ -162,7 +162,9 @@ def read_inputs(
         task.check_frozen_models(tokenizer, source)
         if (reason := set_share_prompts(task, source)) is not None:
             world.log_rank0(f"prompts are computed for each answer: {reason}")
-        if config.eval_data:  # whose faults are told before data is tokenized
+        # Their faults are told before data is tokenized, whose new tokens the prompts may have
+        read_prompts(config, tokenizer, read_model_config(config, source).max_position_embeddings)
+        if config.eval_data:
             find_entry_sources(config, config.eval_data)
     auto = open_settings(config)
     with nullcontext() if early is None else tokenizer_process(task, tokenizer) as process:
@@ -242,7 +244,7 @@ def prepare(config: Config, world: World) -> TrainingRun:
             with compile_step(inputs.task, source, inputs.choice):
                 model = build_seeded(world, config, source, inputs.choice)
         inputs.check_model(model)
-        prompts = read_prompts(config, inputs.tokenizer, model)
+        prompts = read_prompts(config, inputs.tokenizer, model.config.max_position_embeddings)
         benchmarks = load_benchmarks(config, model, inputs.tokenizer, world)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)

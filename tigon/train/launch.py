@@ -38,7 +38,13 @@ from tigon.train.dry_run import dry_run
 from tigon.train.less_memory import StepMemoryError, first_sentence
 from tigon.train.signals import NUMBERS, Signals, handled_signals
 from tigon.train.trainer import train
-from tigon.utils.launcher import LAUNCHED, launched, record_error
+from tigon.utils.launcher import (
+    LAUNCHED,
+    count_ranks,
+    launched,
+    launcher_repeats_errors,
+    record_error,
+)
 from tigon.utils.memory import count_cpus, is_out_of_memory
 from tigon.utils.terminal import escaping_output, one_line
 
@@ -84,11 +90,11 @@ def launch(config: Config, plan: int | None = None) -> str | int:
     if plan and device == "cuda" and not torch.cuda.is_available():
         device = "cpu"  # where a run for GPUs can be planned
     try:
-        ranks = int(os.environ["WORLD_SIZE"]) if launched() else 1
+        ranks = count_ranks()
         pick_device(device)
     except ValueError as error:
         return refusal(error)
-    signals = Signals(silent=os.environ.get("RANK", "0") != "0")
+    signals = Signals(silent=launched() and os.environ.get("RANK", "0") != "0")
     known = config.parallel != "auto" and (plan is None or plan <= ranks)
     parallel = parallel_settings(config) if known else None
     prepare_flight_recorder(config)
@@ -143,7 +149,7 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
             where = f"failed in step {world.progress.step}" if world.progress.step else "failed"
             text = f"rank {world.rank} {where}: {type(error).__name__}: {error}"
     record_error(text)
-    if says and LAUNCHED not in os.environ:
+    if says and not launcher_repeats_errors():
         print(f"tigon.train: {one_line(text)}", file=sys.stderr, flush=True)
     end_soon(1)
     return 1
@@ -176,11 +182,14 @@ def run_ranks(
     environment = {
         "OMP_NUM_THREADS": str(max(1, count_cpus() // count)),
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(shutdown_timeout),
-        LAUNCHED: "1",
     }
+    os.environ[LAUNCHED] = str(os.getpid())  # also in place of one that a shell has left
     added = environment.keys() - os.environ.keys()
     os.environ.update({name: environment[name] for name in added})
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    agent = "torch.distributed.elastic"
+    for name in [agent, *logging.root.manager.loggerDict]:  # some have a level of their own
+        if name.startswith(agent):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     numbers = [n for n in handled_signals() if not (forward_interrupt and n == signal.SIGINT)]
     interrupt_handler = signal.getsignal(signal.SIGINT)
     if forward_interrupt:
@@ -206,7 +215,7 @@ def run_ranks(
             return 128 + stop.sigval, None
         finally:
             signal.signal(signal.SIGINT, interrupt_handler)
-            for name in added:
+            for name in {*added, LAUNCHED}:
                 os.environ.pop(name, None)
     return 0, None
 

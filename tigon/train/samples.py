@@ -29,11 +29,12 @@ class SamplePrompt:
     ids: list[int]
 
 
-def read_prompts(config: Config, tokenizer: Tokenizer, model: CausalLM) -> list[SamplePrompt]:
+def read_prompts(config: Config, tokenizer: Tokenizer, context: int) -> list[SamplePrompt]:
     """Reads `sample_prompts`: texts, and .jsonl files of rows with "prompt" or "messages".
 
     A text is what a user says, but with task=pretrain or without a chat template it is what the
-    model goes on with. Raises ValueError for what cannot be read, or is too long for the model.
+    model goes on with. Raises ValueError for what cannot be read, or is too long for the model's
+    context.
     """
     prompts = []
     for item in config.sample_prompts:
@@ -44,7 +45,6 @@ def read_prompts(config: Config, tokenizer: Tokenizer, model: CausalLM) -> list[
     if len(prompts) > MAX_PROMPTS:
         raise ValueError(f"sample_prompts has {len(prompts)} prompts: give at most {MAX_PROMPTS}")
     longest = max((len(p.ids) for p in prompts), default=0)
-    context = model.config.max_position_embeddings
     if longest + config.sample_tokens > context:
         raise ValueError(
             f"sample_prompts has a prompt of {longest} tokens, to which sample_tokens="

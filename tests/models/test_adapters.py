@@ -316,6 +316,13 @@ def test_tensors_that_do_not_fit(model: CausalLM, adapter: Path, tmp_path: Path)
     )
     refused("v_proj.lora_C", tensors | {stem + "C.weight": b.clone()})
     fewer = {n: t for n, t in tensors.items() if "layers.2" not in n}
+    pattern = r".*\.(q|k|v|o|gate|up|down)_proj"
+    target = edit(adapter, tmp_path / "pattern", target_modules=pattern)
+    model.load_adapter(target)
+    model.delete_adapter("default")
+    save_file(fewer, target / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"has none for 'model\.layers\.2"):
+        model.load_adapter(target)
     deeper = {n.replace("layers.1", "layers.7"): t for n, t in tensors.items()}
     refused("is for 'model.layers.7.*its 3 layers", deeper)
     refused("no tensor of it is named lora_A", {"x": b})

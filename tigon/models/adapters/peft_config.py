@@ -7,6 +7,7 @@ get_pattern_key.
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from tigon.models.adapters.lora import (
@@ -370,16 +371,23 @@ def _check_complete(
     known: Mapping[str, AdaptedModule],
     in_file: Callable[[str], str],
 ) -> None:
-    """Raises ValueError if a module in target_modules of PEFT's config, or experts that it targets,
-    have no tensors in the file; checks nothing if the config restricts layers, excludes modules or
-    selects them by a pattern."""
+    """Raises ValueError if a module that target_modules of PEFT's config names or matches, or
+    experts that it targets, have no tensors in the file; checks nothing if the config restricts
+    layers or excludes modules."""
     targets = values.get("target_modules")
     selections = values.get("layers_to_transform"), values.get("exclude_modules")
     if any(selection not in (None, [], "") for selection in selections):
         return
     names = {t for t in targets if isinstance(t, str)} if isinstance(targets, list) else set()
+    pattern = None
+    if isinstance(targets, str):
+        with suppress(ValueError):  # patterns that may take long are not checked
+            compile_pattern("target_modules", targets)
+            pattern = re.compile(targets)
     for stem, module in known.items():
-        if stem not in stems and (module.experts or is_listed(in_file(module.name), names)):
+        name = in_file(module.name)
+        targeted = module.experts or is_listed(name, names) or (pattern and pattern.fullmatch(name))
+        if stem not in stems and targeted:
             raise ValueError(
                 f"target_modules={quote(targets)}, and {WEIGHTS} has none for {quote(module.name)}"
             )

@@ -105,9 +105,13 @@ def kept(layer: Attention, x: Tensor) -> dict[int, int]:
             found[storage._cdata] = storage
         return t
 
-    with saved_tensors_hooks(pack, lambda t: t):
-        for part in layer._rotate(layer.qkv_proj(x), rotation(), overwrite=layer._is_unobserved()):
-            part.square()  # which keeps it, as attention does
+    def squares(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
+        """Keeps all three, as attention does."""
+        return q.square() + (k.square() + v.square()).repeat_interleave(H // K, 2)
+
+    with pytest.MonkeyPatch.context() as patch, saved_tensors_hooks(pack, lambda t: t):
+        patch.setattr("tigon.layers.attention.attention", squares)
+        run(layer, x)
     return {key: storage.nbytes() for key, storage in found.items()}
 
 

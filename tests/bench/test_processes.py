@@ -1,6 +1,5 @@
 """Sides that are processes of their own: how they end, and which checkout they import."""
 
-import os
 import subprocess
 import sys
 import time
@@ -34,10 +33,15 @@ def test_sides_that_end_badly_are_recorded(tmp_path: Path) -> None:
 
 def test_processes_start_beside_threads() -> None:
     """No Python runs between fork and exec, where it would wait for what other threads hold."""
-    forks: list[bool] = []
-    os.register_at_fork(after_in_parent=lambda: forks.append(True))
-    assert not list(processes.lines(["-c", ""], 60))
-    assert not forks
+    code = (
+        "import os\n"
+        "from bench.processes import lines\n"
+        "os.register_at_fork(after_in_parent=lambda: print('a fork that runs Python'))\n"
+        "list(lines(['-c', ''], 60))\n"
+    )
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, env=processes.environment(), capture_output=True, text=True)
+    assert (found.stdout, found.returncode) == ("", 0), found.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for it")

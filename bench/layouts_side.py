@@ -61,19 +61,19 @@ def tigon(config: Config, world: World, count: int) -> Record:
     """The trainer's steps: forward, backward, the norm of all gradients, update."""
     run = random_run(read_inputs(config, world), world)
     fill(run.model)
-    done, losses, imbalances = iter(range(run.steps)), [], []
+    numbers, metrics = iter(range(run.steps)), []
 
     def step() -> None:
-        number = next(done)
+        number = next(numbers)
         values, scale = forward_backward(run, number)
-        losses.append(values["loss"])
-        imbalances.append(values.get("expert_imbalance"))
+        metrics.append(values)
         update_weights(run, number, scale)
         run.optimizer.zero_grad()
 
     with run.prefetcher:
         found = timed(step, world, count)
-    found |= {"losses": losses[:FIRST], "expert_imbalance": imbalances[-1]}
+    found |= {"losses": [values["loss"] for values in metrics[:FIRST]]}
+    found |= {"expert_imbalance": metrics[-1].get("expert_imbalance")}
     return found | {"attention": sorted({backend for backend, *_ in backends._logged})}
 
 

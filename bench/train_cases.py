@@ -285,13 +285,14 @@ def peer_names(layout: Mapping[str, Sequence[Any]]) -> set[str]:
 def draw(name: str, shape: Sequence[int], device: torch.device, names: Container[str]) -> Tensor:
     """The numbers of the matrix of this name, in a model with all these names.
 
-    Embeddings are five times what a block adds where the head is another matrix: attention of
-    random weights adds the same to all tokens, which would then choose the same experts.
+    Where the head is another matrix, embeddings are five times as large as what a block adds:
+    attention of random weights adds about the same to all tokens, and with smaller embeddings all
+    would choose the same experts.
     """
     seed = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     empty = torch.empty(*shape, dtype=torch.bfloat16, device=device)
-    loud = name.endswith("embed_tokens.weight") and "lm_head.weight" in names
-    return empty.normal_(std=5 * STD**2 * shape[1] if loud else STD, generator=seed)
+    untied = name.endswith("embed_tokens.weight") and "lm_head.weight" in names
+    return empty.normal_(std=5 * STD**2 * shape[1] if untied else STD, generator=seed)
 
 
 def settings(case: Case, side: str, optimizer: str) -> Config:

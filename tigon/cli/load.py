@@ -33,7 +33,7 @@ from tigon.train.export import (
 )
 from tigon.train.launch import run_ranks
 from tigon.utils.json import parse_object
-from tigon.utils.launcher import count_ranks, launched, launcher_repeats_errors, record_error
+from tigon.utils.launcher import count_ranks, is_launched, launcher_repeats_errors, record_error
 from tigon.utils.terminal import one_line
 from tigon.weights import Repository
 from tigon.weights.files import check_free
@@ -142,7 +142,7 @@ def on_ranks(command: Command) -> Callable[[Namespace], int]:
             raise
         if args.tp == 1:
             return command(args, one_process(args))
-        if not launched():
+        if not is_launched():
             return _start_ranks(args)
         with start(args.device or "auto", parallel=Parallel(tensor=args.tp)) as world:
             return _run_rank(args, command, world)
@@ -163,7 +163,7 @@ def _check_ranks(args: Namespace) -> None:
         raise ValueError("--expert-parallel needs --tp N, with 2 processes or more")
     # Without --tp each process of torchrun would load the whole model, all on one GPU
     ranks = args.tp
-    if (args.tp > 1 or dist.is_torchelastic_launched()) and launched():
+    if (args.tp > 1 or dist.is_torchelastic_launched()) and is_launched():
         ranks = count_ranks()
     if ranks != args.tp:
         option = f"--tp {args.tp}" if args.tp > 1 else "no --tp"

@@ -14,7 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tigon.utils.launcher import launched
+from tigon.utils.launcher import is_launched
 from tigon.utils.terminal import check_output_written, escaping_output, one_line
 from tigon.version import __version__
 
@@ -97,7 +97,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
     `args.config`, and a model's path, but not in one of several ranks, which must not end alone."""
     if args.command == "data" and args.kind != "clean":
         args.config = import_module("tigon.settings.command").read_data_arguments(args.arguments)
-    model = None if args.command == "push" or launched() else getattr(args, "model", None)
+    model = None if args.command == "push" or is_launched() else getattr(args, "model", None)
     if model and not Path(model).exists() and not model.endswith((".gguf", ".json")):
         import_module("tigon.hub").Repository(model, revision=getattr(args, "revision", None))
 

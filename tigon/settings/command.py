@@ -15,7 +15,7 @@ from tigon.settings.config import SECTIONS, Config, check_batch, mesh_sizes
 from tigon.settings.data import HUB, Entry, match_paths
 from tigon.settings.load import dump, load
 from tigon.utils.config import describe_type, field_types
-from tigon.utils.launcher import count_ranks, launched, launcher_repeats_errors, record_error
+from tigon.utils.launcher import count_ranks, is_launched, launcher_repeats_errors, record_error
 from tigon.utils.terminal import one_line
 
 USAGE = """\
@@ -58,7 +58,7 @@ def read_command(arguments: list[str]) -> argparse.Namespace | None:
         if config.parallel != "auto":
             ranks = max(options.nproc or 1, count_ranks())
             check_batch(config, mesh_sizes(config, ranks).data)
-        if not launched():  # one rank that ended alone would leave the others waiting
+        if not is_launched():  # one rank that ended alone would leave the others waiting
             check_files(config)
     except (ValueError, OSError) as error:
         sys.exit(refusal(error))
@@ -119,10 +119,10 @@ def refusal(error: Exception) -> str | int:
     """Returns what sys.exit gets for wrong settings: a text on one rank of a host, as a launcher
     gives all the same, and on every rank that was started by hand."""
     record_error(str(error))
-    elastic = launched() and "TORCHELASTIC_RUN_ID" in os.environ
+    elastic = is_launched() and "TORCHELASTIC_RUN_ID" in os.environ
     if launcher_repeats_errors() or (elastic and os.environ.get("LOCAL_RANK", "0") != "0"):
         return 1
-    rank = os.environ.get("RANK", "0") if launched() else "0"
+    rank = os.environ.get("RANK", "0") if is_launched() else "0"
     where = "" if elastic or rank == "0" else f"rank {rank}: "
     return one_line(f"tigon.train: {where}{error}")
 

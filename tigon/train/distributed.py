@@ -24,7 +24,7 @@ from tigon.models import CausalLM
 from tigon.parallel import DataRank, Meshes, MeshSizes, shard_blocks
 from tigon.settings.config import Config, Parallel
 from tigon.train.signals import Signals
-from tigon.utils.launcher import count_ranks, launched
+from tigon.utils.launcher import count_ranks, is_launched
 from tigon.utils.terminal import one_line
 from tigon.version import __version__
 from tigon.weights import WriterGroup
@@ -190,7 +190,7 @@ def start(
     InputError if ranks have different `settings`, or if the environment has a part of what torchrun
     sets, as where another program has left WORLD_SIZE.
     """
-    started = launched()
+    started = is_launched()
     sizes = (parallel or Parallel()).sizes(count_ranks())
     device = pick_device(name)
     if device.type == "cuda":

@@ -41,7 +41,7 @@ from tigon.train.trainer import train
 from tigon.utils.launcher import (
     LAUNCHED,
     count_ranks,
-    launched,
+    is_launched,
     launcher_repeats_errors,
     record_error,
 )
@@ -94,7 +94,7 @@ def launch(config: Config, plan: int | None = None) -> str | int:
         pick_device(device)
     except ValueError as error:
         return refusal(error)
-    signals = Signals(silent=launched() and os.environ.get("RANK", "0") != "0")
+    signals = Signals(silent=is_launched() and os.environ.get("RANK", "0") != "0")
     known = config.parallel != "auto" and (plan is None or plan <= ranks)
     parallel = parallel_settings(config) if known else None
     prepare_flight_recorder(config)

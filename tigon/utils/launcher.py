@@ -12,7 +12,7 @@ from tigon.utils.json import quote
 LAUNCHED = "TIGON_LAUNCHED"  # in the environment of ranks: the process that repeats their errors
 
 
-def launched() -> bool:
+def is_launched() -> bool:
     """Returns whether --nproc or torchrun has started this process."""
     return "WORLD_SIZE" in os.environ
 

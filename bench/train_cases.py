@@ -1,17 +1,13 @@
-"""What bench/train_step.py measures: models, batches and targets, and how each side is built.
+"""What bench/train_step.py measures: models, batches and targets, and how Tigon's side is built;
+the peer's is in bench/train_peer.py.
 
 # B rows of a step, T tokens of a row
 """
 
-import importlib
-import json
-import tempfile
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +19,6 @@ import tigon
 from bench.attention_cases import lognormal
 from bench.compare_side import GEMMA3_1B, LLAMA_1B, QWEN3_MOE, TINY, config
 from bench.harness import Record
-from bench.moe import tune_briefly
-from bench.peers import imported
-from bench.varlen import VARLEN, register_varlen
 from tigon.settings.config import Config
 from tigon.train import load
 from tigon.train.cuda_graphs import Graphs
@@ -53,8 +46,6 @@ GEMMA4_E4B |= {"global_head_dim": 512, "sliding_window": 512, "num_kv_shared_lay
 GEMMA4_E4B |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 GEMMA4_E4B |= {"final_logit_softcapping": 30.0}
 TINY_SHARED = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": TINY["vocab_size"]}
-NO_SDPA = ("gpt_oss",)  # of transformers, which has FlexAttention there
-FLEX = (*NO_SDPA, "gemma4_text")  # where flash-attn-4 or SDPA may not fit heads or masks
 MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Liger; config.json
     "Llama-3.2-1B": ("Llama", "llama", LLAMA_1B),
     "Llama-3.2-3B": ("Llama", "llama", LLAMA_3B),
@@ -113,7 +104,6 @@ class Case:
 LONG = 8192
 PADDING = {"labels": -100}
 TINY_TOKENS = 48
-LIGER = "Liger"
 PACKED, PADDED = "packed", "padded"
 GRAPHS = ("cuda_graphs=true",)
 IN_BACKWARD = ("optimizer_in_backward=true",)  # where gradients are alive at the peak
@@ -350,135 +340,3 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     # One launch takes no DTensors beside plain tensors
     groups = [{"params": some} for some in (sharded, plain) if some]
     return torch.optim.AdamW(groups, fused=True, **ADAM)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How transformers is set up; the fastest that works is what Tigon is measured beside."""
-
-    attention: str
-    experts: str = ""  # LIGER for its experts, else the implementation of transformers
-    compiled: bool = False  # by torch.compile with CUDA graphs
-    rows: str = ""  # of ragged chats: PACKED, or PADDED, one for each chat
-
-    @property
-    def name(self) -> str:
-        parts = self.attention, self.experts and f"{self.experts} experts"
-        parts += (self.rows and f"{self.rows} rows",)
-        return ", ".join(filter(None, (*parts, "compiled" * self.compiled)))
-
-
-def options_of(case: Case, device: str) -> list[Options]:
-    name = MODELS[case.model][1]
-    ways = ["sdpa"]
-    if name in FLEX:
-        ways = ["flex_attention", "eager" if name in NO_SDPA else "sdpa"]
-    if device == "cpu":
-        return [Options(ways[-1], rows=rows_of(case, ways[-1]))]
-    if case.ragged and name == "llama":
-        ways = [VARLEN]
-    experts = ["grouped_mm", LIGER] if case.experts else [""]
-    return [
-        Options(way, kind, rows=rows_of(case, way))
-        for kind in experts
-        for way in ("flash_attention_4", *ways)
-    ]
-
-
-def rows_of(case: Case, attention: str) -> str:
-    """How the peer gets ragged chats: packed where it keeps them apart."""
-    if not case.ragged:
-        return ""
-    name, apart = MODELS[case.model][1], True
-    if name in NO_SDPA:
-        apart = attention.startswith("flash")  # no other mask of it knows where chats begin
-    elif name.startswith("qwen3_5"):
-        apart = None not in map(find_spec, ("fla", "causal_conv1d"))
-    return PACKED if apart else PADDED
-
-
-def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> tuple[Any, Any]:
-    """transformers' model and torch's fused AdamW."""
-    model = peer_model(shape_of(case, tiny), MODELS[case.model][1], chosen, device, liger)
-    if case.quantize:
-        quantise_peer(model)
-    if case.rank:
-        model = with_adapters(model, case.rank)
-    if case.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    if chosen.compiled:
-        model.compile(mode="reduce-overhead")
-    return model, adamw(model)
-
-
-def quantise_peer(model: Any) -> None:
-    """bitsandbytes' layers in place of the projections, as load_in_4bit of transformers has them,
-    with double quantisation and products in bf16."""
-    make: Any = imported("bitsandbytes.nn:Linear4bit")
-    weight: Any = imported("bitsandbytes.nn:Params4bit")
-    how = {"quant_type": "nf4", "compress_statistics": True}
-    for module in list(model.model.layers.modules()):
-        for name, layer in list(module.named_children()):
-            if type(layer) is nn.Linear:
-                sizes = layer.in_features, layer.out_features, layer.bias is not None
-                with torch.device("meta"):
-                    own = make(*sizes, compute_dtype=torch.bfloat16, **how)
-                own.weight = weight(layer.weight.detach(), requires_grad=False, **how)
-                own.bias = layer.bias
-                setattr(module, name, own.to(layer.weight.device))  # which quantises
-    model.is_loaded_in_4bit = True  # so PEFT knows
-    model.requires_grad_(False)
-
-
-def with_adapters(model: Any, rank: int) -> Any:
-    """PEFT's, in the model's dtype as the other side's; its own choice of float32 is slower."""
-    make: Any = imported("peft:LoraConfig")
-    wrap: Any = imported("peft:get_peft_model")
-    chosen = make(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    wrapped = wrap(model, chosen, autocast_adapter_dtype=False)
-    prefix = "base_model.model."
-    own = wrapped.named_parameters()
-    fill((name.removeprefix(prefix), p) for name, p in own if ".lora_" in name)
-    return wrapped
-
-
-def peer_model(shape: Record, kind: str, chosen: Options, device: str, liger: bool) -> Any:
-    """The model that config.json `shape` describes, with the weights that its names draw; `kind`
-    is what Liger calls the family."""
-    register_varlen()
-    auto: Any = imported("transformers:AutoConfig")
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(shape | {"use_cache": False}))
-        read = auto.from_pretrained(directory)
-    if chosen.experts and chosen.experts != LIGER:
-        read._experts_implementation = chosen.experts
-    make: Any = imported("transformers:AutoModelForCausalLM")
-    with patched(kind, chosen, liger), torch.device(device):
-        model = make.from_config(read, dtype=torch.bfloat16, attn_implementation=chosen.attention)
-        fill(model.named_parameters())
-    return model
-
-
-@contextmanager
-def patched(kind: str, chosen: Options, liger: bool) -> Iterator[None]:
-    """Liger's kernels in transformers while a model is made, and after it; but not its experts,
-    which the next model need not have."""
-    if not liger:
-        yield
-        return
-    name = kind.removesuffix("_text")
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    apply = imported(f"liger_kernel.transformers:apply_liger_kernel_to_{kind}")
-    if not chosen.experts:
-        apply()
-        yield
-        return
-    experts = next(name for name in vars(module) if name.endswith("MoeExperts"))
-    kept = getattr(module, experts)
-    apply(swiglu=chosen.experts == LIGER)
-    tune_briefly()
-    try:
-        yield
-    finally:
-        setattr(module, experts, kept)

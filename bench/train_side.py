@@ -27,20 +27,8 @@ from bench.peer_kernels import compile_configs
 from bench.peers import imported
 from bench.processes import say
 from bench.timing import GIB, allocated, deadline, peaks, reset_peaks
-from bench.train_cases import (
-    CASES,
-    GRAPHS,
-    PEER,
-    Batch,
-    Case,
-    Options,
-    options_of,
-    ours,
-    peer,
-    settings,
-    shape_of,
-    updates_of,
-)
+from bench.train_cases import CASES, GRAPHS, PEER, Batch, Case, ours, settings, shape_of, updates_of
+from bench.train_peer import CHUNKS, Options, options_of, peer, wider_chunks
 from tigon.kernels.attention import backends
 from tigon.train.optim import InBackward
 
@@ -166,6 +154,7 @@ class Sides:
         if options is None:
             raise ValueError(f"no settings of {PEER} work here")
         inputs = self.batch.theirs(options.rows)
+        inputs |= {CHUNKS: options.chunks} if options.chunks else {}
         return Training(*peer(given[0], options, *given[1:], self.request.liger), inputs)
 
     def turn(
@@ -187,7 +176,8 @@ class Sides:
 
 def fastest(sides: Sides) -> Options | None:
     """The peer's best settings, if any work: its attention with the first experts, its experts with
-    that attention, and compiled too where ours has CUDA graphs; what each of them takes is said."""
+    that attention, its head in wider chunks, and compiled too where ours has CUDA graphs; what each
+    of them takes is said."""
     found: dict[Options, float] = {}
 
     def measure(training: Training) -> Record:
@@ -212,6 +202,8 @@ def fastest(sides: Sides) -> Options | None:
         others = [options for options in every if options.experts == kind]
         for options in [replace(best, experts=kind)] if best else others:
             attempt(options)
+    if found and (chunks := wider_chunks(sides.case)):
+        attempt(replace(min(found, key=found.__getitem__), chunks=chunks))
     if found and GRAPHS[0] in sides.case.settings:
         attempt(replace(min(found, key=found.__getitem__), compiled=True))
     return min(found, key=found.__getitem__, default=None)

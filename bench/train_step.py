@@ -5,10 +5,10 @@ same weights, drawn by their names, and the same tokens. No blocks are recompute
 says so; of LoRA's cases the peer has PEFT, and adapters alone have gradients; of QLoRA's it has its
 projections in bitsandbytes' layers, with the same 4 bits. The peer has torch's fused AdamW and its
 best settings, which short trials choose: its attention (flash-attn-4 where it works there), its
-experts, and torch.compile with CUDA graphs in the cases where ours has CUDA graphs. The record
-keeps what they chose for later commits with the same libraries; `--again` tries anew. In each round
-both sides are built, trained and freed in turn in one process; a ratio is the median over the
-rounds.
+experts, wider chunks of Liger's head where its own are short, and torch.compile with CUDA graphs in
+the cases where ours has CUDA graphs. The record keeps what they chose for later commits with the
+same libraries; `--again` tries anew. In each round both sides are built, trained and freed in turn
+in one process; a ratio is the median over the rounds.
 
 Cases are added to one record as they come, in the order asked: what it has of a case, at this
 commit, is not measured again. So a run that is cut off goes on with the same command, and parts can
@@ -24,7 +24,8 @@ import time
 from bench import train_report
 from bench.harness import ROOT, Bench, Job, Record, progress
 from bench.processes import spawn
-from bench.train_cases import CASES, GRAPHS, TINY_TOKENS, Case, options_of
+from bench.train_cases import CASES, GRAPHS, TINY_TOKENS, Case
+from bench.train_peer import CHUNKS, options_of, wider_chunks
 from bench.train_side import Request
 
 SIDE = ROOT / "bench/train_side.py"
@@ -40,6 +41,7 @@ LIBRARIES = {
     "triton": "triton",
 }
 TRIALS = ("tried", "options", "libraries")  # what a case has of them
+COMPILED = ", compiled"  # the end of a name of such options
 LEAST_SECONDS = 20.0  # below which no process is started
 
 
@@ -73,16 +75,18 @@ def settled(known: Record | None, case: Case, job: Job) -> Record:
     names = [options.name for options in options_of(case, "cuda")]
     tried = {name: row for name, row in found["tried"].items() if plain(name) in names}
     whole = {*names[: len(names) // (1 + case.experts)]} <= tried.keys()
+    if wider_chunks(case):
+        whole &= any(CHUNKS in name for name in tried)
     if GRAPHS[0] in case.settings:
-        whole &= any(plain(name) != name for name in tried)
+        whole &= any(name.endswith(COMPILED) for name in tried)
     return {"tried": tried} | (
         {"options": found["options"]} if whole and "options" in found else {}
     )
 
 
 def plain(name: str) -> str:
-    """The name of settings without torch.compile."""
-    return name.removesuffix(", compiled")
+    """The name of settings without torch.compile and wider chunks."""
+    return name.removesuffix(COMPILED).partition(f", {CHUNKS}")[0]
 
 
 def missing(found: Record, case: Case, job: Job) -> Request | None:

@@ -92,7 +92,7 @@ def measure_side(job: Job, side: str, points: Sequence[Point]) -> None:
     device = "cpu" if tiny else "cuda"
     case = points[0].case
     if side == OURS:
-        made = ours(case, side, device, tiny, "adamw_bf16")
+        made = ours(case, side, device, tiny)
     else:
         liger = job.record["libraries"]["Liger"] is not None
         made = peer(case, options_of(case, device)[-1], device, tiny, liger)

@@ -11,8 +11,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import tigon
@@ -285,11 +284,11 @@ def draw(name: str, shape: Sequence[int], device: torch.device, names: Container
     return empty.normal_(std=5 * STD**2 * shape[1] if untied else STD, generator=seed)
 
 
-def settings(case: Case, side: str, optimizer: str) -> Config:
+def settings(case: Case, side: str) -> Config:
     """Of tigon.train: bf16 parameters and bf16 states, as the peer has, and no clipping."""
     values = {"lr": ADAM["lr"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1]}
     values |= {
-        "optimizer": optimizer,
+        "optimizer": "adamw_bf16",
         "param_dtype": "bfloat16",
         "max_grad_norm": 0,
         "batch_size": case.rows,
@@ -306,11 +305,9 @@ def settings(case: Case, side: str, optimizer: str) -> Config:
     return load(None, [*given, *(() if case.own and side == OURS else case.settings)])
 
 
-def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tuple[Any, Any]:
-    """Tigon's model and optimizer, as `tigon train` has them; `optimizer` is a setting of it, or
-    "torch" for the peer's."""
-    theirs = optimizer == "torch"
-    chosen = settings(case, side, "adamw_bf16" if theirs else optimizer)
+def ours(case: Case, side: str, device: str, tiny: bool) -> tuple[Any, Any]:
+    """Tigon's model and optimizer, as `tigon train` has them."""
+    chosen = settings(case, side)
     made = getattr(tigon, MODELS[case.model][0]).from_config(
         shape_of(case, tiny), dtype=torch.bfloat16, device=device
     )
@@ -322,21 +319,9 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
     model = apply_model_settings(made, chosen)
     if chosen.cuda_graphs is True and device != "cpu":
         Graphs(model)
-    return model, adamw(model) if theirs else build_optimizer(model, chosen)
+    return model, build_optimizer(model, chosen)
 
 
 def updates_of(case: Case, side: str, model: Any, optimizer: Any) -> InBackward | None:
-    """What updates Tigon's weights in backward, where the case has it; torch's AdamW does not."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        return None
-    in_backward = settings(case, side, "adamw_bf16").optimizer_in_backward
-    return InBackward(model, optimizer) if in_backward else None
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    sharded = [p for p in trained if isinstance(p, DTensor)]
-    plain = [p for p in trained if not isinstance(p, DTensor)]
-    # One launch takes no DTensors beside plain tensors
-    groups = [{"params": some} for some in (sharded, plain) if some]
-    return torch.optim.AdamW(groups, fused=True, **ADAM)
+    """What updates Tigon's weights in backward, where the case has it."""
+    return InBackward(model, optimizer) if settings(case, side).optimizer_in_backward else None

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from bench.harness import Record
 from bench.moe import tune_briefly
 from bench.peers import imported
-from bench.train_cases import MODELS, PACKED, PADDED, Case, adamw, fill, shape_of
+from bench.train_cases import ADAM, MODELS, PACKED, PADDED, Case, fill, shape_of
 from bench.varlen import VARLEN, register_varlen
 
 NO_SDPA = ("gpt_oss",)  # of transformers, which has FlexAttention there
@@ -97,6 +98,15 @@ def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> t
     if chosen.compiled:
         model.compile(mode="reduce-overhead")
     return model, adamw(model)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    sharded = [p for p in trained if isinstance(p, DTensor)]
+    plain = [p for p in trained if not isinstance(p, DTensor)]
+    # One launch takes no DTensors beside plain tensors
+    groups = [{"params": some} for some in (sharded, plain) if some]
+    return torch.optim.AdamW(groups, fused=True, **ADAM)
 
 
 def quantise_peer(model: Any) -> None:

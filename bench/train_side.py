@@ -45,7 +45,6 @@ class Request:
     case: str
     rounds: int  # more of them
     liger: bool  # whether it is installed
-    optimizer: str = "adamw_bf16"  # ours: a setting of tigon.train, or "torch"
     options: dict[str, str] | None = None  # of the peer, if they have been chosen
     tried: dict[str, Record] = field(default_factory=dict)  # by the names of others of its options
     profile: tuple[str, ...] = ()  # sides whose kernels are to be told apart
@@ -145,17 +144,17 @@ class Sides:
         return Batch.of(self.case, vocab, self.device, self.request.tiny)
 
     def build(self, side: str, options: Options | None) -> Training:
-        given = self.case, self.device, self.request.tiny
+        case, device, tiny = self.case, self.device, self.request.tiny
         if side != PEER:
-            made = ours(given[0], side, *given[1:], self.request.optimizer)
-            limit = settings(self.case, side, "adamw_bf16").logits_bytes
+            made = ours(case, side, device, tiny)
+            limit = settings(case, side).logits_bytes
             inputs = self.batch.ours() | ({} if limit is None else {"logits_bytes": limit})
-            return Training(*made, inputs, updates_of(self.case, side, *made))
+            return Training(*made, inputs, updates_of(case, side, *made))
         if options is None:
             raise ValueError(f"no settings of {PEER} work here")
         inputs = self.batch.theirs(options.rows)
         inputs |= {CHUNKS: options.chunks} if options.chunks else {}
-        return Training(*peer(given[0], options, *given[1:], self.request.liger), inputs)
+        return Training(*peer(case, options, device, tiny, self.request.liger), inputs)
 
     def turn(
         self, side: str, options: Options | None, measure: Callable[[Training], Record]

@@ -49,10 +49,10 @@ def begun(name: str, case: Case, job: Job) -> Record:
     """What the record has of a case at this commit, of as many rounds as both sides have."""
     tokens = case.rows * (TINY_TOKENS if job.options.tiny else case.tokens)
     known = next((c for c in job.record["cases"] if c["name"] == name), None)
-    same = {"commit": job.record["commit"], "optimizer": job.options.optimizer}
-    if known is None or job.options.again or any(known[k] != v for k, v in same.items()):
+    commit = job.record["commit"]
+    if known is None or job.options.again or known["commit"] != commit:
         trials = settled(known, case, job)
-        return {"name": name, **same, "tokens": tokens, "profile": {}, **trials} | {
+        return {"name": name, "commit": commit, "tokens": tokens, "profile": {}, **trials} | {
             "settings": case.settings,
             "date": job.record["date"],
             "libraries": job.record["libraries"],
@@ -101,7 +101,6 @@ def missing(found: Record, case: Case, job: Job) -> Request | None:
         case=found["name"],
         rounds=rounds,
         liger=job.record["libraries"]["Liger"] is not None,
-        optimizer=options.optimizer,
         options=found.get("options"),
         tried=found["tried"],
         profile=profile,
@@ -175,10 +174,6 @@ OPTIONS = (
     ("--limit", {"type": float, "default": 560.0, "help": "seconds that this call may take"}),
     ("--each", {"type": float, "default": 150.0, "help": "seconds that a case of it may take"}),
     ("--again", {"action": "store_true", "help": "measure cases that the record has"}),
-    (
-        "--optimizer",
-        {"default": "adamw_bf16", "help": "ours, as a setting of tigon.train; torch: the peer's"},
-    ),
 )
 BENCH = Bench(
     *(run, train_report.show, tuple(CASES)),

@@ -105,8 +105,8 @@ def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
     known = {"name": name, "commit": "a", "libraries": {"Liger": "1"}, "options": {}}
     done = {f"{way}, grouped_mm experts": {"ms": 1.0} for way in ("flash_attention_4", "sdpa")}
     done |= {"sdpa, Liger experts, chunk_mem_const=32": {"ms": 1.0}}
-    known |= {"tried": done, "optimizer": "adamw_bf16"}
-    options = SimpleNamespace(tiny=False, optimizer="adamw_bf16", again=False)
+    known |= {"tried": done}
+    options = SimpleNamespace(tiny=False, again=False)
     record: Record = {"commit": "b", "date": "", "cases": [known]}
     for libraries, again, kept in (
         ({"Liger": "1", "FLA": None}, False, True),

@@ -22,6 +22,8 @@ from bench import (
 from bench.harness import Record
 from bench.train_cases import PEER
 
+WIDER = ", chunk_mem_const=32"
+
 
 def test_ends_beside_the_best_peer() -> None:
     """The fastest over all; a side that failed is none, and warm-up is beyond usual steps."""
@@ -105,6 +107,9 @@ def test_a_ratio_over_less_than_the_best_peer_meets_no_target() -> None:
     assert "optimizer_in_backward=true" in second and second.endswith("Llama-3.2-1B 2 x 8192.")
     case["tried"]["flash_attention_4"] = {"ms": 1.0}
     assert len(met()) == 3
+    case = {"name": "Qwen3.5-0.8B 1 x 8192", "libraries": {"FLA": "1", "causal-conv1d": "1"}}
+    lacking = [train_report.lacks(case | {"tried": {f"sdpa{more}": {}}}) for more in ("", WIDER)]
+    assert lacking == [[f"{WIDER[2:]} of Liger's head"], []]
 
 
 def test_costs_say_what_the_peer_lacked(monkeypatch: pytest.MonkeyPatch) -> None:

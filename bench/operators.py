@@ -328,7 +328,7 @@ def linear_cross_entropy(n: int, c: int, v: int, variant: str) -> Problem:
     flce = "liger_fused_linear_cross_entropy"
     fp32 = liger(flce, *args, accum_dtype=torch.float32)
     fp32.name = "Liger fp32 dW"
-    wider = liger(flce, *args, chunk_mem_const=32)  # its own chunks are short; so 1 GiB of logits
+    wider = liger(flce, *args, chunk_mem_const=32)  # its own chunks are short
     wider.name = "Liger wider chunks"
     providers = [
         Provider("tigon", of_tigon),

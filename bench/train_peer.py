@@ -26,7 +26,7 @@ NO_SDPA = ("gpt_oss",)  # of transformers, which has FlexAttention there
 FLEX = (*NO_SDPA, "gemma4_text")  # where flash-attn-4 or SDPA may not fit heads or masks
 LIGER = "Liger"
 # What Liger's head is asked for: so many times as many logits at a time as hidden states have
-# numbers, at most 1.1 GB, where Tigon has 1.07. By itself it has as many, with gpt-oss 8 times
+# numbers, at most 1.25 GB, where Tigon has 1.07. By itself it has as many, with gpt-oss 8 times
 CHUNKS, WIDER, OWN = "chunk_mem_const", 32, {"gpt_oss": 8}
 LEAST_CHUNK = 256  # rows: with fewer, it mostly reads its weight and adds to the weight's gradient
 

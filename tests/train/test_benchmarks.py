@@ -161,3 +161,16 @@ def test_a_signal_ends_them(workspace: Any, tasks: Path, monkeypatch: Any) -> No
 def test_bad_settings(workspace: Any, tasks: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main(workspace.settings("bad", **measured(tasks, **changes)))
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_tasks_are_found_before_data_are_read(
+    workspace: Any, tasks: Path, monkeypatch: Any, option: list[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ValueError("lm-eval has no such task")
+
+    monkeypatch.setattr("tigon.integrations.tasks.load_tasks", fail)
+    settings = workspace.settings("named", data="hf://nowhere", **measured(tasks))
+    with pytest.raises(SystemExit, match="lm-eval has no such task"):
+        main([*settings, *option])

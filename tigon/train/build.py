@@ -8,6 +8,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from tigon.parallel import MeshSizes
 from tigon.settings.config import Config, check_batch
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.benchmarks import load_benchmarks
+from tigon.train.benchmarks import build_benchmarks, load_tasks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
 from tigon.train.compile_step import compile_step
 from tigon.train.cuda_graphs import Graphs
@@ -76,6 +77,7 @@ class RunInputs:
     state: TrainState
     choice: StepChoice | None  # of settings that are auto
     auto: frozenset[str]  # the names of these settings
+    benchmark_tasks: Any  # of lm-eval; None without
 
     @property
     def steps(self) -> int:
@@ -140,6 +142,7 @@ def read_inputs(
         task = TASKS[config.task](config, world)
         if world.main:
             world.closing.enter_context(claim(config))
+        benchmark_tasks = load_tasks(config)
     if world.size > 1:  # ranks that do not share run_dir would lose the first checkpoint
         ranks = WriterGroup(world.group)
         check_shared(Path(config.run_dir), ranks, world.raise_on_all_ranks)
@@ -182,8 +185,9 @@ def read_inputs(
             state = resume.read_state(source, count_steps(config, data))
     start = 0 if source is None else checkpoint.step_of(source)
     return RunInputs(
-        config, task, source, source_lock, start, tokenizer, data, eval_data, state, choice, auto
-    )
+        config, task, source, source_lock, start, tokenizer, data, eval_data, state, choice, auto,
+        benchmark_tasks,
+    )  # fmt: skip
 
 
 def _open_data(
@@ -245,7 +249,8 @@ def prepare(config: Config, world: World) -> TrainingRun:
                 model = build_seeded(world, config, source, inputs.choice)
         inputs.check_model(model)
         prompts = read_prompts(config, inputs.tokenizer, model.config.max_position_embeddings)
-        benchmarks = load_benchmarks(config, model, inputs.tokenizer, world)
+        tasks, tokenizer = inputs.benchmark_tasks, inputs.tokenizer
+        benchmarks = build_benchmarks(tasks, config, model, tokenizer, world)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
     world.check_same({"sample_prompts": [prompt.ids for prompt in prompts]}, OTHER_FILES)

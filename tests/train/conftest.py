@@ -41,6 +41,9 @@ class Workspace:
             values = FIXED | values
         return [f"{key}={value}" for key, value in values.items()]
 
+    def checkpoint(self, run: str, step: int) -> Path:
+        return self.root / run / f"checkpoints/step-{step:08d}"
+
     def metrics(self, run: str, key: str) -> list[float]:
         return [row[key] for row in read_metrics(self.root / run / "metrics.jsonl") if key in row]
 
@@ -76,6 +79,12 @@ def finished(workspace: Workspace) -> Path:
     """A run of three steps, each of which is saved."""
     main(workspace.settings("finished", steps=3, save_every=1, keep_last=0))
     return workspace.root / "finished"
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache of the test's own, where nothing is computed yet."""
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

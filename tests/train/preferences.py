@@ -98,7 +98,7 @@ def assert_same_in_every_layout(
         return [np.nan if x is None else x for x in workspace.metrics(f"{name}{run}", key)]
 
     main(make(name, save_every=2))
-    main(make(f"{name}-resumed", resume=workspace.root / name / "checkpoints/step-00000002"))
+    main(make(f"{name}-resumed", resume=workspace.checkpoint(name, 2)))
     train_on(2, make(f"{name}-two"))
     main(make(f"{name}-packed", batch_size=64))
     parts = {"batch_size": 64, "micro_batch_size": 4}

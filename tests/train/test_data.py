@@ -1,4 +1,4 @@
-"""The data of a run: mixtures, streams, files, weights, named sets, and `tigon data pack`."""
+"""The data of a run: mixtures, streams, files, named sets, and `tigon data pack`."""
 
 import gzip
 import json
@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-import tigon
 from tests.support.small import chats, write_chats, write_model
-from tests.train.adapters import assert_same_curve
 from tests.train.focal import Focal
+from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.data import Format
 from tigon.data.sources import is_held_out
 from tigon.settings.data import TASK_ROWS
-from tigon.tokenizer import Tokenizer
 from tigon.train import load, main
 from tigon.train.logging import read_metrics
 from tigon.train.tasks import TASKS
@@ -44,14 +40,14 @@ def test_streamed_windows_train_as_cached_ones_and_resume(workspace, other, mixt
     assert f"75.0% of {workspace.data}: an epoch takes its 43 examples 1.08 times" in printed
     assert f"25.0% of {other}: an epoch takes its 19 examples 0.82 times" in printed
     main(workspace.settings("streamed", **mixture, streaming="true", save_every=3))
-    assert_same_curve(workspace, "streamed", "cached", 0, KEYS)
-    source = workspace.root / "streamed/checkpoints/step-00000006"
+    assert_same_metrics(workspace, "cached", "streamed", *KEYS, rel=0)
+    source = workspace.checkpoint("streamed", 6)
     resumed = {**mixture, "streaming": "true", "resume": source, "workers": 0}
     main(workspace.settings("streamed-on", **resumed))
-    assert_same_curve(workspace, "streamed-on", "cached", 0, KEYS)
+    assert_same_metrics(workspace, "cached", "streamed-on", *KEYS, rel=0)
     assert workspace.metrics("streamed-on", "step") == [7, 8]
     train_on(2, workspace.settings("streamed-two", **resumed))
-    assert_same_curve(workspace, "streamed-two", "cached", 1e-5, KEYS)
+    assert_same_metrics(workspace, "cached", "streamed-two", *KEYS)
     with pytest.raises(SystemExit, match="has another order of the data: shuffle_window 16 -> 8"):
         main(workspace.settings("x", **resumed | {"shuffle_window": 8}))
 
@@ -107,8 +103,8 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
     main(workspace.settings("fraction-stream", **run, streaming="true"))
     for other in ("fraction-files", "fraction-stream"):
         keys = ("loss", "eval_loss", "supervised_tokens")
-        assert_same_curve(workspace, "fraction", other, 0, keys)
-    source = workspace.root / "fraction/checkpoints/step-00000002"
+        assert_same_metrics(workspace, other, "fraction", *keys, rel=0)
+    source = workspace.checkpoint("fraction", 2)
     resumed = {**run, "steps": 3, "resume": source}
     with pytest.raises(SystemExit, match=r"eval_fraction 0\.3 -> 0\.2"):
         main(workspace.settings("x", **resumed | {"eval_fraction": 0.2}))
@@ -297,68 +293,3 @@ def test_named_sets_of_a_file(workspace, files, tmp_path):
     config.write_text(f"eval_data: {{x: {a}, x: {b}}}\n")
     with pytest.raises(ValueError, match="line 1: x is also set in line 1"):
         load(config)
-
-
-# Weights of messages and rows in a run: its loss is the weighted mean over what is learned.
-
-
-WEIGHTS = [None, 0, 0.5, 2, None, 0, 3, 1]  # of the messages of the assistant, in turn
-
-
-def weighted_rows() -> list[dict[str, Any]]:
-    rows, weights = [], iter(WEIGHTS * 4)
-    for i, messages in enumerate(chats(6)):
-        said = [
-            m | ({} if m["role"] == "user" or (w := next(weights)) is None else {"weight": w})
-            for m in messages
-        ]
-        rows.append({"messages": said, **({"weight": 0.25} if i == 2 else {})})
-    return rows
-
-
-def weighted_loss(
-    model: Any, tokenizer: Tokenizer, rows: list[dict[str, Any]], reduction: str
-) -> float:
-    """The definition, one row and one turn at a time."""
-    total, count = 0.0, 0
-    for row in rows:
-        ids = torch.tensor([tokenizer.apply_chat_template(row["messages"])])
-        nll = F.cross_entropy(model(ids).logits[0, :-1].double(), ids[0, 1:], reduction="none")
-        own, learned = 0.0, 0
-        for i, message in enumerate(row["messages"]):
-            weight = message.get("weight", 1) * row.get("weight", 1)
-            if message["role"] == "assistant" and weight:
-                before, after = row["messages"][:i], row["messages"][: i + 1]
-                start = len(tokenizer.apply_chat_template(before, add_generation_prompt=True))
-                stop = len(tokenizer.apply_chat_template(after))
-                own += weight * nll[start - 1 : stop - 1].sum().item()
-                learned += stop - start
-        if learned:
-            total += own if reduction == "token" else own / learned
-            count += learned if reduction == "token" else 1
-    return total / count
-
-
-@pytest.mark.slow(first=2)
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
-@pytest.mark.parametrize("packing", [True, False])
-def test_the_loss_of_weighted_messages(workspace, tmp_path, reduction, packing):
-    rows = weighted_rows()
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    more = {"loss_reduction": reduction, "packing": packing, "steps": 1, "log_every": 1}
-    settings = workspace.settings("x", run_dir=tmp_path / "run", data=data, batch_size=6, **more)
-    main([*settings, f"eval_data={data}", "lr=0"])
-    rows_logged = read_metrics(tmp_path / "run/metrics.jsonl")
-    logged = {key: value for row in rows_logged for key, value in row.items()}
-    model = tigon.from_pretrained(workspace.model, dtype=torch.float32)
-    tokenizer = Tokenizer.from_pretrained(workspace.model)
-    with torch.no_grad():
-        wanted = weighted_loss(model, tokenizer, rows, reduction)
-    # fp32 losses of some hundred tokens, added in another order
-    assert logged["loss"] == pytest.approx(wanted, rel=1e-5)
-    assert logged["eval_loss"] == pytest.approx(wanted, rel=1e-5)
-    # Weights of 1 would not pass for these
-    plain = [{"messages": [{**m, "weight": 1} for m in row["messages"]]} for row in rows]
-    with torch.no_grad():
-        assert abs(weighted_loss(model, tokenizer, plain, reduction) - wanted) > 0.01

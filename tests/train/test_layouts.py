@@ -13,7 +13,7 @@ from tigon.models import MODELS
 from tigon.parallel import check_experts
 from tigon.settings.config import Parallel
 from tigon.train import checkpoint
-from tigon.train.export import convert_checkpoint
+from tigon.train.export import convert_checkpoint, load_checkpoint
 
 SHARED = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}
 EIGHT_EXPERTS = EXPERTS | {"num_experts": 8}
@@ -194,7 +194,7 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     "fsdp": (
         2, {},
         ["sft", "seen", "dpo zero", "kto zero", "dpo stream", "shared keys", "shared keys zero",
-         "streams"],
+         "streams", "lora dropout", "lora ends", "lora nf4 experts", "reward-lora"],
     ),
     "replicas": (4, {"replicate": 2, "fsdp": 2}, ["adamw", "muon"]),
     "fsdp tensor": (
@@ -329,9 +329,12 @@ def test_other_layouts_resume(workspace, make, kind, before, after):
 )  # fmt: skip
 def test_converted_checkpoint_equals_export(workspace, make, way, kind, tmp_path):
     run = workspace.root / make(way, kind)
-    merge = "lora" in kind
-    convert_checkpoint(checkpoint.latest(run / "checkpoints"), str(tmp_path / "hf"), merge=merge)
+    merge, source = "lora" in kind, checkpoint.latest(run / "checkpoints")
+    convert_checkpoint(source, str(tmp_path / "hf"), merge=merge)
     assert_same_tensors(run / "hf", tmp_path / "hf", atol=1e-6 * merge)
+    if not merge:
+        load_checkpoint(source)[0].save_pretrained(tmp_path / "loaded")
+        assert_same_tensors(run / "hf", tmp_path / "loaded")
 
 
 @pytest.mark.parametrize("way", ["context", "tensor", "fsdp"])

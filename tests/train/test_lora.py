@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import tigon
 from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.support.small import write_model
-from tests.train.adapters import SETTINGS, assert_close, step, tensors, weights
+from tests.train.adapters import SETTINGS, assert_close, tensors, weights
 from tests.train.checkpoints import assert_equal, changed_metadata
 from tests.train.ranks import Ranks, train_on
 from tigon.cli import main as command
@@ -43,7 +43,7 @@ def test_a_base_of_16_bits(ranks, workspace, settings):
     """The base in the computation's dtype, and the adapter in param_dtype."""
     run = f"half-{ranks}"
     train_on(ranks, settings(run, dtype="bfloat16", steps=3))
-    assert {t.dtype for t in tensors(step(workspace, run, 2)).values()} == {torch.float32}
+    assert {t.dtype for t in tensors(workspace.checkpoint(run, 2)).values()} == {torch.float32}
     expected = workspace.metrics("one", "loss")[:3]
     assert workspace.metrics(run, "loss") == pytest.approx(expected, rel=0.02)
 
@@ -130,9 +130,9 @@ def test_groups_and_gradient_accumulation(workspace, settings):
     """B learns faster (LoRA+), A of the first layer not at all."""
     groups = "[{match: '*.layers.0.*lora_A*', freeze: true}, {match: '*.lora_B.*', lr: 0.04}]"
     main(settings("groups", parameter_groups=groups, micro_batch_size=2, steps=2))
-    first, last = (tensors(step(workspace, run, 2)) for run in ("groups", "one"))
+    first, last = (tensors(workspace.checkpoint(run, 2)) for run in ("groups", "one"))
     assert not any(torch.equal(first[name], last[name]) for name in first)
-    states = tensors(step(workspace, "groups", 2), "optimizer")
+    states = tensors(workspace.checkpoint("groups", 2), "optimizer")
     assert not any(".layers.0." in name and "lora_A" in name for name in states)
     assert any(".layers.0." in name and "lora_B" in name for name in states)
 
@@ -157,7 +157,7 @@ def test_wrong_settings(changes, message, workspace, settings):
 
 
 def test_resume_needs_the_same_adapter_and_base(workspace, settings, tmp_path):
-    source = step(workspace, "one", 2)
+    source = workspace.checkpoint("one", 2)
     other = write_model(tmp_path / "other", hidden_size=32)
     same = settings("other", resume=source)
     for name, changed in (
@@ -174,7 +174,7 @@ def test_other_weights_under_the_base_s_name(workspace, settings, tmp_path, caps
     """They are refused by whoever adds the adapter to them."""
     base = shutil.copytree(workspace.model, tmp_path / "base")
     main(settings("renewed", model=base, steps=2))
-    source = step(workspace, "renewed", 2)
+    source = workspace.checkpoint("renewed", 2)
     load_checkpoint(source)
     whole = weights(base)
     norms = {n: x * 1.5 if n.endswith("layernorm.weight") else x for n, x in whole.items()}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tigon
 from tests.models.test_adapters_peft import randomise, trained
 from tests.support.small import WORDS, write_model
-from tests.train.adapters import EXPORTS, assert_close, weights
+from tests.train.adapters import assert_close, weights
 from tests.train.checkpoints import assert_equal
 from tests.train.conftest import Workspace
 from tests.train.ranks import train_on
@@ -76,10 +76,10 @@ def test_all_parameters(workspace, settings):
     torch.testing.assert_close(
         tigon.from_pretrained(hf)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5
     )
-    main(settings("again", resume=workspace.root / "full/checkpoints/step-00000002"))
+    main(settings("again", resume=workspace.checkpoint("full", 2)))
     assert_equal(weights(workspace.root / "again/hf"), weights(workspace.root / "full/hf"))
     with pytest.raises(SystemExit, match="new_tokens"):
-        main(settings("other", FEW, resume=workspace.root / "full/checkpoints/step-00000002"))
+        main(settings("other", FEW, resume=workspace.checkpoint("full", 2)))
 
 
 @pytest.mark.slow(first=1)
@@ -110,7 +110,8 @@ def test_adapter(workspace, settings, tied, tmp_path):
         assert len(tigon.Tokenizer.from_pretrained(out)) == 325
     checkpoint = run / "checkpoints/step-00000002"
     main(settings("adapter", model=base, run_dir=tmp_path / "again", resume=checkpoint, **LORA))
-    assert_equal(*(load_file(at / EXPORTS[0]) for at in (run, tmp_path / "again")))
+    saved = "adapter/adapter_model.safetensors"
+    assert_equal(*(load_file(at / saved) for at in (run, tmp_path / "again")))
     loaded, _ = load_checkpoint(checkpoint)
     assert loaded(ids).logits.shape[-1] == 325
     ours = tigon.from_pretrained(base)

@@ -221,14 +221,14 @@ def test_frozen_parameters_have_no_states(workspace, tmp_path):
     """A run with Muon on one rank; its second half again, on two."""
     model = write_model(tmp_path / "experts", **EXPERTS)
     main(workspace.settings("frozen-one", model=model, **RUN))
-    source = workspace.root / "frozen-one/checkpoints/step-00000002"
+    source = workspace.checkpoint("frozen-one", 2)
     again = workspace.settings("frozen-two", model=model, resume=source, **RUN)
     Ranks(2, resumed, again, str(source)).finish()
     assert_same_metrics(workspace, "frozen-one", "frozen-two", rel=1e-4)
 
     before = tigon.from_pretrained(model).state_dict()
     for run in ("frozen-one", "frozen-two"):
-        last = workspace.root / run / "checkpoints/step-00000004"
+        last = workspace.checkpoint(run, 4)
         stored = {}
         for path in last.glob("optimizer-*.safetensors"):
             stored |= load_file(path)

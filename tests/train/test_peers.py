@@ -1,4 +1,4 @@
-"""Fine-tuning beside transformers and TRL: same rows and masks, 50 steps in fp32.
+"""Fine-tuning beside transformers: same rows and masks, 50 steps in fp32.
 
 They share no code of the forward pass, the loss and the batches with Tigon.
 """
@@ -86,52 +86,3 @@ def test_a_loop_over_transformers(ours, tmp_path):
         optimizer.zero_grad()
         losses.append(loss.item())
     ours.assert_same(losses, model, tmp_path / "hf")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_trl(ours, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    trl = pytest.importorskip("trl")
-
-    class Trainer(trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        losses: list[float] = []
-
-        def training_step(self, *given: Any, **named: Any) -> Tensor:
-            loss = super().training_step(*given, **named)
-            self.losses.append(loss.item())
-            return loss
-
-    rows = [ours.chats[i] for step in ours.steps for i in step]
-    columns = {"input_ids": [ids for ids, _ in rows], "labels": [labels for _, labels in rows]}
-    arguments = trl.SFTConfig(
-        output_dir=str(tmp_path / "trl"),
-        max_steps=STEPS,
-        per_device_train_batch_size=MICRO,
-        gradient_accumulation_steps=BATCH // MICRO,
-        learning_rate=ADAM["lr"],
-        adam_beta1=ADAM["betas"][0],
-        adam_beta2=ADAM["betas"][1],
-        lr_scheduler_type="constant",
-        train_sampling_strategy="sequential",
-        max_grad_norm=1.0,
-        weight_decay=0.0,
-        max_length=None,
-        loss_type="nll",
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    trainer = Trainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(ours.model, dtype=torch.float32),
-        args=arguments,
-        train_dataset=datasets.Dataset.from_dict(columns),
-        processing_class=transformers.AutoTokenizer.from_pretrained(ours.model),
-    )
-    trainer.train()
-    per_step = BATCH // MICRO
-    losses = [sum(trainer.losses[i * per_step : (i + 1) * per_step]) for i in range(STEPS)]
-    ours.assert_same(losses, trainer.model, tmp_path / "hf")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.small import CHATML, EXPERTS, LLAMA, write_chats, write_model
-from tests.train.adapters import assert_same_curve
+from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import Ranks
 from tigon.train import load, logging, main
 from tigon.train.build import load_tokenizer
@@ -55,7 +55,7 @@ def test_resume_after_signal_is_bitwise_equal(workspace, whole, monkeypatch):
         file.write('{"step": 4, "loss": 0}\n{"step": 5, "lo')
     main([*settings, "resume=auto"])
     assert len(workspace.metrics("stopped", "loss")) == 7
-    assert_same_curve(workspace, "stopped", "whole", 0, KEYS)
+    assert_same_metrics(workspace, "whole", "stopped", *KEYS, rel=0)
     assert saved(run) == ["step-00000006", "step-00000007"]  # keep_last=2
 
 
@@ -80,7 +80,7 @@ def test_recomputation_may_change(workspace, capsys):
         more = {"steps": steps, "activation_checkpointing": setting}
         main([*workspace.settings(run, **given, **more), *["resume=auto"] * (setting == "2")])
     assert 'activation_checkpointing "experts" -> 2' in capsys.readouterr().out
-    assert_same_curve(workspace, "again", "kept", 0)
+    assert_same_metrics(workspace, "kept", "again", rel=0)
 
 
 @pytest.mark.parametrize("kind", ["muse_glimmer", "gemma3"])

@@ -307,7 +307,7 @@ def test_no_checkpoint_without_enough_time(
     stop(settings)
     printed = capsys.readouterr().out
     assert saved_steps(workspace.root / run) == ["step-00000003", "step-00000006"]
-    checkpoint.verify(workspace.root / run / "checkpoints/step-00000006")
+    checkpoint.verify(workspace.checkpoint(run, 6))
     assert re.search(r"no checkpoint of step 7: .* about \d s, and 0 s are left of stop_s", printed)
     assert "stopped by a signal after step 7: resume=auto goes on from step-00000006" in printed
     warned = re.findall(r"note: a step and a checkpoint take \d s, longer than stop_se", printed)

@@ -48,17 +48,11 @@ UNUSED = "has no use for it"
         ("z_loss=.inf", "z_loss=inf must be finite"),
         ("z_loss=.nan", "z_loss=nan must be at least 0"),
         ("logits_bytes=0", "logits_bytes=0 must be at least 1"),
-        ("logits_to_keep=4", "logits_to_keep=4 needs packing=false, not true"),
-        ("eval_logits_to_keep=4", "eval_logits_to_keep=4 needs packing=false, not true"),
         ("logits_to_keep=1 packing=false", "logits_to_keep=1 leaves nothing to learn"),
         ("metrics=[nll,entrpy]", "metrics=entrpy is not one of accuracy, entropy, max_logit"),
         ("eval_metrics=predicted_tokens", "predicted_tokens has no mean"),
-        ("return_logits=true", "return_logits=true needs hooks"),
-        ("eval_return_logits=true", "eval_return_logits=true needs hooks"),
-        ("predictions=true", "predictions=true needs eval_data or eval_fraction"),
         ("loss_reduction=sum", "loss_reduction='sum' is not one of token, sequence"),
         ("hooks=tests.nowhere:f", r"hooks=tests\.nowhere:f"),
-        ("task=kto cuda_graphs=true", "cuda_graphs=true does not work with task=kto"),
     ],
 )
 def test_settings_are_refused_before_the_model_is_read(given, message):

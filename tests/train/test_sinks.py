@@ -123,7 +123,7 @@ def test_an_id_that_is_none_is_made_again(monkeypatch, tmp_path):
 
 
 def test_names_and_packages_are_checked(workspace, monkeypatch):
-    with pytest.raises(SystemExit, match="log_to=comet is not one of tensorboard, wandb"):
+    with pytest.raises(SystemExit, match="log_to='comet' is not one of tensorboard, wandb"):
         main(workspace.settings("x", log_to="comet"))
     monkeypatch.setattr(logging, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"log_to=wandb needs .*pip install 'tigon\[wandb\]'"):

@@ -61,14 +61,6 @@ class GRPO(AnswerTask):
         super().__init__(config, world)
         self.refers = self.beta > 0
         self.clip = Clip(config.epsilon, config.epsilon_high, config.delta)
-        longest = config.max_completion_length
-        if (longest is None) == (self.loss_type == "dr_grpo"):
-            raise ValueError(
-                f"max_completion_length={longest} with loss_type={self.loss_type}: dr_grpo needs "
-                "it, and the others have no use for it"
-            )
-        if config.reference and not self.beta:
-            raise ValueError(f"reference={config.reference} with beta=0 has no effect")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         scale = self.config.scale_rewards == "group"

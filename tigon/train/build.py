@@ -4,7 +4,7 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from tigon.train.model import (
 )
 from tigon.train.notes import find_slow_attention, find_unquantized_layers, find_unused_settings
 from tigon.train.optim import Ema, InBackward, build_ema, build_optimizer, check_ranks
-from tigon.train.overlap import EarlyModel, launch_first_kernel, tokenizer_process
+from tigon.train.overlap import EarlyModel
 from tigon.train.prefetch import Prefetcher
 from tigon.train.resume import claim
 from tigon.train.samples import SamplePrompt, read_prompts
@@ -146,15 +146,7 @@ def read_inputs(
     if world.size > 1:  # ranks that do not share run_dir would lose the first checkpoint
         ranks = WriterGroup(world.group)
         check_shared(Path(config.run_dir), ranks, world.raise_on_all_ranks)
-    source_lock = world.closing.enter_context(ExitStack())
-    with world.raise_on_all_ranks():
-        source = resume.find_source(config, world)
-        if source is not None:
-            source_lock.enter_context(read_lock(source))
-            resume.check_adapter(source, config)
-            if not config.new_tokens:  # the run may have taken them from the data
-                saved = checkpoint.read_metadata(source)["config"].get("new_tokens")
-                config = replace(config, new_tokens=tuple(saved or ()))
+    config, source, source_lock = _open_source(config, world)
     time = resume.start_time(source, world)
     with world.raise_on_all_ranks():
         check_sizes(config, sizes, source)
@@ -170,12 +162,12 @@ def read_inputs(
         if config.eval_data:
             find_entry_sources(config, config.eval_data)
     auto = open_settings(config)
-    with nullcontext() if early is None else tokenizer_process(task, tokenizer) as process:
-        with nullcontext() if early is None else launch_first_kernel(world.device):
-            config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
-        task.config = config
-        if early is not None and process is not None:
-            early.build(process, task, source, choice)
+
+    def choose() -> StepChoice | None:
+        task.config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
+        return choice
+
+    choice = choose() if early is None else early.build(choose, task, tokenizer, source)
     config, data, eval_data = _open_data(task, tokenizer, source)
     state = TrainState()
     with world.raise_on_all_ranks():
@@ -188,6 +180,21 @@ def read_inputs(
         config, task, source, source_lock, start, tokenizer, data, eval_data, state, choice, auto,
         benchmark_tasks,
     )  # fmt: skip
+
+
+def _open_source(config: Config, world: World) -> tuple[Config, Path | None, ExitStack]:
+    """Returns the checkpoint to resume from, None to begin, with the lock that keeps it; and the
+    settings with the new tokens that its run has taken from the data. Every rank calls this."""
+    lock = world.closing.enter_context(ExitStack())
+    with world.raise_on_all_ranks():
+        source = resume.find_source(config, world)
+        if source is not None:
+            lock.enter_context(read_lock(source))
+            resume.check_adapter(source, config)
+            if not config.new_tokens:
+                saved = checkpoint.read_metadata(source)["config"].get("new_tokens")
+                config = replace(config, new_tokens=tuple(saved or ()))
+    return config, source, lock
 
 
 def _open_data(

@@ -38,16 +38,27 @@ class EarlyModel:
         self._built: tuple[Config, CausalLM] | None = None
 
     def build(
-        self, process: Any, task: Task, source: Path | None, choice: StepChoice | None
-    ) -> None:
-        """Builds the model and compiles its kernels, unless the process has found data that are
-        wrong, and waits for it. What is wrong with the model is said when it is built again."""
-        if not process.exitcode:
-            with suppress(ValueError, OSError, ImportError), compile_step(task, source, choice):
-                self._built = task.config, self._build(task.config, source, choice)
-                with train_extra():  # takes a second, and comes next
-                    import datasets  # noqa: F401
-        process.join()
+        self,
+        choose: Callable[[], StepChoice | None],
+        task: Task,
+        tokenizer: Tokenizer,
+        source: Path | None,
+    ) -> StepChoice | None:
+        """Returns what `choose` does. If there is much to tokenize, a process begins it; meanwhile
+        the model is built and its kernels are compiled, unless that has found data that are wrong.
+        What is wrong with the model is said when it is built again."""
+        with tokenizer_process(task, tokenizer) as process:
+            with launch_first_kernel(task.world.device):
+                choice = choose()
+            if process is None:
+                return choice
+            if not process.exitcode:
+                with suppress(ValueError, OSError, ImportError), compile_step(task, source, choice):
+                    self._built = task.config, self._build(task.config, source, choice)
+                    with train_extra():  # takes a second, and comes next
+                        import datasets  # noqa: F401
+            process.join()
+        return choice
 
     def take(self, config: Config) -> CausalLM | None:
         """Returns the model, and forgets it, if it was built with these settings; else None."""

@@ -4,6 +4,7 @@ import errno
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,15 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def assert_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol=1e-4, atol=1e-5
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        told = partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=told)
 
 
 def full_disk(*_):

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.small import write_chats, write_model
 from tests.train.checkpoints import State
+from tests.train.layouts import load_weights
 from tigon.train import main, trainer
 from tigon.train.distributed import World, start
 from tigon.train.logging import read_metrics
@@ -43,6 +45,10 @@ class Workspace:
 
     def checkpoint(self, run: str, step: int) -> Path:
         return self.root / run / f"checkpoints/step-{step:08d}"
+
+    def tensors(self, run: str, step: int, kind: str = "weights") -> dict[str, torch.Tensor]:
+        """Those that a checkpoint has of a kind; `kind` may be optimizer or ema."""
+        return load_weights(self.checkpoint(run, step), f"{kind}-*")
 
     def metrics(self, run: str, key: str) -> list[float]:
         return [row[key] for row in read_metrics(self.root / run / "metrics.jsonl") if key in row]

@@ -13,10 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import tigon
 from tests.support.small import EXPERTS, write_model
 from tests.train import preferences
-from tests.train.adapters import SETTINGS, tensors, weights
 from tests.train.checkpoints import assert_equal
 from tests.train.conftest import Workspace
-from tests.train.layouts import assert_same_metrics
+from tests.train.layouts import ADAPTER, assert_same_metrics, assert_same_tensors
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
 from tigon.train import load, main, prepare, start
@@ -50,7 +49,7 @@ def settings(workspace: Workspace) -> Make:
 
     def make(kind: str, run: str, **changes: Any) -> list[str]:
         evaluates = {"eval_data": workspace.held_out, "eval_every": 4}
-        given = evaluates | SETTINGS | KINDS[kind] | changes
+        given = evaluates | ADAPTER | KINDS[kind] | changes
         given |= {k: workspace.root / given[k] for k in ("model", "data") if k in KINDS[kind]}
         if not (workspace.root / kind).exists() and run != kind:
             main(make(kind, kind))
@@ -62,7 +61,7 @@ def settings(workspace: Workspace) -> Make:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_and_checkpoints_have_the_adapter_alone(workspace, settings, kind, capsys):
     main([*settings(kind, "planned"), "--dry-run"])
-    stored = tensors(workspace.checkpoint(kind, 4))
+    stored = workspace.tensors(kind, 4)
     said = re.search(r"([\d,]+) parameters, ([\d,]+) of them frozen", capsys.readouterr().out)
     assert said is not None
     total, frozen = (int(number.replace(",", "")) for number in said.groups())
@@ -70,7 +69,7 @@ def test_it_learns_and_checkpoints_have_the_adapter_alone(workspace, settings, k
     # Of the same rows before and after; pairs have no held-out ones here
     losses = workspace.metrics(kind, "loss" if kind == "reward" else "eval_loss")
     assert losses[-1] < losses[0] - 0.05
-    for name in (*stored, *tensors(workspace.checkpoint(kind, 4), "optimizer")):
+    for name in (*stored, *workspace.tensors(kind, 4, "optimizer")):
         assert ".lora_" in name or ".modules_to_save." in name or "magnitude" in name, name
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in stored}
     if kind == "lora":
@@ -91,7 +90,7 @@ def test_a_resumed_run_is_the_same_bits(workspace, settings, kind):
     main(settings(kind, f"{kind}-resumed", resume=workspace.checkpoint(kind, 2)))
     assert len(workspace.metrics(f"{kind}-resumed", "loss")) == 2
     assert_same_metrics(workspace, kind, f"{kind}-resumed", rel=0)
-    found, expected = (tensors(workspace.checkpoint(run, 4)) for run in (f"{kind}-resumed", kind))
+    found, expected = (workspace.tensors(run, 4) for run in (f"{kind}-resumed", kind))
     assert_equal(found, expected)
 
 
@@ -103,7 +102,7 @@ def test_checkpoint_export_equals_the_runs_export(workspace, settings, kind):
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (run / "again" / name).read_bytes() == (run / "adapter" / name).read_bytes()
     assert command(["export", str(run), str(run / "merged"), "--merge"]) == 0
-    assert_equal(weights(run / "merged"), weights(run / "hf"))
+    assert_same_tensors(run / "hf", run / "merged")
     found, _ = load_checkpoint(workspace.checkpoint(kind, 4))
     assert any(isinstance(m, QuantizedWeight) for m in found.modules()) == (kind == "nf4")
     expected = tigon.from_pretrained(run / "hf")(IDS).logits

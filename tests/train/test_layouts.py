@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.small import EXPERTS, LLAMA, WORDS, write_model
 from tests.train import preferences
-from tests.train.layouts import TOLERANCE, assert_same_run, assert_same_tensors, train_once
+from tests.train.layouts import ADAPTER, TOLERANCE, assert_same_run, assert_same_tensors, train_once
 from tigon.models import MODELS
 from tigon.parallel import check_experts
 from tigon.settings.config import Parallel
@@ -85,9 +85,8 @@ IN_BACKWARD = {"optimizer_in_backward": "true", "max_grad_norm": 0, "batch_size"
 LINES = {"packing": "false", "logits_to_keep": 6, "loss_reduction": "sequence"}
 FROZEN = {"parameter_groups": "[{match: '*.layers.0.*', freeze: true}]", "micro_batch_size": 1}
 BALANCED = {"task": "pretrain", "data": "text", "router_aux_loss_coef": 0.5}
-ADAPTER = {"steps": 4, "save_every": 2, "keep_last": 0, "lr": 1e-2, "lora.rank": 4}
-ADAPTER |= {"lora.alpha": 8, "lora.merge": "true", "export": "true", "micro_batch_size": 1}
-ON_EXPERTS = ADAPTER | {"batch_size": 8, "router_aux_loss_coef": 0.5, "model": "untied experts"}
+LORA = ADAPTER | {"micro_batch_size": 1}
+ON_EXPERTS = LORA | {"batch_size": 8, "router_aux_loss_coef": 0.5, "model": "untied experts"}
 DORA, DROPOUT = {"lora.dora": "true"}, {"lora.dropout": 0.2}
 ENDS = {"model": "untied", "lora.targets": "[embed_tokens, lm_head, v_proj]"}
 DPO, REWARD = {"task": "dpo", "data": "pairs"}, {"task": "reward", "data": "pairs"}
@@ -140,9 +139,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen2_moe": MOE | {"model": "qwen2_moe", "eval_data": "held out"},
     "qwen3_moe": MOE,
     "moe of latents": LONG | {"ema_decay": 0.5, "model": "latents"} | RECOMPUTED,
-    "lora of latents": ADAPTER | DROPOUT | {"model": "latents", "batch_size": 8},
+    "lora of latents": LORA | DROPOUT | {"model": "latents", "batch_size": 8},
     "recurrences": LONG | {"ema_decay": 0.5, "model": "recurrences"} | RECOMPUTED,
-    "lora of recurrences": ADAPTER | DROPOUT | {"model": "recurrences", "batch_size": 8},
+    "lora of recurrences": LORA | DROPOUT | {"model": "recurrences", "batch_size": 8},
     "moe 8bit": MOE | {"optimizer": "adamw_8bit"},
     "moe muon": MOE | {"optimizer": "muon"},
     # A row on each of two ranks, or both on one: their micro-batches are not balanced alike
@@ -150,10 +149,10 @@ KINDS: dict[str, dict[str, Any]] = {
     # Rows with padding on some ranks, and none on others
     "moe recomputed": MOE | {"packing": "false", "truncate": "true"} | RECOMPUTED,
     "moe dpo": MOE | DPO | {"reference": "qwen2_moe", "batch_size": 4},
-    "lora dropout": ADAPTER | DROPOUT,
-    "lora dora": ADAPTER | DROPOUT | DORA | RECOMPUTED,
-    "lora ends": ADAPTER | DORA | ENDS,
-    "lora whole ends": ADAPTER | ENDS
+    "lora dropout": LORA | DROPOUT,
+    "lora dora": LORA | DROPOUT | DORA | RECOMPUTED,
+    "lora ends": LORA | DORA | ENDS,
+    "lora whole ends": LORA | ENDS
     | {"lora.targets": "[q_proj]", "lora.modules_to_save": "[embed_tokens, lm_head]"},
     "lora experts": ON_EXPERTS | {
         "lora.targets": "[experts.gate_up_proj, experts.down_proj, o_proj, shared_expert_gate]",
@@ -298,7 +297,7 @@ def make(workspace) -> Any:
 def assert_same(workspace, kind: str, one: str, other: str, first: int = 0) -> None:
     tolerance, weights = LOOSE.get(kind, (TOLERANCE, TOLERANCE))
     absolute = weights if LONG.items() <= KINDS[kind].items() or "moe" in kind else 0.0
-    if ADAPTER.items() <= KINDS[kind].items():
+    if LORA.items() <= KINDS[kind].items():
         weights, absolute = 10 * TOLERANCE, 1e-9  # relative to their size, or zeros
     keys = ("loss", "grad_norm") if kind == "moe in backward" else ()  # of other micro-batches
     assert_same_run(workspace, one, other, first, tolerance, weights, absolute, keys)

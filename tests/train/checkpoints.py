@@ -40,6 +40,10 @@ class State:
         return {block.name: block.rows.clone() for block in state_blocks(state)}
 
 
+def saved_steps(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
 @contextmanager
 def changed_metadata(source: Path) -> Iterator[dict[str, Any]]:
     """The content of run.json, to change; the checksums are right again."""

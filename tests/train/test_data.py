@@ -1,6 +1,5 @@
 """The data of a run: mixtures, streams, files, named sets, and `tigon data pack`."""
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,11 @@ from typing import Any
 import pytest
 
 from tests.support.small import chats, write_chats, write_model
+from tests.train import preferences
 from tests.train.focal import Focal
 from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on
+from tests.train.weights import write_weighted
 from tigon.cli import main as command
 from tigon.data import Format
 from tigon.data.sources import is_held_out
@@ -139,30 +140,10 @@ def test_data_that_cannot_be_used(workspace, settings, message):
         main(workspace.settings("x", **settings))
 
 
-# The same conversations in every form and file train the same; bad ones are skipped if asked.
+# Bad rows are skipped if asked, and keys may have other names.
 
 
-MESSAGES = [messages for messages in chats(24) if len(messages) == 2]
-SHAREGPT = {"user": "human", "assistant": "gpt"}
-FORMS = {
-    "messages": [{"messages": m} for m in MESSAGES],
-    "sharegpt": [
-        {"conversations": [{"from": SHAREGPT[t["role"]], "value": t["content"]} for t in m]}
-        for m in MESSAGES
-    ],
-    "instruction": [{"instruction": m[0]["content"], "output": m[1]["content"]} for m in MESSAGES],
-    "prompt_completion": [{"prompt": m[:1], "completion": m[1:]} for m in MESSAGES],
-}
-
-
-def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
-    path = folder / name
-    lines = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-    if name.endswith(".json"):
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
-    return path
+ROWS = [{"messages": messages} for messages in chats(24) if len(messages) == 2]
 
 
 def losses(workspace: Any, run: Path, data: Path, *more: str) -> list[float]:
@@ -173,50 +154,29 @@ def losses(workspace: Any, run: Path, data: Path, *more: str) -> list[float]:
 @pytest.fixture(scope="module")
 def expected(workspace, tmp_path_factory) -> list[float]:
     folder = tmp_path_factory.mktemp("expected")
-    found = losses(workspace, folder / "run", write(folder, "a.jsonl", FORMS["messages"]))
+    found = losses(workspace, folder / "run", preferences.write(folder / "a.jsonl", ROWS))
     assert len(found) == 2
     return found
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [("sharegpt", "a.json"), ("instruction", "a.jsonl.gz"), ("prompt_completion", "a.jsonl")],
-)
-def test_the_same_chats_train_the_same(workspace, tmp_path, expected, form, name):
-    data = write(tmp_path, name, FORMS[form])
-    assert losses(workspace, tmp_path / "run", data) == expected
-
-
 def test_bad_rows_are_skipped_and_said(workspace, tmp_path, expected, capsys):
-    rows = FORMS["messages"]
-    bad: dict[str, Any] = {"messages": rows[0]["messages"][:1]}
-    data = write(tmp_path, "a.jsonl", [bad, *rows[:3], bad, *rows[3:]])
+    bad: dict[str, Any] = {"messages": ROWS[0]["messages"][:1]}
+    data = preferences.write(tmp_path / "a.jsonl", [bad, *ROWS[:3], bad, *ROWS[3:]])
     with pytest.raises(SystemExit, match=r"a\.jsonl:1: .*no turn of the role 'assistant'"):
         losses(workspace, tmp_path / "run", data)
     assert losses(workspace, tmp_path / "run", data, "bad_rows=skip") == expected
     said = capsys.readouterr().out
-    assert f"data: 2 of {len(rows) + 2} rows skipped as bad:\n  {data}:1: messages have no" in said
+    assert f"data: 2 of {len(ROWS) + 2} rows skipped as bad:\n  {data}:1: messages have no" in said
 
 
 def test_names_of_keys_and_of_a_format(workspace, tmp_path, expected):
-    rows = [
-        {"dialog": row["messages"], "prompt": "a", "completion": "b"} for row in FORMS["messages"]
-    ]
-    data = write(tmp_path, "a.jsonl", rows)
+    rows = [{"dialog": row["messages"], "prompt": "a", "completion": "b"} for row in ROWS]
+    data = preferences.write(tmp_path / "a.jsonl", rows)
     assert losses(workspace, tmp_path / "1", data, "columns={messages: dialog}") == expected
     other = losses(workspace, tmp_path / "2", data, "format=prompt_completion")
     assert other != expected
     with pytest.raises(SystemExit, match="train_on='last': task=pretrain has no use for it"):
         losses(workspace, tmp_path / "3", data, "task=pretrain", "train_on=last")
-
-
-def test_text_divided_as_a_shell_writes_it(workspace, tmp_path):
-    texts = [" ".join(turn["content"] for turn in messages) for messages in chats(40)]
-    rows, lines = tmp_path / "a.jsonl", tmp_path / "a.txt"
-    rows.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
-    lines.write_bytes("\r\n\r\n".join(texts).encode("utf-8-sig"))
-    divided = losses(workspace, tmp_path / "1", lines, "task=pretrain", r"separator=\n\n")
-    assert divided == losses(workspace, tmp_path / "2", rows, "task=pretrain")
 
 
 # Held-out data sets with names: measured apart, in the same pass as all of them.
@@ -227,19 +187,12 @@ def files(tmp_path_factory):
     """Two that share packed rows, with weights in one of them."""
     root = tmp_path_factory.mktemp("sets")
     first, second = (write_chats(root / f"{n}.jsonl", 9, seed=s) for n, s in (("a", 1), ("b", 2)))
-    rows = [json.loads(text) for text in second.read_text().splitlines()]
-    weighted = [row | {"weight": 0.5 + i % 3} for i, row in enumerate(rows)]
-    second.write_text("\n".join(map(json.dumps, weighted)) + "\n")
-    return first, second
+    return first, write_weighted(second)
 
 
 def evaluated(workspace, run, data, **changes):
     settings = {"steps": 1, "lr": 0, "loss_reduction": "token", "eval_data": data, **changes}
     main(workspace.settings(run, **settings))
-    return last(workspace, run)
-
-
-def last(workspace, run):
     row = read_metrics(workspace.root / run / "metrics.jsonl")[-1]
     return {key: value for key, value in row.items() if key.startswith("eval_")}
 

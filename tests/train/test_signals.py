@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.train.checkpoints import saved_steps
 from tests.train.ranks import Ranks
 from tests.train.test_resume import KEYS
 from tigon.train import checkpoint, main, trainer
@@ -281,10 +282,6 @@ def stop(settings: list[str], code: int = 143) -> None:
     with pytest.raises(SystemExit) as error:
         main(settings)
     assert error.value.code == code
-
-
-def saved_steps(run) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 @pytest.mark.slow(first=1)

@@ -9,6 +9,7 @@ import pytest
 from tests.support.small import EXPERTS, LLAMA, WORDS, write_model
 from tests.train import preferences
 from tests.train.layouts import ADAPTER, TOLERANCE, assert_same_run, assert_same_tensors, train_once
+from tests.train.weights import write_weighted
 from tigon.models import MODELS
 from tigon.parallel import check_experts
 from tigon.settings.config import Parallel
@@ -83,6 +84,9 @@ RECOMPUTED = {"activation_checkpointing": "true"}
 # One micro-batch a step on each rank, whose rows `make` divides
 IN_BACKWARD = {"optimizer_in_backward": "true", "max_grad_norm": 0, "batch_size": 2}
 LINES = {"packing": "false", "logits_to_keep": 6, "loss_reduction": "sequence"}
+# Masks are uneven, and answers and rows have weights
+WEIGHTED = {"steps": 10, "batch_size": 4, "data": "weighted", "eval_data": "weighted held out"}
+WEIGHTED |= {"label_smoothing": 0.1, "z_loss": 1e-3}
 FROZEN = {"parameter_groups": "[{match: '*.layers.0.*', freeze: true}]", "micro_batch_size": 1}
 BALANCED = {"task": "pretrain", "data": "text", "router_aux_loss_coef": 0.5}
 LORA = ADAPTER | {"micro_batch_size": 1}
@@ -98,6 +102,10 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "sft": {"steps": 5, "save_every": 2, "keep_last": 0} | RECOMPUTED,
     "lines": LINES,
+    "weighted": WEIGHTED,
+    "weighted lines": WEIGHTED | {"packing": "false", "logits_to_keep": 6},
+    "weighted sequences": WEIGHTED | {"loss_reduction": "sequence"},
+    "weighted sequence lines": WEIGHTED | LINES,
     "two heads": BALANCED | {"model": "two heads"},
     "five experts": BALANCED | {"model": "five experts"},
     "lora": {"packing": "false", "lr": 1e-2, "lora.rank": 3, "lora.dropout": 0.3} | RECOMPUTED,
@@ -174,6 +182,7 @@ LOOSE = {  # tolerances of what is logged, and of weights
 OBJECTIVES = ["seen", "sft", "lines", "two heads", "lora", "dpo", "orpo", "kto", "grpo", "reward"]
 OBJECTIVES += ["distill", "zero", "few heads", "few heads dpo"]
 WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they share, kinds of runs
+    "whole steps": (1, {}, ["weighted", "weighted sequence lines"]),  # in one micro-batch
     "context": (2, {"context": 2}, [*OBJECTIVES, "moe of latents"]),
     "two groups": (4, {"context": 2}, ["sft", "two heads", "dpo"]),
     "one row": (4, {"context": 4}, ["few heads", "few heads dpo", "two heads"]),
@@ -193,8 +202,10 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     "fsdp": (
         2, {},
         ["sft", "seen", "dpo zero", "kto zero", "dpo stream", "shared keys", "shared keys zero",
-         "streams", "lora dropout", "lora ends", "lora nf4 experts", "reward-lora"],
+         "streams", "weighted lines", "weighted sequences", "lora dropout", "lora ends",
+         "lora nf4 experts", "reward-lora"],
     ),
+    "fsdp of four": (4, {}, ["weighted", "weighted sequence lines"]),
     "replicas": (4, {"replicate": 2, "fsdp": 2}, ["adamw", "muon"]),
     "fsdp tensor": (
         4, {"fsdp": 2, "tensor": 2},
@@ -226,6 +237,8 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
 }  # fmt: skip
 FAST = [
     ("fsdp", "sft"),
+    ("fsdp", "weighted lines"),
+    ("whole steps", "weighted"),
     ("context", "seen"),
     ("tensor", "seen"),
     ("tensor", "lora dropout"),
@@ -264,6 +277,8 @@ def make(workspace) -> Any:
         "pairs": preferences.write(root / "pairs.jsonl", preferences.pairs(9, 5)),
         "kto": preferences.write(root / "kto.jsonl", preferences.labeled(9, 5)),
         "grpo": preferences.write(root / "grpo.jsonl", preferences.rewarded(5)),
+        "weighted": write_weighted(workspace.data),
+        "weighted held out": write_weighted(workspace.held_out),
         "held out": f"[{{path: {workspace.held_out}, name: some}}]",
     }
     hooks = "[tests.train.watching:report, tests.train.watching:FirstAnswers]"
@@ -281,6 +296,8 @@ def make(workspace) -> Any:
         changes = {f"parallel.{dimension}": size for dimension, size in parallel.items()}
         if kind == "seen" and "tensor" not in parallel:
             changes |= watched
+        if way == "whole steps":
+            changes["micro_batch_size"] = 4
         if "in backward" in kind:
             shared = parallel.get("tensor", 1) * parallel.get("context", 1)
             changes["micro_batch_size"] = 2 * shared // ranks

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.train.checkpoints import saved_steps
+from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import Ranks
 from tests.train.test_resume import KEYS
 from tigon.train import checkpoint, main, trainer
@@ -101,8 +102,7 @@ def test_signal_in_last_evaluation_or_export(workspace, whole, function):
     main(settings)
     assert (directory / "hf/model.safetensors").exists()
     assert read_metrics(directory / "metrics.jsonl")[: len(rows)] == rows
-    for key in KEYS:
-        assert workspace.metrics(run, key) == workspace.metrics("unsignalled", key), key
+    assert_same_metrics(workspace, "unsignalled", run, *KEYS, rel=0)
     files = [path for path in directory.iterdir() if path.name != ".lock"]
     before = {path: path.stat().st_mtime_ns for path in files}
     main(settings)  # finished: it changes nothing

@@ -52,7 +52,7 @@ def build_loader(
         weights = None  # those of training; each held-out row counts the same
     if held_out and weights:
         raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
-    encoder = task.encoder(tokenizer)
+    encoder = build_encoder(task, tokenizer)
     if not held_out and encoder.uses_chat_template and (times := tokenizer.template_times()):
         world.log_rank0(
             f"{name}: the chat template writes the time, {', '.join(times.values())}, which a "
@@ -90,6 +90,13 @@ def build_loader(
     for line in lines:
         world.log_rank0(f"{name}: {line}")
     return loader
+
+
+def build_encoder(task: Task, tokenizer: Tokenizer) -> Encoder:
+    """Returns the task's encoder, which leaves bad rows out if the settings say so."""
+    encoder = task.encoder(tokenizer)
+    encoder.skip_bad_rows = task.config.bad_rows == "skip"
+    return encoder
 
 
 def tokenize_entries(

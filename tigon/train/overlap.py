@@ -23,7 +23,7 @@ from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
 from tigon.train.compile_step import compile_step, has_kernels
-from tigon.train.data import find_entry_sources, tokenize_entries
+from tigon.train.data import build_encoder, find_entry_sources, tokenize_entries
 from tigon.train.signals import handled_signals
 from tigon.train.tasks import Task
 
@@ -120,7 +120,7 @@ def _tokenize(task: Task, tokenizer: Tokenizer) -> None:
     try:
         config = task.config
         for items, held_out in ((config.data, False), (config.held_out, True)):
-            encoder = task.encoder(tokenizer)
+            encoder = build_encoder(task, tokenizer)
             if items:
                 corpora = tokenize_entries(config, items, encoder, held_out=held_out, check=False)
                 wrong = any(part.report.errors for parts in corpora for part in parts)

@@ -63,7 +63,7 @@ class Distill(CrossEntropyTask):
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         if not self.config.teacher:
-            return TopEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+            return TopEncoder(tokenizer)
         return self.chat_encoder(tokenizer)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:

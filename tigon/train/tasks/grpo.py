@@ -63,8 +63,8 @@ class GRPO(AnswerTask):
         self.clip = Clip(config.epsilon, config.epsilon_high, config.delta)
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        scale = self.config.scale_rewards == "group"
-        return RewardedEncoder(tokenizer, scale=scale, **self.encoder_options())
+        scale, thinking = self.config.scale_rewards == "group", self.config.train_on_empty_thinking
+        return RewardedEncoder(tokenizer, scale=scale, train_on_empty_thinking=thinking)
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
         """Returns notes on data that GRPO would learn little from."""

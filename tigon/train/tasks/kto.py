@@ -46,7 +46,8 @@ class KTO(AnswerTask):
     }
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        return LabelledEncoder(tokenizer, **self.encoder_options())
+        thinking = self.config.train_on_empty_thinking
+        return LabelledEncoder(tokenizer, train_on_empty_thinking=thinking)
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
         """Returns a note if desired and other answers of the training data are not balanced."""

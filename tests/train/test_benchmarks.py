@@ -5,6 +5,7 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -166,9 +167,7 @@ def test_bad_settings(workspace: Any, tasks: Path, changes: dict[str, Any], mess
 def test_tasks_are_found_before_data_are_read(
     workspace: Any, tasks: Path, monkeypatch: Any, option: list[str]
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("lm-eval has no such task")
-
+    fail = Mock(side_effect=ValueError("lm-eval has no such task"))
     monkeypatch.setattr("tigon.integrations.tasks.load_tasks", fail)
     settings = workspace.settings("named", data="hf://nowhere", **measured(tasks))
     with pytest.raises(SystemExit, match="lm-eval has no such task"):

@@ -316,16 +316,7 @@ def test_a_row_of_zeros_on_one_rank(workspace):
 # Runs whose frozen base is in 4 bits.
 
 
-@pytest.fixture(scope="module")
-def nf4_settings(workspace):
-    def make(run: str, **changes: Any) -> list[str]:
-        own = ADAPTER | {"lora.quantize": "nf4"}
-        return workspace.settings(run, eval_data=workspace.held_out, **own | changes)
-
-    return make
-
-
-def test_a_broken_base_that_is_kept(workspace, nf4_settings):
+def test_a_broken_base_that_is_kept(workspace, settings):
     """Its files are said, not rows of the data."""
     base = write_model(workspace.root / "broken")
     to_fp8(base, (32, 32), DYNAMIC)
@@ -334,16 +325,16 @@ def test_a_broken_base_that_is_kept(workspace, nf4_settings):
     codes[3, 5] = 0x7F  # NaN
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit, match=f"weights up to nan when .* look at the files of {base}"):
-        main(nf4_settings("broken-run", **{"model": base, "lora.quantize": "keep"}))
+        main(settings("broken-run", **{"model": base, "lora.quantize": "keep"}))
     with pytest.raises(SystemExit, match=rf"{base}.*: model.*down_proj.weight has values that are"):
-        main(nf4_settings("four-bits", model=base))
+        main(settings("four-bits", model=base, **{"lora.quantize": "nf4"}))
 
 
-def test_a_base_that_is_drawn(workspace, nf4_settings):
+def test_a_base_that_is_drawn(workspace, settings):
     """4 bits of the same weights as without them."""
     drawn = {"init": workspace.model / "config.json", "tokenizer": workspace.model, "model": ""}
     few, whole = (
-        load(None, nf4_settings("drawn", **drawn | {"lora.quantize": quantize}))
+        load(None, settings("drawn-nf4", **drawn | {"lora.quantize": quantize}))
         for quantize in ("nf4", "null")
     )
     with start("cpu") as world:
@@ -354,15 +345,15 @@ def test_a_base_that_is_drawn(workspace, nf4_settings):
     for (name, _, one), (_, _, other) in pairs:
         assert torch.equal(one.dequantize(), other.dequantize()), name
     with pytest.raises(ValueError, match=r"lora.quantize=keep .* init=.*config.json: init has no"):
-        load(None, nf4_settings("kept", **drawn | {"lora.quantize": "keep"}))
+        load(None, settings("kept", **drawn | {"lora.quantize": "keep"}))
 
 
-def test_the_estimate_knows(workspace, nf4_settings):
+def test_the_estimate_knows(workspace, settings):
     """On every rank all of the base, in 4 bits; a run on a CPU is planned for GPUs here."""
     found = {}
     for quantize in ("null", "nf4"):
         own = {"device": "auto", "dtype": "bfloat16", "lora.quantize": quantize}
-        config = load(None, nf4_settings(f"plan-{quantize}", **own))
+        config = load(None, settings(f"plan-{quantize}", **own))
         with start("cpu") as world:
             inputs = read_inputs(config, world, check_machine=False)
             for gpus in (1, 2):

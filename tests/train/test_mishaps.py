@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -79,11 +80,8 @@ def test_killed_export_of_the_best_is_repeated(workspace, monkeypatch):
         "best", steps=2, eval_data=workspace.held_out, hf_best="true", save_every=1, resume="auto"
     )
 
-    def killed(run, target):
-        raise Killed
-
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(trainer, "export", killed)
+        patch.setattr(trainer, "export", Mock(side_effect=Killed))
         main(settings)
     main(settings)
     assert (workspace.root / "best/hf-best/model.safetensors").exists()

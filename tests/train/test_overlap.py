@@ -38,7 +38,7 @@ def side_by_side(monkeypatch, tmp_path):
 
     def run(settings: list[str], *, on: bool) -> bool:
         monkeypatch.setenv("TIGON_CACHE", str(tmp_path / f"cache-{len(taken)}-{on}"))
-        monkeypatch.setattr(overlap, "SMALL", 0 if on else 1 << 60)
+        monkeypatch.setattr(overlap, "MIN_BYTES", 0 if on else 1 << 60)
         taken.clear()
         main(settings)
         return taken[-1]
@@ -143,7 +143,7 @@ def test_processes_end_with_the_run(workspace, monkeypatch):
         time.sleep(60)
 
     monkeypatch.setattr(overlap, "tokenize_entries", lasts)
-    monkeypatch.setattr(overlap, "SMALL", 0)
+    monkeypatch.setattr(overlap, "MIN_BYTES", 0)
     with start("cpu") as world:
         task = TASKS["sft"](config, world)
         began = time.monotonic()

@@ -13,7 +13,7 @@ from tests.support.small import write_model
 from tests.train import preferences
 from tigon.data import cache_root
 from tigon.train import load, main, pack
-from tigon.train.data import may_not_fit
+from tigon.train.data import describe_stream_limits
 from tigon.train.distributed import World
 from tigon.train.memory import estimate
 from tigon.train.model import meta_model
@@ -260,7 +260,7 @@ def test_answers_equal_once_cut_are_left_out(workspace, settings, tmp_path, caps
 def test_stream_warns_of_pairs_that_may_not_fit(world):
     def said(*given: str) -> str | None:
         config = load(None, [*NEEDED, "task=dpo", "streaming=true", "steps=1", *given])
-        return may_not_fit(TASKS[config.task](config, world))
+        return describe_stream_limits(TASKS[config.task](config, world))
 
     told = "pairs longer than a row of seq_len 512 are cut or left out"
     assert said("seq_len=512") == told

@@ -18,7 +18,7 @@ from tests.train.test_resume import KEYS
 from tigon.train import checkpoint, main, trainer
 from tigon.train.checkpoint import saver
 from tigon.train.logging import RunLog, read_metrics
-from tigon.train.signals import AGAIN, DEFER, Signals
+from tigon.train.signals import DEFER, REPEAT_SECONDS, Signals
 
 # A run that sends itself signals where `when` is called
 RUN = """
@@ -148,7 +148,9 @@ def test_ignored_hangups_stay_ignored():
 
 def test_second_interrupt_has_no_traceback(workspace):
     settings = workspace.settings("twice", steps=50)
-    twice = f"[(os.kill(os.getpid(), signal.SIGINT), time.sleep({AGAIN + 0.5})) for _ in 'ab']"
+    twice = (
+        f"[(os.kill(os.getpid(), signal.SIGINT), time.sleep({REPEAT_SECONDS + 0.5})) for _ in 'ab']"
+    )
     done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {twice}")
     assert done.codes[0] == 130
     assert "stopped now; what was saved last is in run_dir/checkpoints" in done.errors

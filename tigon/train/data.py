@@ -86,7 +86,7 @@ def build_loader(
     else:
         number = format_count(sum(map(len, sources)), "source")
         lines = [f"streamed from {number} in windows of {format_count(windows.size, task.unit)}"]
-        lines += filter(None, [may_not_fit(task)])
+        lines += filter(None, [describe_stream_limits(task)])
     for line in lines:
         world.log_rank0(f"{name}: {line}")
     return loader
@@ -212,7 +212,7 @@ def describe_truncation(config: Config, truncation: TruncationStats, unit: str) 
     return lines
 
 
-def may_not_fit(task: Task) -> str | None:
+def describe_stream_limits(task: Task) -> str | None:
     """Returns a line if a stream, whose groups are not counted, may cut or leave out long ones."""
     config, group, most = task.config, task.group, task.config.max_length
     if not config.packing or group == 1 or (most and group * most <= config.seq_len):

@@ -27,7 +27,7 @@ from tigon.train.data import build_encoder, find_entry_sources, tokenize_entries
 from tigon.train.signals import handled_signals
 from tigon.train.tasks import Task
 
-SMALL = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
+MIN_BYTES = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
 
 
 class EarlyModel:
@@ -88,7 +88,7 @@ def tokenizer_process(task: Task, tokenizer: Tokenizer) -> Iterator[Any]:
     config, small = task.config, True
     if task.world.size == 1 and not config.streaming:
         sources = find_entry_sources(config, config.data)
-        small = sum(source.size() for entry in sources for source in entry) < SMALL
+        small = sum(source.size() for entry in sources for source in entry) < MIN_BYTES
     if small:
         yield None
         return

@@ -100,9 +100,11 @@ def peer(config: Config, world: World, count: int, side: str, attention: str) ->
             fully_shard(block, reshard_after_forward=reshards)
         fully_shard(model, reshard_after_forward=False)
     optimizer, losses = adamw(model.train()), []
-    chunks = wider_chunks(shape["model_type"], shape, len(batches[0].view(-1))) if liger else 0
+    ring = side == CONTEXT_PEER
+    tokens = batches[0].numel() // (world.size if ring else 1)
+    chunks = wider_chunks(shape["model_type"], shape, tokens) if liger else 0
     more = {CHUNKS: chunks} if chunks else {}
-    learn = context_pass(model, world) if side == CONTEXT_PEER else whole_pass(model, more)
+    learn = context_pass(model, world, more) if ring else whole_pass(model, more)
 
     def step() -> None:
         loss = learn(next(ids))
@@ -138,7 +140,7 @@ def whole_pass(model: Any, more: Record) -> Callable[[Tensor], Tensor]:
     return learn
 
 
-def context_pass(model: Any, world: World) -> Callable[[Tensor], Tensor]:
+def context_pass(model: Any, world: World, more: Record) -> Callable[[Tensor], Tensor]:
     """As `whole_pass`, of rows that both ranks have, each of half of their tokens: torch's ring of
     SDPA, set up as accelerate does it."""
     assert world.meshes is not None and world.meshes.context is not None
@@ -165,6 +167,7 @@ def context_pass(model: Any, world: World) -> Callable[[Tensor], Tensor]:
                 shift_labels=targets,
                 # Of four dimensions it is taken as it is, so that none is made
                 attention_mask=tokens.new_zeros(1, 1, 1, 1),
+                **more,
             ).loss
             loss.backward()
         return loss

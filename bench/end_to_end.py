@@ -9,11 +9,11 @@ higher; a peer's may be, as torch's AdamW rounds small updates of bf16 weights a
 at random. Files are in the page cache and Python's bytecode is compiled beforehand; caches of
 compiled kernels and of data are empty for each side.
 
-Sides take turns, and of several rounds the one with the median time counts. Ratios are of rounds at
-one commit, on one host; of several peers the one with the least ratio counts. A round that the
-record has at this commit, with as many steps, is not measured again: a run that is cut off goes on
-with the same command. So a record may have sides of several commits, and each row of the table
-names its own.
+Sides take turns, and of several rounds the one with the median time counts, of two the slower one.
+Ratios are of rounds at one commit, with as many steps; of several peers the one with the least
+ratio counts. A round that the record has at this commit, with as many steps, is not measured again:
+a run that is cut off goes on with the same command. So a record may have sides of several commits,
+and of Tigon rounds at each commit of a peer: each row of the table names its own.
 
     python -m bench end_to_end --only "1B full" --steps 60
     python -m bench end_to_end --tiny            # tiny models on the CPU
@@ -26,7 +26,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -172,19 +172,46 @@ def read_progress(last: Record, wall: float) -> Record:
 
 def rounds_of(job: Job, case: str, side: str) -> list[Record]:
     """The rounds of a side at this commit and with as many steps, but for those that failed."""
-    known = job.record["cases"].get(case, {}).get(side, {})
-    same = {"commit": job.record["commit"], "asked": job.options.steps}
-    rounds = [known, *known.get("others", ())]
-    return [of for of in rounds if "error" not in of and same.items() <= of.items()]
+    here = (job.record["commit"], job.options.steps)
+    known = rounds_in(job.record["cases"].get(case, {}).get(side, {}))
+    return [of for of in known if "error" not in of and key_of(of) == here]
 
 
-def middle(rounds: list[Record]) -> Record:
+def rounds_in(found: Record) -> list[Record]:
+    """All rounds that the record of a side has; the one whose figures are its own comes last."""
+    return [*found.get("others", ()), {k: v for k, v in found.items() if k != "others"}]
+
+
+def key_of(found: Record) -> tuple[Any, Any]:
+    """The commit of a round, and how many steps were asked for: what two rounds that are compared
+    have in common."""
+    return found.get("commit"), found.get("asked")
+
+
+def middle(rounds: list[Record], older: Iterable[Record] = ()) -> Record:
     """The round with the median time, with the others beside it; the last one if it failed."""
-    known = [{k: v for k, v in found.items() if k != "others"} for found in rounds]
+    known = list(rounds)
     if "error" not in known[-1]:
         known.sort(key=lambda found: found["wall"])
     found = known.pop(-1 if "error" in known[-1] else len(known) // 2)
-    return found | ({"others": known} if known else {})
+    others = [*known, *older]
+    return found | ({"others": others} if others else {})
+
+
+def by_key(found: Record) -> dict[tuple[Any, Any], Record]:
+    """A side for each commit and number of steps, of the rounds that this one has."""
+    rounds = rounds_in(found)
+    keys = dict.fromkeys(key_of(of) for of in reversed(rounds))
+    return {key: middle([of for of in rounds if key_of(of) == key]) for key in keys}
+
+
+def add_rounds(sides: Record, side: str, rounds: list[Record]) -> None:
+    """Puts rounds at one commit in place of those that the record of a case has; of Tigon's at
+    another commit those stay that a peer was measured beside."""
+    keys = {key_of(of) for name, of in sides.items() if side == OURS and name != OURS}
+    keys -= {key_of(rounds[-1])}
+    older = [of for of in rounds_in(sides.get(side, {})) if key_of(of) in keys]
+    sides[side] = middle(rounds, older)
 
 
 def measure(job: Job, root: Path) -> None:
@@ -203,7 +230,7 @@ def measure(job: Job, root: Path) -> None:
             progress(f"{name}: {side}, round {number + 1} of {rounds}")
             known = rounds_of(job, name, side)[:number]
             found = run_side(job, root, name, side)
-            job.record["cases"].setdefault(name, {})[side] = middle([*known, found])
+            add_rounds(job.record["cases"].setdefault(name, {}), side, [*known, found])
             job.add()
             print(markdown(HEAD, [row(name, side, found)]), flush=True)
 
@@ -254,10 +281,9 @@ def row(case: str, side: str, found: Record) -> list[str]:
 
 
 def ours_beside(sides: Record, peer: str) -> Record:
-    """Tigon's rounds at this peer's commit, as one side: they ran on the same host."""
-    ours, commit = sides[OURS], sides[peer].get("commit")
-    known = [of for of in (ours, *ours.get("others", ())) if of.get("commit") == commit]
-    return middle(known) if known else ours
+    """Tigon's rounds at this peer's commit, with as many steps, as one side."""
+    key = key_of(sides[peer])
+    return by_key(sides[OURS]).get(key, {"error": f"no round at {key[0]} of {key[1]} steps"})
 
 
 def best_peer(sides: Record) -> str:
@@ -295,7 +321,7 @@ def verdicts(name: str, sides: Record) -> list[str]:
     ]
     if (limit := CASES[name].limit) is not None:
         what = f"{name}: seconds from start to first step"
-        said.append(harness.verdict(what, ours["first_step"], limit, most=True))
+        said.append(harness.verdict(what, pair[0].get("first_step"), limit, most=True))
     losses = {n: of["eval_loss"] for n, of in sides.items() if "error" not in of}
     if losses[OURS] > (1 + APART) * min(losses.values()):
         said.append(f"WRONG: {name}: the loss on held-out chats is higher: {losses}")
@@ -339,16 +365,23 @@ def steps_alone(name: str, sides: Record) -> str:
 
 def title_of(record: Record, cases: Record) -> str:
     """What all sides have in common; commits are those of the rows."""
-    steps = sorted({found["asked"] for sides in cases.values() for found in sides.values()})
-    known = (of.get("libraries", record["libraries"]) for s in cases.values() for of in s.values())
-    differ = any(libraries != record["libraries"] for libraries in known)
-    said = f"{heading(record)}, the last run; {' or '.join(map(str, steps))} steps."
+    rounds = [of for sides in cases.values() for found in sides.values() for of in rounds_in(found)]
+    last = max(rounds, key=lambda of: of.get("date", ""), default={})
+    title = heading(record | {key: last[key] for key in ("commit", "date") if key in last})
+    steps = " or ".join(map(str, sorted({of["asked"] for of in rounds})))
+    differ = any(of.get("libraries", record["libraries"]) != record["libraries"] for of in rounds)
+    said = f"{title}, the last run; {steps} steps."
     return said + " Libraries differ between rows: see the record." * differ
 
 
 def show(record: Record) -> str:
     cases = {name: record["cases"][name] for name in CASES if name in record["cases"]}
-    rows = [row(name, side, of) for name, sides in cases.items() for side, of in sides.items()]
+    rows = [
+        row(name, side, of)
+        for name, sides in cases.items()
+        for side, found in sides.items()
+        for of in by_key(found).values()
+    ]
     notes = [f"{name}: {learned(sides)}." for name, sides in cases.items() if learned(sides)]
     notes += [note for name, sides in cases.items() if (note := steps_alone(name, sides))]
     said = [line for name, sides in cases.items() for line in verdicts(name, sides)]

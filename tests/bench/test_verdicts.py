@@ -74,10 +74,49 @@ def test_ends_have_the_median_of_rounds() -> None:
     assert end_to_end.rounds_of(job, "1B full", "TRL") == []
 
 
+def test_ends_compare_rounds_at_one_commit() -> None:
+    """Of several peers, each beside Tigon at its commit, the one with the least ratio counts."""
+    phases = dict.fromkeys(end_to_end_side.PHASES, 1.0)
+    side = {"tokens": 60, "learned": 30, "allocated_gib": 1.0, "first_step": 1.0, "asked": 4}
+    side |= {"phases": phases, "gaps": [1.0], "steps": 4, "eval_loss": 9.0}
+
+    def rounds(commit: str, *walls: float, **more: Any) -> list[Record]:
+        return [side | {"commit": commit, "wall": wall} | more for wall in walls]
+
+    sides: Record = {}
+    end_to_end.add_rounds(sides, end_to_end.OURS, rounds("a", 9.0, 10.0, 30.0))
+    end_to_end.add_rounds(sides, end_to_end.TRL, rounds("a", 20.0))
+    end_to_end.add_rounds(sides, end_to_end.OURS, rounds("b", 20.0, first_step=2.0))
+    # Slower than the other peer, but less slow beside Tigon on its host
+    end_to_end.add_rounds(sides, "varlen", rounds("b", 32.0, allocated_gib=2.0))
+    assert end_to_end.best_peer(sides) == "varlen"
+    speed, memory, first = end_to_end.verdicts("8B LoRA", sides)
+    assert "over that of varlen: 1.600" in speed and ": 0.500" in memory and ": 2.000" in first
+    record = {"machine": "H200", "libraries": {}, **harness.stamp("0"), "cases": {"1B full": sides}}
+    lines = [line.split(" | ") for line in end_to_end.show(record).splitlines() if " | " in line]
+    walls = [(cells[1], cells[2], cells[6]) for cells in lines[2:]]
+    assert walls == [
+        (end_to_end.OURS, "b", "20.0"),
+        (end_to_end.OURS, "a", "10.0 (9.00 to 30.0 in 3 rounds)"),
+        (end_to_end.TRL, "a", "20.0"),
+        ("varlen", "b", "32.0"),
+    ]
+    # A peer without rounds of Tigon at its commit, or of as many steps, has no ratio
+    for alone in rounds("c", 1.0), rounds("b", 1.0, asked=8):
+        end_to_end.add_rounds(sides, "varlen", alone)
+        assert end_to_end.best_peer(sides) == end_to_end.TRL
+    assert end_to_end.verdicts("8B LoRA", sides)[0].endswith("2.000, target ≥ 1.50")
+    del sides[end_to_end.TRL]
+    assert end_to_end.verdicts("8B LoRA", sides)[0].startswith("not measured")
+    end_to_end.add_rounds(sides, end_to_end.OURS, rounds("c", 1.0))  # nothing needs the others now
+    assert "others" not in sides[end_to_end.OURS]
+
+
 def test_ends_say_what_their_rows_are_of() -> None:
     """The commit of each row, sides without figures, and steps of the peer that are held up."""
     record = harness.newest(harness.records("end_to_end"))
     ours, theirs = (record["cases"]["1B LoRA"][side] for side in (end_to_end.OURS, end_to_end.TRL))
+    ours |= {"commit": "abc1234"}
     theirs |= {"commit": "abc1234", "gaps": [1.0] * 30 + [2.0] * 9}
     record["cases"] = {"1B LoRA": {end_to_end.OURS: ours, end_to_end.TRL: theirs}}
     record["cases"]["1B full"] = {side: {"error": "no", "asked": 60} for side in end_to_end.SIDES}

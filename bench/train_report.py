@@ -342,13 +342,11 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
     axes.set_xscale("log")
     axes.set_xlim(left=LEFT)
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    beside = " over Tigon in bf16", ", updates in backward"
-    names = [
-        case["name"]
-        + beside[0] * CASES[case["name"]].own
-        + beside[1] * (IN_BACKWARD[0] in case["settings"])
-        for case in shown
-    ]
+    names = []
+    for case in shown:
+        other = " over Tigon in bf16" if CASES[case["name"]].own else ""
+        early = ", updates in backward" if IN_BACKWARD[0] in case["settings"] else ""
+        names.append(f"{case['name']}{other}{early}")
     axes.set_yticks(range(len(shown)), names)
     axes.invert_yaxis()
     axes.margins(y=0.01)

@@ -41,7 +41,7 @@ LIBRARIES = {
     "triton": "triton",
 }
 TRIALS = ("tried", "options", "libraries")  # what a case has of them
-COMPILED = ", compiled"  # the end of a name of such options
+COMPILED = ", compiled"  # how names of options with torch.compile end
 LEAST_SECONDS = 20.0  # below which no process is started
 
 

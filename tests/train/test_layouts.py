@@ -340,7 +340,7 @@ def test_other_layouts_resume(workspace, make, kind, before, after):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "kind"),
-    [("expert tensor", "qwen2_moe"), ("expert tensor", "moe of latents"),
+    [("fsdp", "shared keys"), ("expert tensor", "qwen2_moe"), ("expert tensor", "moe of latents"),
      ("fsdp tensor", "average"), ("fsdp tensor", "lora dora"), ("expert tensor", "lora experts")],
 )  # fmt: skip
 def test_converted_checkpoint_equals_export(workspace, make, way, kind, tmp_path):

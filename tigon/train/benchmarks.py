@@ -24,23 +24,23 @@ def load_tasks(config: Config) -> Any:
 
 
 def build_benchmarks(
-    found: Any, config: Config, model: CausalLM, tokenizer: Tokenizer, world: World
+    tasks: Any, config: Config, model: CausalLM, tokenizer: Tokenizer, world: World
 ) -> Callable[[], dict[str, float]] | None:
-    """Returns the function that evaluates the model on the tasks of `load_tasks`, None without.
+    """Returns the function that evaluates the model on what `load_tasks` returned, None for None.
 
     The function returns {"eval/task/metric": value}. Every rank calls it and answers its part of
     the questions; the model is in training mode before and after it. It raises Interrupted on all
     ranks once one of them has received a signal.
     """
-    if found is None:
+    if tasks is None:
         return None
     assert config.eval is not None
-    from tigon.integrations import tasks
     from tigon.integrations.ranks import DataRanks
+    from tigon.integrations.tasks import TigonLM, evaluate_tasks, flatten_metrics
 
     options: dict[str, Any] = {"num_fewshot": config.eval.num_fewshot, "limit": config.eval.limit}
     ranks = DataRanks(world.data.rank, world.data.size, world.group)
-    lm = tasks.TigonLM(model, tokenizer, ranks=ranks)
+    lm = TigonLM(model, tokenizer, ranks=ranks)
 
     def stop_if_signaled(*_: Any) -> None:
         if world.any(world.signals.received > 0):
@@ -49,10 +49,10 @@ def build_benchmarks(
     def measure() -> dict[str, float]:
         hook = model.register_forward_pre_hook(stop_if_signaled)
         try:
-            results = tasks.evaluate_tasks(lm, found, bootstrap_iters=0, **options)
+            results = evaluate_tasks(lm, tasks, bootstrap_iters=0, **options)
         finally:
             hook.remove()
             reshard(model)
-        return {f"eval/{name}": value for name, value in tasks.flatten_metrics(results).items()}
+        return {f"eval/{name}": value for name, value in flatten_metrics(results).items()}
 
     return measure

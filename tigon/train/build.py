@@ -256,8 +256,8 @@ def prepare(config: Config, world: World) -> TrainingRun:
                 model = build_seeded(world, config, source, inputs.choice)
         inputs.check_model(model)
         prompts = read_prompts(config, inputs.tokenizer, model.config.max_position_embeddings)
-        tasks, tokenizer = inputs.benchmark_tasks, inputs.tokenizer
-        benchmarks = build_benchmarks(tasks, config, model, tokenizer, world)
+        tasks = inputs.benchmark_tasks
+        benchmarks = build_benchmarks(tasks, config, model, inputs.tokenizer, world)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
     world.check_same({"sample_prompts": [prompt.ids for prompt in prompts]}, OTHER_FILES)

@@ -44,9 +44,10 @@ class EarlyModel:
         tokenizer: Tokenizer,
         source: Path | None,
     ) -> StepChoice | None:
-        """Returns what `choose` does. If there is much to tokenize, a process begins it; meanwhile
-        the model is built and its kernels are compiled, unless that has found data that are wrong.
-        What is wrong with the model is said when it is built again."""
+        """Calls `choose` and returns its result. If there is much to tokenize, a process of its own
+        does that meanwhile, and the model is built and its kernels are compiled, unless the process
+        has found wrong data by then. What is wrong with the model is said when it is built again.
+        """
         with tokenizer_process(task, tokenizer) as process:
             with launch_first_kernel(task.world.device):
                 choice = choose()

@@ -66,7 +66,7 @@ def render(
     `strftime_now` formats the time for the template's function of this name, by default now.
     Raises ValueError with the template's message if the template refuses the conversation.
     """
-    clock = strftime_now or (lambda format: now().strftime(format))
+    clock = strftime_now or format_time
     try:
         chat = [_template_message(message) for message in messages]
         if continue_final_message:
@@ -91,6 +91,11 @@ def render(
 def now() -> datetime:
     """Returns the time that `strftime_now` formats by default; tests replace it."""
     return datetime.now()
+
+
+def format_time(format: str, time: datetime | None = None) -> str:
+    """Returns a time, by default now, in a format of strftime."""
+    return (time or now()).strftime(format)
 
 
 class _Generation(Extension):
@@ -349,10 +354,9 @@ def template_times(
     It is asked in short chats, so that a template whose `variables` pin the time asks for none.
     """
     times: dict[str, str] = {}
-    time = time or now()
 
     def note(format: str) -> str:
-        times[format] = time.strftime(format)
+        times[format] = format_time(format, time)
         return times[format]
 
     for messages, tools in product(_PROBE_CHATS, _PROBE_TOOLS):

@@ -9,8 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.models.fp8_checkpoints import E4M3, Block, dequantized, quantize
-from tigon.weights import BlockScales, Checkpoint, DecodedTensor, Repository
-from tigon.weights.layout import DecodedSpan
+from tigon.weights import BlockScales, Checkpoint, Repository
 from tigon.weights.read import Reader
 
 W, S = "x.weight", "x.weight_scale_inv"
@@ -45,21 +44,6 @@ def test_values(
     out = torch.empty(shape, dtype=dtype)
     found.read_into(W, out)
     assert torch.equal(out, dequantized(codes, scales, block, dtype))
-
-
-@pytest.mark.parametrize("block", [(8, 16), None], ids=["blocks", "one scale"])
-def test_pieces_are_small(tmp_path: Path, block: Block) -> None:
-    torch.manual_seed(0)
-    codes, scales = quantize(torch.randn(300, 200), block)
-    info = checkpoint(tmp_path, {W: codes, S: scales}, block).tensors[W]
-    assert isinstance(info, DecodedTensor)
-    out = torch.empty(300, 200)
-    pieces = [*DecodedSpan(info, 0, 0, out).split(10_000)]
-    assert max(piece.nbytes for piece in pieces) <= 10_000
-    with Reader() as reader:
-        for piece in pieces:
-            piece.out.copy_(piece.read(reader))
-    assert torch.equal(out, dequantized(codes, scales, block, torch.float32))
 
 
 @pytest.mark.parametrize("shape", [(50, 40), (9, 20, 30)])

@@ -46,24 +46,6 @@ def fused_qkv(prefix: str = "") -> tuple[dict[str, Tensor], Layout]:
     return tensors, layout
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("chunk", [8, 64 << 20])
-def test_fused_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
-) -> None:
-    for way in ("DIRECT", "STAGING"):
-        monkeypatch.setattr(read, way, chunk)
-    tensors, layout = fused_qkv()
-    parameters = {
-        "qkv": torch.nn.Parameter(torch.full((14, 4), torch.nan, dtype=dtype)),
-        "norm": torch.full((4,), torch.nan, dtype=dtype),
-    }
-    load_into(parameters, layout, save(tmp_path, tensors))
-    expected = torch.cat([tensors["q"], tensors["k"], tensors["v"]]).to(dtype)
-    assert torch.equal(parameters["qkv"], expected)
-    assert torch.equal(parameters["norm"], tensors["norm"].to(dtype))
-
-
 def halves(rank: int) -> TensorSlice:
     """Rank 0 or 1's part of a stored [gate; up], 6 rows each: a slice of either."""
     return TensorSlice("gate_up", (12, 4), (RowSpan(3 * rank, 0, 3), RowSpan(6 + 3 * rank, 3, 3)))

@@ -43,7 +43,7 @@ class Null(str):
     """Empty text that stands for `content: null`. None itself is removed from messages."""
 
 
-class Rendered(NamedTuple):
+class RenderedChat(NamedTuple):
     """The text that a chat template writes for a conversation."""
 
     text: str
@@ -60,7 +60,7 @@ def render(
     continue_final_message: bool = False,
     strftime_now: Callable[[str], str] | None = None,
     **variables: Any,
-) -> Rendered:
+) -> RenderedChat:
     """Renders a conversation by a chat template.
 
     `strftime_now` formats the time for the template's function of this name, by default now.
@@ -172,7 +172,7 @@ def _compile(template: str) -> jinja2.Template:
         raise _template_error(error) from error
 
 
-def _generate(template: jinja2.Template, variables: dict[str, Any]) -> Rendered:
+def _generate(template: jinja2.Template, variables: dict[str, Any]) -> RenderedChat:
     """Render a compiled template, and note where its {% generation %} blocks begin; ValueError for
     what the template raises, or if its text is too long."""
     pieces: list[str] = []
@@ -191,7 +191,7 @@ def _generate(template: jinja2.Template, variables: dict[str, Any]) -> Rendered:
         _generation_callback.reset(token)
     text = "".join(pieces)
     check_unicode(text)
-    return Rendered(text, generations)
+    return RenderedChat(text, generations)
 
 
 def _template_error(error: Exception) -> ValueError:

@@ -106,28 +106,6 @@ def test_prompts_and_texts():
     assert parse_text(row, Format().detect(row, ("text",))) == WeightedText("a")
 
 
-@pytest.mark.parametrize("tools", [[TOOL], '[{"type": "function", "function": {"name": "f", '])
-def test_tools_as_a_list_or_its_json(tools):
-    tools = tools if isinstance(tools, list) else tools + '"parameters": {}}}]'
-    found = chat({"messages": HI, "tools": tools, "chat_template_kwargs": {"think": False}})
-    assert isinstance(found, WeightedChat) and found.tools == [TOOL]
-    assert found.variables == {"think": False}
-
-
-def test_weights_of_messages_and_rows():
-    messages = [
-        {**HI[0], "train": True},
-        {**HI[1], "weight": 0},
-        {**HI[0], "weight": None},
-        {**HI[1], "train": False},
-        {**HI[1], "weight": 0.5},
-    ]
-    found = chat({"messages": messages, "weight": 3})
-    assert isinstance(found, WeightedChat)
-    assert found.weights == [1, 0, None, 0, 0.5] and found.weight == 3
-    assert found.messages == [HI[0], HI[1], {**HI[0]}, HI[1], HI[1]]
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [

@@ -28,13 +28,9 @@ def save(directory: Path, tensors: dict[str, Tensor]) -> Checkpoint:
     return Checkpoint.open(Repository(directory))
 
 
-def fused_qkv(prefix: str = "") -> tuple[dict[str, Tensor], Layout]:
-    tensors = {
-        f"{prefix}q": torch.randn(8, 4),
-        f"{prefix}k": torch.randn(3, 4),
-        f"{prefix}v": torch.randn(3, 4),
-        f"{prefix}norm": torch.randn(4),
-    }
+def fused_qkv() -> tuple[dict[str, Tensor], Layout]:
+    shapes = {"q": (8, 4), "k": (3, 4), "v": (3, 4), "norm": (4,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     layout = {
         "qkv": (
             TensorSlice.whole("q", (8, 4)),

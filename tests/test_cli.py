@@ -63,10 +63,8 @@ def places(directory: Path) -> dict[str, Path]:
 
 def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """A process with these arguments, which has ended."""
-    options = {"stdout": subprocess.PIPE} | options
-    return subprocess.run(
-        [sys.executable, *arguments], stderr=subprocess.PIPE, text=True, **options
-    )
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.run([sys.executable, *arguments], **options)
 
 
 @pytest.mark.parametrize("module", ["tigon", "tigon.cli"])

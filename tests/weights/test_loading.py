@@ -3,14 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.weights.saved import save
 from tigon.weights import (
-    Checkpoint,
     Layout,
     ReplicaIndex,
-    Repository,
     RowSpan,
     ShardSpec,
     TensorSlice,
@@ -21,11 +20,6 @@ from tigon.weights import (
     shard_slices,
     write_checkpoint,
 )
-
-
-def save(directory: Path, tensors: dict[str, Tensor]) -> Checkpoint:
-    save_file(tensors, directory / "model.safetensors")
-    return Checkpoint.open(Repository(directory))
 
 
 def fused_qkv() -> tuple[dict[str, Tensor], Layout]:

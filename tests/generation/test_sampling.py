@@ -93,14 +93,11 @@ def test_sampled_tokens_are_transformers(
     assert ours.generate(ids, **common, **settings).tolist() == expected.tolist()
 
 
-def test_repetition_penalty_without_sampling(pair: tuple[tigon.CausalLM, Any]) -> None:
-    ours, theirs = pair
+def test_padding_is_not_penalized_as_repeated(pair: tuple[tigon.CausalLM, Any]) -> None:
+    ours, _ = pair
     ids, mask = prompt()
     common: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 24, "pad_token_id": 0}
     tokens = ours.generate(ids, repetition_penalty=1.8, **common)
-    assert tokens.tolist() == theirs.generate(ids, repetition_penalty=1.8, **common).tolist()
-    assert tokens.tolist() != ours.generate(ids, **common).tolist()
-    # What stands under the padding was not said
     other = ids.masked_fill(mask == 0, int(tokens[1, 6]))
     again = ours.generate(other, repetition_penalty=1.8, **common)
     assert again[:, 6:].tolist() == tokens[:, 6:].tolist()

@@ -13,11 +13,10 @@ from tests.models.dense_cases import SIZES
 from tests.models.tiny import CASES, FIRST
 from tests.support.contract import gradients
 from tests.support.recompute import recompute_above
-from tests.support.saved import saved_storages
 from tigon.kernels import qk_norm_rope, rms_norm, runtime, use
 from tigon.layers import GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
-from tigon.train.memory_tracker import Ledger, MemoryTracker, model_tensors
+from tigon.train.memory_tracker import Ledger, MemoryTracker
 
 CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe", "qwen3_5_text")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]
@@ -125,44 +124,6 @@ def test_nothing_is_left_to_the_garbage_collector() -> None:
         assert [ref for ref in left() if ref() is not None] == []
     finally:
         gc.enable()
-
-
-BIG: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 256}
-BIG |= {"max_position_embeddings": 4096, "num_hidden_layers": 2}
-B, T = 2, 4096
-
-
-def saved(model: CausalLM) -> int:
-    """Bytes that a graph keeps, each memory once."""
-    ids = torch.zeros(B, T, dtype=torch.int64, device="meta")
-    with use("triton"), saved_storages(*model_tensors(model)) as kept:
-        model(ids, labels=ids)
-    return sum(storage.nbytes() for storage in kept.values())
-
-
-def predicted(model: CausalLM) -> int:
-    """Two normed inputs of a layer, and what goes into down_proj unless experts have it."""
-    c = model.config
-    numbers = 2 * c.hidden_size
-    if model.config.model_type != "qwen3_moe":
-        numbers += c.intermediate_size
-    return len(model.model.layers) * B * T * numbers * 2
-
-
-def on_meta(model_type: str, case: str) -> CausalLM:
-    more = {"moe_intermediate_size": 512} if model_type == "qwen3_moe" else {}
-    return make(model_type, case, "meta", **BIG, **more).to("meta", torch.bfloat16)
-
-
-@pytest.mark.parametrize(("model_type", "case"), FAMILIES)
-def test_bytes_that_a_step_keeps(model_type: str, case: str) -> None:
-    """With the sizes that are rebuilt outside of tests, too."""
-    model = on_meta(model_type, case)
-    found = saved(model)
-    with recompute_above(math.inf):
-        without = saved(model)
-    small = 2**20  # 1 / rms, which autograd saves apart of where the stream is
-    assert predicted(model) - small <= without - found <= predicted(model)
 
 
 def test_what_is_rotated_is_never_there_twice() -> None:

@@ -31,7 +31,10 @@ COMMON = 2 * I + (H + 2 * K) * D + H * D
 # Numbers of a token: sums of the stream, branches that are normed, and what else there is
 KEPT: dict[str, tuple[dict[str, Any], int]] = {
     "llama": ({}, 2 * C + COMMON),
+    "qwen2": ({}, 2 * C + COMMON),
     "qwen3": ({}, 2 * C + COMMON),
+    # Gate and up of three experts that have a quarter of an MLP's size
+    "qwen3_moe": ({"moe_intermediate_size": I // 4}, 2 * C + COMMON - 2 * I + 3 * 2 * I // 4),
     "gemma3_text": ({"sliding_window": 64}, C + 2 * C + COMMON),
     # The convolution's input, the gate, and the delta rule's output
     "qwen3_5_text": (DELTA, 2 * C + 2 * I + (2 * K + H) * D + 2 * H * D),

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.contract import (
-    assert_same_gradients,
-    gradients,
-    tiny_llama,
-    token_losses,
-    tokens,
-)
+from tests.support.contract import assert_same_gradients, gradients, tiny_llama, tokens
 from tigon.models import Batch, CausalLM, Targets
 
 B, T = 2, 13
@@ -96,14 +90,3 @@ def test_uneven_micro_batches_equal_one_batch(reduction: Any, resolved: bool) ->
         loss.backward()
     assert total == pytest.approx(whole.item(), rel=1e-6)
     assert_same_gradients({n: p.grad for n, p in model.named_parameters()}, expected)
-
-
-@pytest.mark.parametrize("return_logits", [False, True])
-def test_per_token_losses_take_any_upstream_gradient(model: CausalLM, return_logits: bool) -> None:
-    ids, labels = tokens()
-    losses = token_losses(model(ids).logits, labels)
-    upstream = torch.randn(B, T)
-    expected = torch.stack([upstream[p].double() * x.exp() for p, x in losses.items()]).sum()
-    loss = model(ids, labels=labels, loss_reduction="none", return_logits=return_logits).loss
-    found = gradients((upstream * loss.exp()).sum(), model)
-    assert_same_gradients(found, gradients(expected, model))

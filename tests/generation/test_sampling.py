@@ -217,7 +217,8 @@ def test_length(pair: tuple[tigon.CausalLM, Any]) -> None:
         tokens = ours.generate(ids, eos_token_id=[], **given)
         expected = theirs.generate(ids, eos_token_id=-1, pad_token_id=0, **given)
         assert tokens.tolist() == expected.tolist()
-    assert ours.generate(ids, max_new_tokens=0).tolist() == ids.tolist()
+    for given in ({}, {"cache_implementation": "static"}, {"assistant_model": ours}):
+        assert ours.generate(ids, max_new_tokens=0, **given).tolist() == ids.tolist()
     ours.generation_config = {"max_length": 10}
     assert ours.generate(ids, eos_token_id=[]).shape[1] == 10
     ours.generation_config = {}

@@ -202,12 +202,6 @@ def test_stop_strings_and_streams(model: tigon.Llama, ragged: dict[str, Tensor])
     assert torch.stack(seen, 1).tolist() == tokens[:, 11:].tolist()
 
 
-def test_no_new_tokens(model: tigon.Llama, ragged: dict[str, Tensor]) -> None:
-    for given in ({"cache_implementation": "static"}, {"assistant_model": model}):
-        tokens = model.generate(**ragged, max_new_tokens=0, **given)
-        assert tokens.tolist() == ragged["input_ids"].tolist()
-
-
 @pytest.mark.parametrize("sampled", [False, True])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_scores_that_are_not_finite(model: tigon.Llama, cache: Any, sampled: bool) -> None:

@@ -3,20 +3,20 @@
 # B rows, T tokens
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from tests.generation.common import padded
 from tests.models.dense_cases import FULL
+from tests.models.test_io import edit
 from tests.models.test_parity import gradients
-from tests.models.tiny import CASES, exact, load_case, reference
+from tests.models.tiny import CASES, exact, load_case, random_ids, reference
 from tests.support.contract import tiny_llama
 from tests.support.numbers import assert_as_near, float64
 from tigon.layers import GatedDeltaNet, KVCache
@@ -29,10 +29,6 @@ LONG = 150  # more than two chunks of 64, and no multiple of them
 families = pytest.mark.parametrize("model_type", FAMILIES)
 
 
-def text(rows: int, tokens: int, seed: int = 1) -> Tensor:
-    return torch.randint(4, 211, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
 def assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -40,7 +36,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @families
 def test_texts_beyond_a_chunk(model_type: str, tmp_path: Path) -> None:
     theirs = reference(model_type, CASES[model_type]["plain"], tmp_path)
-    ours, twin, ids = from_pretrained(tmp_path), exact(theirs), text(2, LONG)
+    ours, twin, ids = from_pretrained(tmp_path), exact(theirs), random_ids(2, LONG)
     with float64():
         truth = twin(ids, labels=ids)
         truth.loss.backward()
@@ -63,7 +59,7 @@ PACKS = [70, 1, 2, 64, 13]  # sequences shorter than the convolution, and ends o
 
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "rows"])
 def test_packed_rows_are_as_if_apart(model: CausalLM, how: str) -> None:
-    ids, positions = text(1, LONG), torch.cat([torch.arange(n) for n in PACKS])[None]
+    ids, positions = random_ids(1, LONG), torch.cat([torch.arange(n) for n in PACKS])[None]
     alone = torch.cat([model(part).logits for part in ids.split(PACKS, 1)], 1)
     if how == "rows":
         ids, positions, alone = (x.view(2, 75, *x.shape[2:]) for x in (ids, positions, alone))
@@ -77,7 +73,7 @@ def test_packed_rows_are_as_if_apart(model: CausalLM, how: str) -> None:
 
 
 def test_gradients_of_packed_rows(tmp_path: Path) -> None:
-    model, ids = load_case("qwen3_5_text", "plain", tmp_path), text(1, LONG)
+    model, ids = load_case("qwen3_5_text", "plain", tmp_path), random_ids(1, LONG)
     positions = torch.cat([torch.arange(n) for n in PACKS])[None]
     model(ids, position_ids=positions, labels=ids, loss_reduction="sum").loss.backward()
     found = gradients(model)
@@ -92,13 +88,13 @@ def test_gradients_of_packed_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad", [3, 9])  # any token, whose embedding is not zero
 def test_padding_is_as_if_absent(model: CausalLM, side: str, pad: int) -> None:
-    ids, lengths = text(3, 20), (3, 20, 11)
+    ids, lengths = random_ids(3, 20), (3, 20, 11)
     mask = torch.zeros_like(ids)
     for row, n in zip(mask, lengths, strict=True):
         row[20 - n if side == "left" else 0 :][:n] = 1
     batch = ids.masked_fill(mask == 0, pad)
     assert model.model.embed_tokens.weight[pad].abs().min() > 0
-    later = text(3, 6, seed=2)
+    later = random_ids(3, 6, seed=2)
     whole = torch.cat((mask, torch.ones_like(later)), 1)
     for drop in (False, True):
         model.drop_padding = drop
@@ -138,7 +134,7 @@ def test_speculation(model: CausalLM, proposals: int, tmp_path: Path) -> None:
 
 
 def test_what_is_taken_back_and_what_cannot_be(model: CausalLM) -> None:
-    ids = text(2, 30)
+    ids = random_ids(2, 30)
     cache = model.static_cache(2, 40, chunk=8, rollback=3)
     model(ids[:, :12], past_key_values=cache)
     for start, end, back in ((12, 16, 3), (13, 15, 1), (14, 22, 0), (22, 30, 0)):
@@ -165,8 +161,8 @@ def test_what_is_taken_back_and_what_cannot_be(model: CausalLM) -> None:
     cache.grow(64)
     assert grown == 40 and cache.states[0].history == 3
     assert_close(
-        model(text(2, 5, 3), past_key_values=cache).logits,
-        model(torch.cat((ids, text(2, 5, 3)), 1)).logits[:, 30:],
+        model(random_ids(2, 5, 3), past_key_values=cache).logits,
+        model(torch.cat((ids, random_ids(2, 5, 3)), 1)).logits[:, 30:],
     )
 
 
@@ -174,7 +170,7 @@ def test_what_is_taken_back_and_what_cannot_be(model: CausalLM) -> None:
 @pytest.mark.parametrize("name", ["", "conv1d.weight", "decay.A_log", "decay.dt_bias"])
 def test_states_keep_no_gradients(name: str, tmp_path: Path) -> None:
     """Of any parameter that is trained, alone or with all the others."""
-    model, ids = load_case("qwen3_5_text", "plain", tmp_path), text(1, 9)
+    model, ids = load_case("qwen3_5_text", "plain", tmp_path), random_ids(1, 9)
     out = model(ids, labels=ids, use_cache=True)
     out.loss.backward()
     if name:
@@ -210,17 +206,11 @@ def test_padding_of_a_cache_in_bf16(tmp_path: Path) -> None:
     state = model.static_cache(2, 20).states[0]
     assert [x.dtype for x in state.tensors] == [torch.bfloat16, torch.float32]
     with torch.no_grad():
-        cache, ids = KVCache(), text(2, 9)
+        cache, ids = KVCache(), random_ids(2, 9)
         model(ids, past_key_values=cache)
         model(ids, past_key_values=cache)
     state = cache.states[0]
     assert [x.dtype for x in state.tensors] == [torch.bfloat16, torch.float32]
-
-
-def edit(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 @families

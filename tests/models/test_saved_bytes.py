@@ -1,17 +1,15 @@
 """What one more layer keeps for backward, and that what it computes again has the same bits."""
 
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.dense_cases import SIZES
 from tests.models.test_rebuilt import assert_same, interpreted, step
 from tests.models.tiny import CASES
-from tests.support.contract import gradients
+from tests.support.contract import Outputs, gradients
 from tests.support.recompute import recompute_above
 from tests.support.saved import saved_storages
 from tigon.kernels import use
@@ -98,23 +96,11 @@ def test_the_second_embedding_is_not_kept() -> None:
     assert C in numbers and C + 2 * P not in numbers
 
 
-class Readings(TorchDispatchMode):
-    """Counts calls of an operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func._schema.name] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def test_readers_do_not_compute_shared_keys_again() -> None:
     more = {"global_head_dim": D, "num_kv_shared_layers": 2, "layer_types": 2 * [SLIDING, FULL]}
     model = make("gemma4_text", 4, KEPT["gemma4_text"][0] | more)
     ids = torch.zeros(B, T, dtype=torch.int64, device="meta")
-    with use("triton"), Readings() as seen:
+    with use("triton"), Outputs() as seen:
         model(ids, labels=ids).loss.backward()
     # Two layers have keys of their own, and two read them: forward, and once more in backward
     assert seen.calls["tigon::qk_norm_rope"] == 2 + 2
@@ -124,7 +110,7 @@ def test_the_delta_rule_computes_its_inputs_again() -> None:
     """Once, for queries, keys and values together."""
     model = make("qwen3_5_text", 2, DELTA)
     ids = torch.zeros(B, T, dtype=torch.int64, device="meta")
-    with use("triton"), Readings() as seen:
+    with use("triton"), Outputs() as seen:
         model(ids, labels=ids).loss.backward()
     assert seen.calls["tigon::causal_conv"] == 2 + 2
 

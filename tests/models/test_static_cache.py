@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, load_case, reference
+from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, load_case, random_ids, reference
 from tests.support.contract import tiny_llama, tokens
 from tigon.layers import KVCache, StaticCache
 from tigon.layers.kv_state import KVState
@@ -28,7 +28,7 @@ ONE_OF_EACH = [*FIRST, *(row for row in WINDOWED if row not in FIRST)]
 
 
 def text(rows: int) -> Tensor:
-    return torch.randint(4, 211, (rows, TOTAL), generator=torch.Generator().manual_seed(3))
+    return random_ids(rows, TOTAL, seed=3)
 
 
 def pack(ids: Tensor, lengths: list[int]) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """The loss of DESIGN's forward contract, computed by loops over full logits in float64."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,14 +85,16 @@ def tokens(batch: int = 2, length: int = 13, ignored: float = 0.3) -> tuple[Tens
 
 
 class Outputs(TorchDispatchMode):
-    """Shapes of everything computed, and of the results of matrix products."""
+    """Shapes of everything computed, of the results of matrix products, and calls of operators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[torch.Size] = []
         self.products: list[torch.Size] = []
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, Tensor):

@@ -16,10 +16,12 @@ from tests.support.recompute import recompute_above
 from tigon.kernels import qk_norm_rope, rms_norm, runtime, use
 from tigon.layers import GatedMLP, activation_offload
 from tigon.models import MODELS, CausalLM
+from tigon.models.config import FULL, SLIDING
 from tigon.train.memory_tracker import Ledger, MemoryTracker
 
 CHOSEN = ("llama", "qwen2", "gemma3_text", "qwen3_moe", "qwen3_5_text")
 FAMILIES = [f for f in FIRST if f[0] in CHOSEN]
+KINDS = {"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL]}
 interpreted = pytest.mark.skipif(not runtime.INTERPRETED, reason="the interpreter is not on")
 
 
@@ -46,15 +48,34 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @interpreted
 @pytest.mark.kernel
-@pytest.mark.parametrize(("model_type", "case"), FAMILIES)
-def test_no_bit_changes(model_type: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "case", "changes"),
+    [
+        *((*family, {}) for family in FAMILIES),
+        ("qwen3", "plain", {}),
+        ("qwen3_5_text", "plain", {"layer_types": [FULL]}),
+        ("olmo2", "plain", {}),
+        ("gemma4_text", "shared", KINDS | {"num_kv_shared_layers": 1}),
+        ("gemma4_text", "keys are values", KINDS),
+    ],
+)
+def test_no_bit_changes(
+    model_type: str, case: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where blocks are computed again, and in a second backward of one graph."""
     monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
-    model = make(model_type, case, num_hidden_layers=2 if model_type == "llama" else 1)
+    model = make(model_type, case, **changes)
     expected = step(model, math.inf)
     assert expected[1] and float(expected[0]) > 0
-    ways = [(0, False), (2, True)] if model_type == "llama" else [(0, False)]
-    for way in ways:
+    for way in ((0, False), (1, False), (1, True)):
         assert_same(step(model, 0, *way), expected)
+    model.activation_checkpointing = model.activation_offload = False
+    ids = torch.arange(3)[None]
+    with recompute_above(0), use("triton"):
+        loss = model(ids, labels=ids).loss
+        loss.backward(retain_graph=True)
+        model.zero_grad()
+        assert_same((loss.detach(), gradients(loss, model)), expected)
 
 
 @interpreted

@@ -26,7 +26,8 @@ from bench.peers import imported, wide
 from bench.preference_side import WORDS, write_tokenizer
 from bench.processes import say
 from bench.timing import GIB, MIB, peak_mib, peaks, reset_peaks
-from bench.train_cases import ADAM, LLAMA_8B, Options, fill, fill_ours, peer_model
+from bench.train_cases import ADAM, LLAMA_8B, fill, fill_ours
+from bench.train_peer import Options, peer_model
 from bench.train_side import free, guarded
 from tigon.kernels import linear_kl
 from tigon.train import load, start

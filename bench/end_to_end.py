@@ -35,7 +35,7 @@ from typing import Any
 from bench import end_to_end_files as files
 from bench import harness
 from bench.end_to_end_side import COMPILE, STEPS, Request
-from bench.harness import Bench, Job, Record, figure, heading, installed, markdown, progress, report
+from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, report
 from bench.processes import environment, lines
 from bench.train_cases import MODELS
 from bench.varlen import VARLEN
@@ -82,10 +82,13 @@ CASES = {
 }
 USUAL = ("1B full", "8B LoRA", "8B full", "Qwen3-MoE full")
 TRL = "TRL, gradient_checkpointing=False"
+FLASH = {"library": "TRL", "attention": "flash_attention_4"}
 SIDES: dict[str, dict[str, Any]] = {  # fields of a Request
     OURS: {"library": "tigon"},
-    TRL: {"library": "TRL"},
-    "TRL": {"library": "TRL", "checkpointing": True},  # its default
+    TRL: FLASH,
+    # FlashAttention-2 as torch has it, which compiles nothing before the first step
+    f"{TRL}, {VARLEN}": {"library": "TRL", "attention": VARLEN},
+    "TRL": FLASH | {"checkpointing": True},  # its default
 }
 
 
@@ -122,12 +125,6 @@ def import_once(root: Path) -> None:
     progress(f"bytecode and imports: {time.monotonic() - began:.1f} s")
 
 
-def attention() -> str:
-    """The peer's, for packed rows: flash-attn-4, or where it is not installed FlashAttention-2 as
-    torch has it."""
-    return "flash_attention_4" if installed("flash-attn-4") else VARLEN
-
-
 def run_side(job: Job, root: Path, of: str, name: str) -> Record:
     """A side of the case of this name once; of one that did not end, how far it came."""
     options, case = job.options, CASES[of]
@@ -151,7 +148,6 @@ def run_side(job: Job, root: Path, of: str, name: str) -> Record:
             lr=2e-4 if case.rank else 1e-5,
             rank=case.rank,
             experts="num_experts" in MODELS[case.model][2],
-            attention=attention(),
             tiny=tiny,
         )
         arguments = ["-m", "bench.end_to_end_side", json.dumps(asdict(request))]
@@ -255,10 +251,10 @@ def row(case: str, side: str, found: Record) -> list[str]:
     return [*names, *cells, wall, *(figure(parts[p]) for p in PARTS)]
 
 
-def best_peer(sides: Record) -> Record | None:
-    """The peer with the most tokens a second over all."""
-    known = [found for name, found in sides.items() if name != OURS and "error" not in found]
-    return max(known, key=lambda found: found["tokens"] / found["wall"], default=None)
+def best_peer(sides: Record) -> str:
+    """The measured peer with the most tokens a second over all, if there is one."""
+    known = [name for name, found in sides.items() if name != OURS and "error" not in found]
+    return max(known, key=lambda name: speed(sides[name]) or 0.0, default="")
 
 
 def unmeasured(cases: Record) -> Iterator[str]:
@@ -270,16 +266,18 @@ def unmeasured(cases: Record) -> Iterator[str]:
 
 
 def verdicts(name: str, sides: Record) -> list[str]:
-    ours, theirs = sides.get(OURS, {"error": ""}), best_peer(sides)
+    ours, best = sides.get(OURS, {"error": ""}), best_peer(sides)
     if "error" in ours:
         return [f"not measured: {name}: {OURS}"]
-    rates = [speed(found) if found else None for found in (ours, theirs)]
-    peaks = [peak(found) if found else None for found in (ours, theirs)]
+    pair = ours, sides.get(best, {"error": ""})
+    rates, peaks = [speed(found) for found in pair], [peak(found) for found in pair]
     ratio = rates[0] / rates[1] if rates[0] and rates[1] else None
     memory = peaks[0] / peaks[1] if peaks[0] and peaks[1] else None
     said = [
-        harness.verdict(f"{name}: tokens/s over all, over the best peer's", ratio, SPEED),
-        harness.verdict(f"{name}: peak memory over the same peer's", memory, MEMORY, most=True),
+        harness.verdict(f"{name}: tokens/s over all, over that of {best or TRL}", ratio, SPEED),
+        harness.verdict(
+            f"{name}: peak memory over that of {best or TRL}", memory, MEMORY, most=True
+        ),
     ]
     if (limit := CASES[name].limit) is not None:
         what = f"{name}: seconds from start to first step"
@@ -305,16 +303,17 @@ def learned(sides: Record) -> str:
 def steps_alone(name: str, sides: Record) -> str:
     """How fast steps after the first are beside the best peer's: what a long run comes near to. The
     mean has those that are held up, too."""
-    ours, theirs = sides.get(OURS, {}), best_peer(sides)
-    if theirs is None or not (ours.get("gaps") and theirs["gaps"]):
+    best = best_peer(sides)
+    ours, theirs = sides.get(OURS, {}), sides.get(best, {})
+    if not (ours.get("gaps") and theirs.get("gaps")):
         return ""
 
     def ratio(usual: Callable[[list[float]], float]) -> float:
         mine, other = (of["tokens"] / of["steps"] / usual(of["gaps"]) for of in (ours, theirs))
         return mine / other
 
-    said = f"{name}: tokens/s of steps alone, over the best peer's: {ratio(median):.2f} by the "
-    said += f"median, {ratio(fmean):.2f} by the mean of those after the first"
+    said = f"{name}: tokens/s of steps alone, over those of {best}: {ratio(median):.2f} by "
+    said += f"the median, {ratio(fmean):.2f} by the mean of those after the first"
     held_up = [
         f"{count} of {len(of['gaps'])} of {who} take more than {UNEVEN} times the median, "
         f"{sum(of['gaps']) - len(of['gaps']) * median(of['gaps']):.1f} s in all"

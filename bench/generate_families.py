@@ -32,7 +32,8 @@ from bench.generate import COPIED, COPY, Decoding, fastest_peer
 from bench.generate_cases import OURS, STATIC, THEIRS, Decode
 from bench.harness import Bench, Job, Record, figure, heading, markdown, progress, report, row_of
 from bench.measure import in_turn
-from bench.train_cases import MODELS, NO_SDPA, TINY_SHARED, Options, fill_ours, peer_model
+from bench.train_cases import MODELS, TINY_SHARED, fill_ours
+from bench.train_peer import NO_SDPA, Options, peer_model
 from bench.train_side import free, guarded
 
 FEWER = {  # layers than published: transformers' compiler takes some seconds for each

@@ -17,8 +17,9 @@ KINDS = {
     "collectives": r"nccl|all_?gather|reduce_?scatter|all_?reduce|c10d|gloo",
     "optimizer": r"adam|multi_tensor_apply|lpnorm|_squares_kernel|foreach|sgd|muon|newton",
     "matrix products": r"gemm|gemv|cutlass|nvjet|cublas|splitk|wgmma|mkldnn|linear|matmul"
-    r"|_grouped_(product|weight_gradient)|::(add)?(b?mm|mv)$",
-    "fused kernels": r"^tigon::|^_?[a-z_]+_kernel(_\w+)?$|^_(weight_gradient|rope|sum)_",
+    r"|_grouped_(product|weight_gradient)|::(add)?(b?mm|mv)$"
+    r"|^_fused_(up|down)_proj_|^_moe_bwd_",  # of Liger's experts
+    "fused kernels": r"^tigon::|^\w+_kernel(_\w+)?$|^_(weight_gradient|rope|sum)_",
     "copies": r"memcpy|memset|copy|[:_]cat|::_to|fill_|zero_|fillfunctor|clone",
 }
 PASSING = ("collectives", "copies")  # may run beside other work, which then has the time

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from bench.compare_side import laps
 from bench.harness import Record, installed
-from bench.train_cases import Options, adamw, draw, is_drawn, peer_model, peer_names
+from bench.train_cases import draw, is_drawn, peer_names
+from bench.train_peer import Options, adamw, peer_model
 from tigon.kernels.attention import backends
 from tigon.settings.config import Config
 from tigon.train import load, start

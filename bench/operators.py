@@ -328,11 +328,14 @@ def linear_cross_entropy(n: int, c: int, v: int, variant: str) -> Problem:
     flce = "liger_fused_linear_cross_entropy"
     fp32 = liger(flce, *args, accum_dtype=torch.float32)
     fp32.name = "Liger fp32 dW"
+    wider = liger(flce, *args, chunk_mem_const=32)  # its own chunks are short
+    wider.name = "Liger wider chunks"
     providers = [
         Provider("tigon", of_tigon),
         *plain(peers.linear_cross_entropy, hidden, targets, weight, "mean"),
         liger(flce, *args),
         fp32,
+        wider,
         quack("linear_cross_entropy:chunked_linear_cross_entropy", *args),
         Provider("CCE", lambda: partial(peers.cce(exact=False), *args)),
         Provider("CCE exact", lambda: partial(peers.cce(exact=True), *args)),

@@ -100,7 +100,7 @@ def steps() -> list[Measured]:
         case = replace(case, settings=tuple(row["settings"]))  # those of the record
         if not rounds or any(word in row["name"] for word in LEFT_OUT):
             continue
-        recompute = settings(case, OURS, "adamw_bf16").activation_checkpointing
+        recompute = settings(case, OURS).activation_checkpointing
         layout = Layout(rows=case.rows, checkpointing=recompute)
         ms, gib = (f([r[k] for r in rounds]) for f, k in ((median, "ms"), (max, "allocated_gib")))
         fitted = case.model.startswith(FITTED)

@@ -29,7 +29,8 @@ from bench.harness import Record, progress
 from bench.peers import imported
 from bench.processes import say
 from bench.timing import GIB, allocated, peaks
-from bench.train_cases import ADAM, LLAMA_8B, Options, fill, fill_ours, peer_model
+from bench.train_cases import ADAM, LLAMA_8B, fill, fill_ours
+from bench.train_peer import Options, peer_model
 from bench.train_side import free, guarded
 from tigon.settings.config import Config
 from tigon.train import load, start

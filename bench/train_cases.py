@@ -1,31 +1,23 @@
-"""What bench/train_step.py measures: models, batches and targets, and how each side is built.
+"""What bench/train_step.py measures: models, batches and targets, and how Tigon's side is built;
+the peer's is in bench/train_peer.py.
 
 # B rows of a step, T tokens of a row
 """
 
-import importlib
-import json
-import tempfile
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 import tigon
 from bench.attention_cases import lognormal
 from bench.compare_side import GEMMA3_1B, LLAMA_1B, QWEN3_MOE, TINY, config
 from bench.harness import Record
-from bench.moe import tune_briefly
-from bench.peers import imported
-from bench.varlen import VARLEN, register_varlen
 from tigon.settings.config import Config
 from tigon.train import load
 from tigon.train.cuda_graphs import Graphs
@@ -53,8 +45,6 @@ GEMMA4_E4B |= {"global_head_dim": 512, "sliding_window": 512, "num_kv_shared_lay
 GEMMA4_E4B |= {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 GEMMA4_E4B |= {"final_logit_softcapping": 30.0}
 TINY_SHARED = {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": TINY["vocab_size"]}
-NO_SDPA = ("gpt_oss",)  # of transformers, which has FlexAttention there
-FLEX = (*NO_SDPA, "gemma4_text")  # where flash-attn-4 or SDPA may not fit heads or masks
 MODELS: dict[str, tuple[str, str, Record]] = {  # class of Tigon; its name in Liger; config.json
     "Llama-3.2-1B": ("Llama", "llama", LLAMA_1B),
     "Llama-3.2-3B": ("Llama", "llama", LLAMA_3B),
@@ -113,7 +103,6 @@ class Case:
 LONG = 8192
 PADDING = {"labels": -100}
 TINY_TOKENS = 48
-LIGER = "Liger"
 PACKED, PADDED = "packed", "padded"
 GRAPHS = ("cuda_graphs=true",)
 IN_BACKWARD = ("optimizer_in_backward=true",)  # where gradients are alive at the peak
@@ -295,11 +284,11 @@ def draw(name: str, shape: Sequence[int], device: torch.device, names: Container
     return empty.normal_(std=5 * STD**2 * shape[1] if untied else STD, generator=seed)
 
 
-def settings(case: Case, side: str, optimizer: str) -> Config:
+def settings(case: Case, side: str) -> Config:
     """Of tigon.train: bf16 parameters and bf16 states, as the peer has, and no clipping."""
     values = {"lr": ADAM["lr"], "beta1": ADAM["betas"][0], "beta2": ADAM["betas"][1]}
     values |= {
-        "optimizer": optimizer,
+        "optimizer": "adamw_bf16",
         "param_dtype": "bfloat16",
         "max_grad_norm": 0,
         "batch_size": case.rows,
@@ -316,11 +305,9 @@ def settings(case: Case, side: str, optimizer: str) -> Config:
     return load(None, [*given, *(() if case.own and side == OURS else case.settings)])
 
 
-def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tuple[Any, Any]:
-    """Tigon's model and optimizer, as `tigon train` has them; `optimizer` is a setting of it, or
-    "torch" for the peer's."""
-    theirs = optimizer == "torch"
-    chosen = settings(case, side, "adamw_bf16" if theirs else optimizer)
+def ours(case: Case, side: str, device: str, tiny: bool) -> tuple[Any, Any]:
+    """Tigon's model and optimizer, as `tigon train` has them."""
+    chosen = settings(case, side)
     made = getattr(tigon, MODELS[case.model][0]).from_config(
         shape_of(case, tiny), dtype=torch.bfloat16, device=device
     )
@@ -332,153 +319,9 @@ def ours(case: Case, side: str, device: str, tiny: bool, optimizer: str) -> tupl
     model = apply_model_settings(made, chosen)
     if chosen.cuda_graphs is True and device != "cpu":
         Graphs(model)
-    return model, adamw(model) if theirs else build_optimizer(model, chosen)
+    return model, build_optimizer(model, chosen)
 
 
 def updates_of(case: Case, side: str, model: Any, optimizer: Any) -> InBackward | None:
-    """What updates Tigon's weights in backward, where the case has it; torch's AdamW does not."""
-    if isinstance(optimizer, torch.optim.AdamW):
-        return None
-    in_backward = settings(case, side, "adamw_bf16").optimizer_in_backward
-    return InBackward(model, optimizer) if in_backward else None
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    sharded = [p for p in trained if isinstance(p, DTensor)]
-    plain = [p for p in trained if not isinstance(p, DTensor)]
-    # One launch takes no DTensors beside plain tensors
-    groups = [{"params": some} for some in (sharded, plain) if some]
-    return torch.optim.AdamW(groups, fused=True, **ADAM)
-
-
-@dataclass(frozen=True)
-class Options:
-    """How transformers is set up; the fastest that works is what Tigon is measured beside."""
-
-    attention: str
-    experts: str = ""  # LIGER for its experts, else the implementation of transformers
-    compiled: bool = False  # by torch.compile with CUDA graphs
-    rows: str = ""  # of ragged chats: PACKED, or PADDED, one for each chat
-
-    @property
-    def name(self) -> str:
-        parts = self.attention, self.experts and f"{self.experts} experts"
-        parts += (self.rows and f"{self.rows} rows",)
-        return ", ".join(filter(None, (*parts, "compiled" * self.compiled)))
-
-
-def options_of(case: Case, device: str) -> list[Options]:
-    name = MODELS[case.model][1]
-    ways = ["sdpa"]
-    if name in FLEX:
-        ways = ["flex_attention", "eager" if name in NO_SDPA else "sdpa"]
-    if device == "cpu":
-        return [Options(ways[-1], rows=rows_of(case, ways[-1]))]
-    if case.ragged and name == "llama":
-        ways = [VARLEN]
-    experts = ["grouped_mm", LIGER] if case.experts else [""]
-    return [
-        Options(way, kind, rows=rows_of(case, way))
-        for kind in experts
-        for way in ("flash_attention_4", *ways)
-    ]
-
-
-def rows_of(case: Case, attention: str) -> str:
-    """How the peer gets ragged chats: packed where it keeps them apart."""
-    if not case.ragged:
-        return ""
-    name, apart = MODELS[case.model][1], True
-    if name in NO_SDPA:
-        apart = attention.startswith("flash")  # no other mask of it knows where chats begin
-    elif name.startswith("qwen3_5"):
-        apart = None not in map(find_spec, ("fla", "causal_conv1d"))
-    return PACKED if apart else PADDED
-
-
-def peer(case: Case, chosen: Options, device: str, tiny: bool, liger: bool) -> tuple[Any, Any]:
-    """transformers' model and torch's fused AdamW."""
-    model = peer_model(shape_of(case, tiny), MODELS[case.model][1], chosen, device, liger)
-    if case.quantize:
-        quantise_peer(model)
-    if case.rank:
-        model = with_adapters(model, case.rank)
-    if case.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train()
-    if chosen.compiled:
-        model.compile(mode="reduce-overhead")
-    return model, adamw(model)
-
-
-def quantise_peer(model: Any) -> None:
-    """bitsandbytes' layers in place of the projections, as load_in_4bit of transformers has them,
-    with double quantisation and products in bf16."""
-    make: Any = imported("bitsandbytes.nn:Linear4bit")
-    weight: Any = imported("bitsandbytes.nn:Params4bit")
-    how = {"quant_type": "nf4", "compress_statistics": True}
-    for module in list(model.model.layers.modules()):
-        for name, layer in list(module.named_children()):
-            if type(layer) is nn.Linear:
-                sizes = layer.in_features, layer.out_features, layer.bias is not None
-                with torch.device("meta"):
-                    own = make(*sizes, compute_dtype=torch.bfloat16, **how)
-                own.weight = weight(layer.weight.detach(), requires_grad=False, **how)
-                own.bias = layer.bias
-                setattr(module, name, own.to(layer.weight.device))  # which quantises
-    model.is_loaded_in_4bit = True  # so PEFT knows
-    model.requires_grad_(False)
-
-
-def with_adapters(model: Any, rank: int) -> Any:
-    """PEFT's, in the model's dtype as the other side's; its own choice of float32 is slower."""
-    make: Any = imported("peft:LoraConfig")
-    wrap: Any = imported("peft:get_peft_model")
-    chosen = make(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    wrapped = wrap(model, chosen, autocast_adapter_dtype=False)
-    prefix = "base_model.model."
-    own = wrapped.named_parameters()
-    fill((name.removeprefix(prefix), p) for name, p in own if ".lora_" in name)
-    return wrapped
-
-
-def peer_model(shape: Record, kind: str, chosen: Options, device: str, liger: bool) -> Any:
-    """The model that config.json `shape` describes, with the weights that its names draw; `kind`
-    is what Liger calls the family."""
-    register_varlen()
-    auto: Any = imported("transformers:AutoConfig")
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory, "config.json").write_text(json.dumps(shape | {"use_cache": False}))
-        read = auto.from_pretrained(directory)
-    if chosen.experts and chosen.experts != LIGER:
-        read._experts_implementation = chosen.experts
-    make: Any = imported("transformers:AutoModelForCausalLM")
-    with patched(kind, chosen, liger), torch.device(device):
-        model = make.from_config(read, dtype=torch.bfloat16, attn_implementation=chosen.attention)
-        fill(model.named_parameters())
-    return model
-
-
-@contextmanager
-def patched(kind: str, chosen: Options, liger: bool) -> Iterator[None]:
-    """Liger's kernels in transformers while a model is made, and after it; but not its experts,
-    which the next model need not have."""
-    if not liger:
-        yield
-        return
-    name = kind.removesuffix("_text")
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    apply = imported(f"liger_kernel.transformers:apply_liger_kernel_to_{kind}")
-    if not chosen.experts:
-        apply()
-        yield
-        return
-    experts = next(name for name in vars(module) if name.endswith("MoeExperts"))
-    kept = getattr(module, experts)
-    apply(swiglu=chosen.experts == LIGER)
-    tune_briefly()
-    try:
-        yield
-    finally:
-        setattr(module, experts, kept)
+    """What updates Tigon's weights in backward, where the case has it."""
+    return InBackward(model, optimizer) if settings(case, side).optimizer_in_backward else None

@@ -38,7 +38,8 @@ from bench.harness import (
     verdict,
 )
 from bench.peers import imported
-from bench.train_cases import PEER, Options, fill_ours, peer_model
+from bench.train_cases import PEER, fill_ours
+from bench.train_peer import Options, peer_model
 from bench.train_step import LIBRARIES
 from examples.assets import conversations
 from tigon.train import load

@@ -40,7 +40,7 @@ def composed(case: Case, batch: Batch, tiny: bool) -> Record:
     model = getattr(tigon, name).from_config(
         shape_of(case, tiny), dtype=torch.bfloat16, device="meta"
     )
-    recompute = settings(case, OURS, "adamw_bf16").activation_checkpointing
+    recompute = settings(case, OURS).activation_checkpointing
     again = 1 if recompute is True else 0  # forwards of the blocks that are made once more
     device = str(batch.ids.device)
     bandwidth = copy_bandwidth(device, 2**20 if tiny else 2**32)

@@ -6,8 +6,9 @@ from typing import Any
 
 from bench import harness
 from bench.harness import Record, figure, heading, judge, markdown, verdict
-from bench.train_cases import CASES, GRAPHS, IN_BACKWARD, PADDED, PEER, RECOMPUTED, Case, options_of
+from bench.train_cases import CASES, GRAPHS, IN_BACKWARD, PADDED, PEER, RECOMPUTED, Case
 from bench.train_limit import ADAMW, PASSES, PRODUCTS
+from bench.train_peer import CHUNKS, WIDER, options_of, wider_chunks
 from tigon.data.examples import format_count
 
 PICTURE, DOCUMENT = "docs/train_step.svg", "docs/performance.md"
@@ -104,6 +105,8 @@ def lacks(case: Record) -> list[str]:
         offered = options_of(target, "cuda")
         first = [options.name for options in offered if options.experts == offered[0].experts]
         found += [name for name in first if name not in tried]
+    if wider_chunks(target) and not any(CHUNKS in name for name in tried):
+        found.append(f"{CHUNKS}={WIDER} of Liger's head")
     if GRAPHS[0] in target.settings and not any("compiled" in name for name in tried):
         found.append("torch.compile")
     return found
@@ -339,8 +342,13 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
     axes.set_xscale("log")
     axes.set_xlim(left=LEFT)
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
-    early = [", updates in backward" * (IN_BACKWARD[0] in case["settings"]) for case in shown]
-    names = [case["name"] + more for case, more in zip(shown, early, strict=True)]
+    beside = " over Tigon in bf16", ", updates in backward"
+    names = [
+        case["name"]
+        + beside[0] * CASES[case["name"]].own
+        + beside[1] * (IN_BACKWARD[0] in case["settings"])
+        for case in shown
+    ]
     axes.set_yticks(range(len(shown)), names)
     axes.invert_yaxis()
     axes.margins(y=0.01)

@@ -27,20 +27,8 @@ from bench.peer_kernels import compile_configs
 from bench.peers import imported
 from bench.processes import say
 from bench.timing import GIB, allocated, deadline, peaks, reset_peaks
-from bench.train_cases import (
-    CASES,
-    GRAPHS,
-    PEER,
-    Batch,
-    Case,
-    Options,
-    options_of,
-    ours,
-    peer,
-    settings,
-    shape_of,
-    updates_of,
-)
+from bench.train_cases import CASES, GRAPHS, PEER, Batch, Case, ours, settings, shape_of, updates_of
+from bench.train_peer import CHUNKS, Options, options_of, peer, wider_chunks
 from tigon.kernels.attention import backends
 from tigon.train.optim import InBackward
 
@@ -57,7 +45,6 @@ class Request:
     case: str
     rounds: int  # more of them
     liger: bool  # whether it is installed
-    optimizer: str = "adamw_bf16"  # ours: a setting of tigon.train, or "torch"
     options: dict[str, str] | None = None  # of the peer, if they have been chosen
     tried: dict[str, Record] = field(default_factory=dict)  # by the names of others of its options
     profile: tuple[str, ...] = ()  # sides whose kernels are to be told apart
@@ -157,16 +144,17 @@ class Sides:
         return Batch.of(self.case, vocab, self.device, self.request.tiny)
 
     def build(self, side: str, options: Options | None) -> Training:
-        given = self.case, self.device, self.request.tiny
+        case, device, tiny = self.case, self.device, self.request.tiny
         if side != PEER:
-            made = ours(given[0], side, *given[1:], self.request.optimizer)
-            limit = settings(self.case, side, "adamw_bf16").logits_bytes
+            made = ours(case, side, device, tiny)
+            limit = settings(case, side).logits_bytes
             inputs = self.batch.ours() | ({} if limit is None else {"logits_bytes": limit})
-            return Training(*made, inputs, updates_of(self.case, side, *made))
+            return Training(*made, inputs, updates_of(case, side, *made))
         if options is None:
             raise ValueError(f"no settings of {PEER} work here")
         inputs = self.batch.theirs(options.rows)
-        return Training(*peer(given[0], options, *given[1:], self.request.liger), inputs)
+        inputs |= {CHUNKS: options.chunks} if options.chunks else {}
+        return Training(*peer(case, options, device, tiny, self.request.liger), inputs)
 
     def turn(
         self, side: str, options: Options | None, measure: Callable[[Training], Record]
@@ -187,7 +175,8 @@ class Sides:
 
 def fastest(sides: Sides) -> Options | None:
     """The peer's best settings, if any work: its attention with the first experts, its experts with
-    that attention, and compiled too where ours has CUDA graphs; what each of them takes is said."""
+    that attention, its head in wider chunks, and compiled too where ours has CUDA graphs; what each
+    of them takes is said."""
     found: dict[Options, float] = {}
 
     def measure(training: Training) -> Record:
@@ -212,6 +201,8 @@ def fastest(sides: Sides) -> Options | None:
         others = [options for options in every if options.experts == kind]
         for options in [replace(best, experts=kind)] if best else others:
             attempt(options)
+    if found and (chunks := wider_chunks(sides.case)):
+        attempt(replace(min(found, key=found.__getitem__), chunks=chunks))
     if found and GRAPHS[0] in sides.case.settings:
         attempt(replace(min(found, key=found.__getitem__), compiled=True))
     return min(found, key=found.__getitem__, default=None)

@@ -5,10 +5,10 @@ same weights, drawn by their names, and the same tokens. No blocks are recompute
 says so; of LoRA's cases the peer has PEFT, and adapters alone have gradients; of QLoRA's it has its
 projections in bitsandbytes' layers, with the same 4 bits. The peer has torch's fused AdamW and its
 best settings, which short trials choose: its attention (flash-attn-4 where it works there), its
-experts, and torch.compile with CUDA graphs in the cases where ours has CUDA graphs. The record
-keeps what they chose for later commits with the same libraries; `--again` tries anew. In each round
-both sides are built, trained and freed in turn in one process; a ratio is the median over the
-rounds.
+experts, wider chunks of Liger's head where its own are short, and torch.compile with CUDA graphs in
+the cases where ours has CUDA graphs. The record keeps what they chose for later commits with the
+same libraries; `--again` tries anew. In each round both sides are built, trained and freed in turn
+in one process; a ratio is the median over the rounds.
 
 Cases are added to one record as they come, in the order asked: what it has of a case, at this
 commit, is not measured again. So a run that is cut off goes on with the same command, and parts can
@@ -24,7 +24,8 @@ import time
 from bench import train_report
 from bench.harness import ROOT, Bench, Job, Record, progress
 from bench.processes import spawn
-from bench.train_cases import CASES, GRAPHS, TINY_TOKENS, Case, options_of
+from bench.train_cases import CASES, GRAPHS, TINY_TOKENS, Case
+from bench.train_peer import CHUNKS, options_of, wider_chunks
 from bench.train_side import Request
 
 SIDE = ROOT / "bench/train_side.py"
@@ -40,6 +41,7 @@ LIBRARIES = {
     "triton": "triton",
 }
 TRIALS = ("tried", "options", "libraries")  # what a case has of them
+COMPILED = ", compiled"  # the end of a name of such options
 LEAST_SECONDS = 20.0  # below which no process is started
 
 
@@ -47,10 +49,10 @@ def begun(name: str, case: Case, job: Job) -> Record:
     """What the record has of a case at this commit, of as many rounds as both sides have."""
     tokens = case.rows * (TINY_TOKENS if job.options.tiny else case.tokens)
     known = next((c for c in job.record["cases"] if c["name"] == name), None)
-    same = {"commit": job.record["commit"], "optimizer": job.options.optimizer}
-    if known is None or job.options.again or any(known[k] != v for k, v in same.items()):
+    commit = job.record["commit"]
+    if known is None or job.options.again or known["commit"] != commit:
         trials = settled(known, case, job)
-        return {"name": name, **same, "tokens": tokens, "profile": {}, **trials} | {
+        return {"name": name, "commit": commit, "tokens": tokens, "profile": {}, **trials} | {
             "settings": case.settings,
             "date": job.record["date"],
             "libraries": job.record["libraries"],
@@ -73,16 +75,18 @@ def settled(known: Record | None, case: Case, job: Job) -> Record:
     names = [options.name for options in options_of(case, "cuda")]
     tried = {name: row for name, row in found["tried"].items() if plain(name) in names}
     whole = {*names[: len(names) // (1 + case.experts)]} <= tried.keys()
+    if wider_chunks(case):
+        whole &= any(CHUNKS in name for name in tried)
     if GRAPHS[0] in case.settings:
-        whole &= any(plain(name) != name for name in tried)
+        whole &= any(name.endswith(COMPILED) for name in tried)
     return {"tried": tried} | (
         {"options": found["options"]} if whole and "options" in found else {}
     )
 
 
 def plain(name: str) -> str:
-    """The name of settings without torch.compile."""
-    return name.removesuffix(", compiled")
+    """The name of settings without torch.compile and wider chunks."""
+    return name.removesuffix(COMPILED).partition(f", {CHUNKS}")[0]
 
 
 def missing(found: Record, case: Case, job: Job) -> Request | None:
@@ -97,7 +101,6 @@ def missing(found: Record, case: Case, job: Job) -> Request | None:
         case=found["name"],
         rounds=rounds,
         liger=job.record["libraries"]["Liger"] is not None,
-        optimizer=options.optimizer,
         options=found.get("options"),
         tried=found["tried"],
         profile=profile,
@@ -171,10 +174,6 @@ OPTIONS = (
     ("--limit", {"type": float, "default": 560.0, "help": "seconds that this call may take"}),
     ("--each", {"type": float, "default": 150.0, "help": "seconds that a case of it may take"}),
     ("--again", {"action": "store_true", "help": "measure cases that the record has"}),
-    (
-        "--optimizer",
-        {"default": "adamw_bf16", "help": "ours, as a setting of tigon.train; torch: the peer's"},
-    ),
 )
 BENCH = Bench(
     *(run, train_report.show, tuple(CASES)),

@@ -17,6 +17,7 @@ from bench import (
     layouts_side,
     neighbours,
     train_cases,
+    train_peer,
     train_side,
     train_step,
 )
@@ -40,12 +41,14 @@ def test_shapes_of_training_steps_are_those_of_both_sides(name: str, tmp_path: P
 
 
 def test_peers_have_what_tigon_has(monkeypatch: Patch) -> None:
-    """CUDA graphs where Tigon has them, no spelled-out attention alone; the fastest one counts."""
+    """CUDA graphs where Tigon has them, wider chunks where Liger's are short, and not spelled-out
+    attention alone; the fastest one counts."""
 
-    def turn(self: Any, side: str, options: train_cases.Options, _: Any) -> Record:
+    def turn(self: Any, side: str, options: train_peer.Options, _: Any) -> Record:
         if options.attention == "eager":
             raise torch.OutOfMemoryError("too many scores")
-        return {"ms": 1.0 + options.attention.startswith("flash") + 2 * (not options.compiled)}
+        slower = options.attention.startswith("flash") + 2 * (not options.compiled)
+        return {"ms": 2.0 + slower - (options.chunks > 0)}
 
     monkeypatch.setattr(train_side.Sides, "turn", turn)
     chosen = {}
@@ -53,7 +56,7 @@ def test_peers_have_what_tigon_has(monkeypatch: Patch) -> None:
         request = train_side.Request(name, 1, True)
         sides = train_side.Sides(request, train_cases.CASES[name], "cuda")
         chosen[name] = getattr(train_side.fastest(sides), "name", None)
-    assert [*chosen.values()] == ["sdpa, compiled", "sdpa", "flex_attention"]
+    assert [*chosen.values()] == ["sdpa, chunk_mem_const=32, compiled", "sdpa", "flex_attention"]
     static = {"name": generate_cases.STATIC, "ms": [5.0, 6.0, 7.0]}
     eager = {"name": generate_cases.THEIRS, "ms": [20.0, 21.0, 22.0]}
     ours = {"name": OURS, "ms": [3.0, 3.0, 3.0]}
@@ -78,9 +81,9 @@ def test_peers_get_packed_rows_where_chats_stay_apart(model: str) -> None:
     cases = train_cases.CASES.values()
     case = next(case for case in cases if case.model == model and case.ragged)
     shape = train_cases.shape_of(case, tiny=True)
-    (options,) = train_cases.options_of(case, "cpu")
+    (options,) = train_peer.options_of(case, "cpu")
     kind = train_cases.MODELS[model][1]
-    peer = train_cases.peer_model(shape, kind, options, "cpu", False).float().eval()
+    peer = train_peer.peer_model(shape, kind, options, "cpu", False).float().eval()
     batch = train_cases.Batch.of(case, shape["vocab_size"], "cpu", tiny=True)
     assert batch.lengths is not None and len(batch.lengths) > 2
     with torch.no_grad():
@@ -92,7 +95,7 @@ def test_peers_get_packed_rows_where_chats_stay_apart(model: str) -> None:
     kept = given.get("attention_mask", torch.ones_like(given["input_ids"])).bool()
     torch.testing.assert_close(logits[kept], alone[0], atol=1e-4, rtol=1e-4)
     assert options.rows == (train_cases.PACKED if apart else train_cases.PADDED)
-    on_gpu = {o.attention: o.rows for o in train_cases.options_of(case, "cuda")}
+    on_gpu = {o.attention: o.rows for o in train_peer.options_of(case, "cuda")}
     assert on_gpu["flash_attention_4"] == options.rows or model == "gpt-oss-20b"
 
 
@@ -101,8 +104,9 @@ def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
     name = "Qwen3-30B-A3B, 8 layers, 1 x 8192"
     known = {"name": name, "commit": "a", "libraries": {"Liger": "1"}, "options": {}}
     done = {f"{way}, grouped_mm experts": {"ms": 1.0} for way in ("flash_attention_4", "sdpa")}
-    known |= {"tried": done, "optimizer": "adamw_bf16"}
-    options = SimpleNamespace(tiny=False, optimizer="adamw_bf16", again=False)
+    done |= {"sdpa, Liger experts, chunk_mem_const=32": {"ms": 1.0}}
+    known |= {"tried": done}
+    options = SimpleNamespace(tiny=False, again=False)
     record: Record = {"commit": "b", "date": "", "cases": [known]}
     for libraries, again, kept in (
         ({"Liger": "1", "FLA": None}, False, True),
@@ -113,7 +117,7 @@ def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
         options.again, record["libraries"] = again, libraries
         job: Any = SimpleNamespace(options=options, record=record)
         found = train_step.begun(name, train_cases.CASES[name], job)
-        assert ("options" in found, len(found["tried"])) == (kept, 2 * kept)
+        assert ("options" in found, len(found["tried"])) == (kept, 3 * kept)
     # A setting that was not offered then is tried, and what is offered no more does not count
     options.again, known["tried"] = False, {"sdpa, grouped_mm experts": {"ms": 1.0}, "eager": {}}
     job = SimpleNamespace(options=options, record=record | {"libraries": {"Liger": "1"}})
@@ -121,7 +125,7 @@ def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
     assert "options" not in found and [*found["tried"]] == ["sdpa, grouped_mm experts"]
     tried: list[str] = []
 
-    def turn(self: Any, side: str, options: train_cases.Options, _: Any) -> Record:
+    def turn(self: Any, side: str, options: train_peer.Options, _: Any) -> Record:
         tried.append(options.name)
         return {"ms": 3.0}
 
@@ -129,8 +133,9 @@ def test_what_a_trial_has_found_is_kept(monkeypatch: Patch) -> None:
     done = {"flash_attention_4, grouped_mm experts": {"ms": 2.0}}
     request = train_side.Request(name, 1, True, tried=done)
     best = train_side.fastest(train_side.Sides(request, train_cases.CASES[name], "cuda"))
-    assert best == train_cases.Options("flash_attention_4", "grouped_mm")
-    assert tried == ["sdpa, grouped_mm experts", "flash_attention_4, Liger experts"]
+    assert best == train_peer.Options("flash_attention_4", "grouped_mm")
+    both = "sdpa, grouped_mm experts", "flash_attention_4, Liger experts"
+    assert tried == [*both, "flash_attention_4, grouped_mm experts, chunk_mem_const=32"]
 
 
 def test_ranks_have_the_weights_of_one_gpu() -> None:

@@ -22,6 +22,8 @@ from bench import (
 from bench.harness import Record
 from bench.train_cases import PEER
 
+WIDER = ", chunk_mem_const=32"
+
 
 def test_ends_beside_the_best_peer() -> None:
     """The fastest over all; a side that failed is none, and warm-up is beyond usual steps."""
@@ -35,7 +37,11 @@ def test_ends_beside_the_best_peer() -> None:
     sides: Record = {end_to_end.OURS: side | {"wall": 10.0}, **peers, "other": {"error": "no"}}
     said = end_to_end.verdicts("8B LoRA", sides)
     assert [line.partition(":")[0] for line in said] == ["met"] * 3
-    assert "2.000" in said[0] and "0.500" in said[1] and "6.000" in said[2]
+    assert (
+        f"over that of {end_to_end.TRL}: 2.000" in said[0]
+        and "0.500" in said[1]
+        and "6.000" in said[2]
+    )
     last = {"phases": {"start": 6.0, "data": 3.0}, "phase": "data", "steps": 0}
     late = {"error": "not done after 10 s"} | end_to_end.read_progress(last, 10.0)
     (said,) = end_to_end.row("c", "s", late)[3:]
@@ -78,7 +84,7 @@ def test_ends_say_what_their_rows_are_of() -> None:
     shown = end_to_end.show(record)
     assert f"| 1B LoRA | {end_to_end.TRL} | abc1234 | " in shown
     assert "9 of 39 of the peer take more than 1.2 times the median, 9.0 s in all." in shown
-    assert "Not measured: 1B full; 8B LoRA; 8B full; Qwen3-MoE full; 1B LoRA: TRL; Qwen3-" in shown
+    assert "Not measured: 1B full; 8B LoRA; 8B full; Qwen3-MoE full; 1B LoRA: TRL, g" in shown
     assert "Libraries differ" not in shown
     theirs["libraries"] = record["libraries"] | {"TRL": "0"}
     assert "Libraries differ between rows" in end_to_end.show(record)
@@ -101,6 +107,9 @@ def test_a_ratio_over_less_than_the_best_peer_meets_no_target() -> None:
     assert "optimizer_in_backward=true" in second and second.endswith("Llama-3.2-1B 2 x 8192.")
     case["tried"]["flash_attention_4"] = {"ms": 1.0}
     assert len(met()) == 3
+    case = {"name": "Qwen3.5-0.8B 1 x 8192", "libraries": {"FLA": "1", "causal-conv1d": "1"}}
+    lacking = [train_report.lacks(case | {"tried": {f"sdpa{more}": {}}}) for more in ("", WIDER)]
+    assert lacking == [[f"{WIDER[2:]} of Liger's head"], []]
 
 
 def test_costs_say_what_the_peer_lacked(monkeypatch: pytest.MonkeyPatch) -> None:

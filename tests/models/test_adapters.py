@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon.kernels
-from tests.models.test_adapters_peft import adapted, near, trained
+from tests.models.adapters import adapted, near, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tests.support.recompute import recompute_above

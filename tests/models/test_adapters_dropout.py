@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from tests.models.test_adapters_peft import adapted, check_same, gradients, near, theirs_of, trained
+from tests.models.adapters import adapted, check_same, gradients, near, theirs_of, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tests.support.recompute import recompute_above

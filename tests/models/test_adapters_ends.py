@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from tests.models.test_adapters_peft import (
+from tests.models.adapters import (
     adapted,
     check_generation,
     check_ours_there,

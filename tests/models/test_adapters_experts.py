@@ -10,7 +10,7 @@ from peft import LoraConfig as TheirConfig
 from peft import get_peft_model
 from safetensors.torch import save_file
 
-from tests.models.test_adapters_peft import (
+from tests.models.adapters import (
     adapted,
     check_generation,
     check_ours_there,

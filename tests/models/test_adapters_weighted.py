@@ -9,7 +9,7 @@ from peft import LoraConfig as TheirConfig
 from peft import PeftModel, get_peft_model
 from torch import Tensor
 
-from tests.models.test_adapters_peft import randomise
+from tests.models.adapters import randomise
 from tests.models.tiny import load_reference, reference
 from tigon import LoraConfig, from_pretrained
 from tigon.models import CausalLM

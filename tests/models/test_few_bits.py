@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon.kernels
+from tests.models.adapters import adapted
 from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.test_adapters import gradients
-from tests.models.test_adapters_peft import adapted
 from tests.models.test_parity import tokens
 from tests.models.test_quantized import DELTA, EVEN, EXPERTS
 from tests.models.tiny import CASES, reference

@@ -7,15 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.contract import (
-    Outputs,
-    V,
-    assert_same_gradients,
-    gradients,
-    mean,
-    token_losses,
-    tokens,
-)
+from tests.support.contract import Outputs, V, assert_same_gradients, gradients, mean_loss, tokens
 from tigon.kernels import use
 from tigon.kernels.loss.logits import METRICS
 from tigon.kernels.runtime import Mode
@@ -79,7 +71,7 @@ def test_returned_logits_are_values_that_survive_the_backward(
 def test_returned_logits_are_differentiable_beside_the_loss(model: CausalLM) -> None:
     ids, labels = tokens()
     plain = model(ids).logits
-    expected = mean(token_losses(plain, labels).values()) + plain.logsumexp(-1).square().mean()
+    expected = mean_loss(plain, labels) + plain.logsumexp(-1).square().mean()
     out = model(ids, labels=labels, return_logits=True)
     total = out.loss + out.logits.logsumexp(-1).square().mean()
     assert_same_gradients(gradients(total, model), gradients(expected, model))
@@ -88,7 +80,7 @@ def test_returned_logits_are_differentiable_beside_the_loss(model: CausalLM) -> 
 @pytest.mark.parametrize("frozen", ["model", "lm_head"])
 def test_frozen_body_or_head(model: CausalLM, frozen: str) -> None:
     ids, labels = tokens()
-    expected = gradients(mean(token_losses(model(ids).logits, labels).values()), model)
+    expected = gradients(mean_loss(model(ids).logits, labels), model)
     expected = {name: g for name, g in expected.items() if not name.startswith(f"{frozen}.")}
     model.get_submodule(frozen).requires_grad_(False)
     for reduction in ("token", "none"):
@@ -150,7 +142,7 @@ def test_second_derivatives_raise_or_are_right(model: CausalLM, reduction: str) 
         (grad,) = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
         return gradients(loss + grad.square().sum(), model)
 
-    expected = mean(token_losses(model(ids).logits, labels).values())
+    expected = mean_loss(model(ids).logits, labels)
     out = model(ids, labels=labels, return_logits=True)
     assert_same_gradients(penalty(out.loss), penalty(expected))
 

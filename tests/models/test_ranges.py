@@ -1,8 +1,6 @@
 """Values of config.json that no model can have, and sizes that do not fit the checkpoint."""
 
 import shutil
-import types
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,6 @@ from tigon.utils.config import ConfigError
 from tigon.weights import Repository
 
 NAN, INF = float("nan"), float("inf")
-
-
-def has_numbers(kind: Any) -> bool:
-    if typing.get_origin(kind) in (types.UnionType, typing.Union, list):
-        return any(map(has_numbers, typing.get_args(kind)))
-    return kind in (int, float)
 
 
 # Model type -> values, and what the error says of them

@@ -40,20 +40,15 @@ def tiny(family: type[CausalLM], **changes: Any) -> Any:
     return model
 
 
-def token_losses(
-    logits: Tensor,  # [B, T, V]
-    labels: Tensor,  # [B, T], not shifted
-    starts: Iterable[tuple[int, int]] = (),  # (row, position) of packed sequences' first tokens
-) -> dict[tuple[int, int], Tensor]:
-    """(row, position) -> the loss of predicting that row's next label, where there is one."""
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss of logits [B, T, V] that predict the next of labels [B, T], by a loop."""
     logp = logits.double().log_softmax(-1)
-    starts = set(starts)
-    return {
-        (b, t): -logp[b, t, int(labels[b, t + 1])]
+    return mean(
+        -logp[b, t, int(labels[b, t + 1])]
         for b in range(labels.shape[0])
         for t in range(labels.shape[1] - 1)
-        if labels[b, t + 1] != -100 and (b, t + 1) not in starts
-    }
+        if labels[b, t + 1] != -100
+    )
 
 
 def mean(losses: Iterable[Tensor]) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bench.compare_side import laps
 from bench.harness import Record, installed
 from bench.train_cases import draw, is_drawn, peer_names
-from bench.train_peer import Options, adamw, peer_model
+from bench.train_peer import CHUNKS, Options, adamw, peer_model, wider_chunks
 from tigon.kernels.attention import backends
 from tigon.settings.config import Config
 from tigon.train import load, start
@@ -100,7 +100,9 @@ def peer(config: Config, world: World, count: int, side: str, attention: str) ->
             fully_shard(block, reshard_after_forward=reshards)
         fully_shard(model, reshard_after_forward=False)
     optimizer, losses = adamw(model.train()), []
-    learn = context_pass(model, world) if side == CONTEXT_PEER else whole_pass(model)
+    chunks = wider_chunks(shape["model_type"], shape, len(batches[0].view(-1))) if liger else 0
+    more = {CHUNKS: chunks} if chunks else {}
+    learn = context_pass(model, world) if side == CONTEXT_PEER else whole_pass(model, more)
 
     def step() -> None:
         loss = learn(next(ids))
@@ -109,7 +111,7 @@ def peer(config: Config, world: World, count: int, side: str, attention: str) ->
         if len(losses) < FIRST:
             losses.append(mean(loss.detach(), world))
 
-    return timed(step, world, count) | {"losses": losses, "attention": [attention]}
+    return timed(step, world, count) | {"losses": losses, "attention": [attention], **more}
 
 
 def divide(model: Any, world: World) -> None:
@@ -124,11 +126,12 @@ def divide(model: Any, world: World) -> None:
         parallelize_module(block, world.meshes.tensor, plan)
 
 
-def whole_pass(model: Any) -> Callable[[Tensor], Tensor]:
-    """Forward and backward of rows [B, T] of this rank; returns the loss."""
+def whole_pass(model: Any, more: Record) -> Callable[[Tensor], Tensor]:
+    """Forward and backward of rows [B, T] of this rank, with these further arguments; returns the
+    loss."""
 
     def learn(tokens: Tensor) -> Tensor:
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = model(input_ids=tokens, labels=tokens, **more).loss
         loss.backward()
         return loss
 

@@ -9,10 +9,11 @@ higher; a peer's may be, as torch's AdamW rounds small updates of bf16 weights a
 at random. Files are in the page cache and Python's bytecode is compiled beforehand; caches of
 compiled kernels and of data are empty for each side.
 
-Sides take turns, and of several rounds the one with the median time counts. A round that the record
-has at this commit, with as many steps, is not measured again: a run that is cut off goes on with
-the same command. So a record may have sides of several commits, and each row of the table names its
-own.
+Sides take turns, and of several rounds the one with the median time counts. Ratios are of rounds at
+one commit, on one host; of several peers the one with the least ratio counts. A round that the
+record has at this commit, with as many steps, is not measured again: a run that is cut off goes on
+with the same command. So a record may have sides of several commits, and each row of the table
+names its own.
 
     python -m bench end_to_end --only "1B full" --steps 60
     python -m bench end_to_end --tiny            # tiny models on the CPU
@@ -20,6 +21,7 @@ own.
 """
 
 import json
+import math
 import os
 import re
 import tempfile
@@ -251,10 +253,22 @@ def row(case: str, side: str, found: Record) -> list[str]:
     return [*names, *cells, wall, *(figure(parts[p]) for p in PARTS)]
 
 
+def ours_beside(sides: Record, peer: str) -> Record:
+    """Tigon's rounds at this peer's commit, as one side: they ran on the same host."""
+    ours, commit = sides[OURS], sides[peer].get("commit")
+    known = [of for of in (ours, *ours.get("others", ())) if of.get("commit") == commit]
+    return middle(known) if known else ours
+
+
 def best_peer(sides: Record) -> str:
-    """The measured peer with the most tokens a second over all, if there is one."""
+    """The measured peer over which Tigon has the least tokens a second, if there is one."""
+
+    def ratio(name: str) -> float:
+        ours, theirs = speed(ours_beside(sides, name)), speed(sides[name])
+        return ours / theirs if ours and theirs else math.inf
+
     known = [name for name, found in sides.items() if name != OURS and "error" not in found]
-    return max(known, key=lambda name: speed(sides[name]) or 0.0, default="")
+    return min(known, key=ratio, default="")
 
 
 def unmeasured(cases: Record) -> Iterator[str]:
@@ -269,7 +283,7 @@ def verdicts(name: str, sides: Record) -> list[str]:
     ours, best = sides.get(OURS, {"error": ""}), best_peer(sides)
     if "error" in ours:
         return [f"not measured: {name}: {OURS}"]
-    pair = ours, sides.get(best, {"error": ""})
+    pair = (ours_beside(sides, best), sides[best]) if best else (ours, {"error": ""})
     rates, peaks = [speed(found) for found in pair], [peak(found) for found in pair]
     ratio = rates[0] / rates[1] if rates[0] and rates[1] else None
     memory = peaks[0] / peaks[1] if peaks[0] and peaks[1] else None
@@ -303,8 +317,8 @@ def learned(sides: Record) -> str:
 def steps_alone(name: str, sides: Record) -> str:
     """How fast steps after the first are beside the best peer's: what a long run comes near to. The
     mean has those that are held up, too."""
-    best = best_peer(sides)
-    ours, theirs = sides.get(OURS, {}), sides.get(best, {})
+    best = best_peer(sides) if OURS in sides else ""
+    ours, theirs = (ours_beside(sides, best), sides[best]) if best else ({}, {})
     if not (ours.get("gaps") and theirs.get("gaps")):
         return ""
 

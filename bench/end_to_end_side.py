@@ -203,7 +203,8 @@ def trl(request: Request, clock: Clock) -> Record:
     """SFTTrainer with packing and Liger, attention by variable lengths, its data by all cores.
 
     Of a mixture it has transformers' grouped products: Liger's experts try hundreds of launches for
-    each shape, which takes longer than the run."""
+    each shape, which takes longer than the run. Adapters are those of attention there, as Tigon's
+    all-linear has them: PEFT's would have routers and experts, too."""
     import datasets
     from trl import SFTConfig, SFTTrainer
 
@@ -245,8 +246,11 @@ def trl(request: Request, clock: Clock) -> Record:
     if request.rank:
         from peft import LoraConfig
 
+        attention = [f"{name}_proj" for name in "qkvo"]
         adapter = LoraConfig(
-            r=request.rank, lora_alpha=2 * request.rank, target_modules="all-linear"
+            r=request.rank,
+            lora_alpha=2 * request.rank,
+            target_modules=attention if request.experts else "all-linear",
         )
     trainer = SFTTrainer(
         model=request.model,

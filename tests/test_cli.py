@@ -115,6 +115,7 @@ def test_modules_that_commands_do_not_import(code, modules, directory, tmp_path)
         ("data pack none.jsonl model=m", "no data file matches 'none.jsonl'"),
         ("generate ./none hi", "no directory ./none"),
         ("plan ./none --gpus 8 --seq-len 64", "no directory ./none"),
+        ("plan MODEL --gpus 8 --seq-len 64 --settings wrong=1", "unknown setting 'wrong'"),
     ],
 )
 def test_a_wrong_setting_is_told_without_torch(arguments, message, directory, tmp_path):

@@ -27,9 +27,9 @@ from tigon.plan import (
 from tigon.plan.cost import CommGroup, Step, Work, compute_seconds
 from tigon.plan.gpu import GPU, known_gpus
 from tigon.plan.layout import divisors, enumerate_meshes
-from tigon.plan.report import USED
 from tigon.plan.search import LayoutChoice, mesh_error, rank_ties, settings_error
 from tigon.settings.config import ParameterGroup
+from tigon.settings.plan import USED
 from tigon.train.memory import Estimate
 
 SIZE = {"hidden_size": 640, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 4096}

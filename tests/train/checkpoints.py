@@ -4,6 +4,7 @@ import errno
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ class State:
         return {block.name: block.rows.clone() for block in state_blocks(state)}
 
 
+def saved_steps(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
 @contextmanager
 def changed_metadata(source: Path) -> Iterator[dict[str, Any]]:
     """The content of run.json, to change; the checksums are right again."""
@@ -53,6 +58,15 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def assert_close(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], rtol=1e-4, atol=1e-5
+) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        told = partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], tensor, rtol=rtol, atol=atol, msg=told)
 
 
 def full_disk(*_):

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.small import write_chats, write_model
 from tests.train.checkpoints import State
+from tests.train.layouts import load_weights
 from tigon.train import main, trainer
 from tigon.train.distributed import World, start
 from tigon.train.logging import read_metrics
@@ -40,6 +42,13 @@ class Workspace:
         if values["device"] == "cuda":  # what is compared must not depend on the GPU's memory
             values = FIXED | values
         return [f"{key}={value}" for key, value in values.items()]
+
+    def checkpoint(self, run: str, step: int) -> Path:
+        return self.root / run / f"checkpoints/step-{step:08d}"
+
+    def tensors(self, run: str, step: int, kind: str = "weights") -> dict[str, torch.Tensor]:
+        """Those that a checkpoint has of a kind; `kind` may be optimizer or ema."""
+        return load_weights(self.checkpoint(run, step), f"{kind}-*")
 
     def metrics(self, run: str, key: str) -> list[float]:
         return [row[key] for row in read_metrics(self.root / run / "metrics.jsonl") if key in row]
@@ -76,6 +85,12 @@ def finished(workspace: Workspace) -> Path:
     """A run of three steps, each of which is saved."""
     main(workspace.settings("finished", steps=3, save_every=1, keep_last=0))
     return workspace.root / "finished"
+
+
+@pytest.fixture
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache of the test's own, where nothing is computed yet."""
+    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -16,6 +16,10 @@ from tigon.train import load, prepare, start, train
 from tigon.train.logging import read_metrics
 
 TOLERANCE = 1e-5
+ADAPTER: dict[str, Any] = {
+    "steps": 4, "save_every": 2, "keep_last": 0, "lr": 1e-2, "lora.rank": 4, "lora.alpha": 8,
+    "lora.merge": "true", "export": "true",
+}  # fmt: skip
 # What metrics.jsonl has that depends on the clock or the machine
 TIMES = ("seconds", "share", "tokens_per_second", "memory", "local_loss", "mfu", "time")
 
@@ -89,9 +93,10 @@ def assert_same_run(
             assert close or relative_error(new[name], weight) <= weights, name
 
 
-def load_weights(directory: Path) -> dict[str, torch.Tensor]:
-    files = sorted(directory.glob("*.safetensors"))
-    return {name: weight for file in files for name, weight in load_file(file).items()}
+def load_weights(directory: Path, files: str = "*") -> dict[str, torch.Tensor]:
+    """The tensors of a model, or of a checkpoint's files of a kind, as weights-*."""
+    paths = sorted(directory.glob(f"{files}.safetensors"))
+    return {name: weight for path in paths for name, weight in load_file(path).items()}
 
 
 def assert_same_metrics(

@@ -1,17 +1,11 @@
-"""Rows of preferences for tests, as files, and a task's curves in every layout of its batches."""
+"""Rows of preferences for tests, as files."""
 
 import json
 import random
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-
 from tests.support.small import WORDS
-from tests.train.ranks import train_on
-from tigon.train import main
 
 
 def answers(count: int, seed: int) -> list[tuple[str, str, str]]:
@@ -86,29 +80,3 @@ def rewarded(count: int, seed: int = 0, tokens: int = 300, each: int = 3) -> lis
             }
         )
     return rows
-
-
-def assert_same_in_every_layout(
-    workspace: Any, make: Callable[..., list[str]], name: str, keys: Sequence[str], rel: float
-) -> None:
-    """Trains four steps of `make(run, **changes)`: resumed with the same bits, on two ranks,
-    packed, padded, and in micro-batches that are recomputed."""
-
-    def curve(run: str, key: str) -> list[float]:
-        return [np.nan if x is None else x for x in workspace.metrics(f"{name}{run}", key)]
-
-    main(make(name, save_every=2))
-    main(make(f"{name}-resumed", resume=workspace.root / name / "checkpoints/step-00000002"))
-    train_on(2, make(f"{name}-two"))
-    main(make(f"{name}-packed", batch_size=64))
-    parts = {"batch_size": 64, "micro_batch_size": 4}
-    main(make(f"{name}-padded", **parts, packing="false"))
-    main(make(f"{name}-parts", **parts, activation_checkpointing="true"))
-    for key in keys:
-        whole, resumed, packed = (curve(run, key) for run in ("", "-resumed", "-packed"))
-        assert len(whole) == (3 if key.startswith("eval_") else 4) and len(resumed) == 2
-        assert resumed == pytest.approx(whole[-2:], rel=0, abs=0, nan_ok=True), key
-        close = {"rel": rel, "abs": rel / 10, "nan_ok": True}
-        assert curve("-two", key) == pytest.approx(whole, **close), key
-        for run in ("-padded", "-parts"):
-            assert curve(run, key) == pytest.approx(packed, **close), key

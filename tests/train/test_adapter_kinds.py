@@ -1,4 +1,4 @@
-"""Every kind of adapter learns, resumes, trains on ranks, and is exported as PEFT computes it."""
+"""Every kind of adapter learns, resumes, and is exported as PEFT computes it."""
 
 import json
 import re
@@ -13,18 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 import tigon
 from tests.support.small import EXPERTS, write_model
 from tests.train import preferences
-from tests.train.adapters import (
-    EXPORTS,
-    SETTINGS,
-    assert_same_curve,
-    assert_same_run,
-    step,
-    tensors,
-    weights,
-)
 from tests.train.checkpoints import assert_equal
 from tests.train.conftest import Workspace
-from tests.train.ranks import train_on
+from tests.train.layouts import ADAPTER, assert_same_metrics, assert_same_tensors
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
 from tigon.train import load, main, prepare, start
@@ -58,7 +49,7 @@ def settings(workspace: Workspace) -> Make:
 
     def make(kind: str, run: str, **changes: Any) -> list[str]:
         evaluates = {"eval_data": workspace.held_out, "eval_every": 4}
-        given = evaluates | SETTINGS | KINDS[kind] | changes
+        given = evaluates | ADAPTER | KINDS[kind] | changes
         given |= {k: workspace.root / given[k] for k in ("model", "data") if k in KINDS[kind]}
         if not (workspace.root / kind).exists() and run != kind:
             main(make(kind, kind))
@@ -70,7 +61,7 @@ def settings(workspace: Workspace) -> Make:
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_learns_and_checkpoints_have_the_adapter_alone(workspace, settings, kind, capsys):
     main([*settings(kind, "planned"), "--dry-run"])
-    stored = tensors(step(workspace, kind, 4))
+    stored = workspace.tensors(kind, 4)
     said = re.search(r"([\d,]+) parameters, ([\d,]+) of them frozen", capsys.readouterr().out)
     assert said is not None
     total, frozen = (int(number.replace(",", "")) for number in said.groups())
@@ -78,7 +69,7 @@ def test_it_learns_and_checkpoints_have_the_adapter_alone(workspace, settings, k
     # Of the same rows before and after; pairs have no held-out ones here
     losses = workspace.metrics(kind, "loss" if kind == "reward" else "eval_loss")
     assert losses[-1] < losses[0] - 0.05
-    for name in (*stored, *tensors(step(workspace, kind, 4), "optimizer")):
+    for name in (*stored, *workspace.tensors(kind, 4, "optimizer")):
         assert ".lora_" in name or ".modules_to_save." in name or "magnitude" in name, name
     modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in stored}
     if kind == "lora":
@@ -96,22 +87,11 @@ def test_it_learns_and_checkpoints_have_the_adapter_alone(workspace, settings, k
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_is_the_same_bits(workspace, settings, kind):
     settings(kind, "first")
-    main(settings(kind, f"{kind}-resumed", resume=step(workspace, kind, 2)))
+    main(settings(kind, f"{kind}-resumed", resume=workspace.checkpoint(kind, 2)))
     assert len(workspace.metrics(f"{kind}-resumed", "loss")) == 2
-    assert_same_curve(workspace, f"{kind}-resumed", kind, rel=0)
-    found, expected = (tensors(step(workspace, run, 4)) for run in (f"{kind}-resumed", kind))
+    assert_same_metrics(workspace, kind, f"{kind}-resumed", rel=0)
+    found, expected = (workspace.tensors(run, 4) for run in (f"{kind}-resumed", kind))
     assert_equal(found, expected)
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_and_one(workspace, settings, kind):
-    """Each rank has its rows of the adapter, and of a quantized base all."""
-    train_on(2, settings(kind, f"{kind}-two", activation_checkpointing="true"))
-    assert_same_run(workspace, f"{kind}-two", kind, EXPORTS[kind == "dora" :])
-    if kind == "lora":
-        main(settings(kind, "two-then-one", resume=step(workspace, f"{kind}-two", 2)))
-        assert_same_curve(workspace, "two-then-one", kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,8 +102,8 @@ def test_checkpoint_export_equals_the_runs_export(workspace, settings, kind):
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (run / "again" / name).read_bytes() == (run / "adapter" / name).read_bytes()
     assert command(["export", str(run), str(run / "merged"), "--merge"]) == 0
-    assert_equal(weights(run / "merged"), weights(run / "hf"))
-    found, _ = load_checkpoint(step(workspace, kind, 4))
+    assert_same_tensors(run / "hf", run / "merged")
+    found, _ = load_checkpoint(workspace.checkpoint(kind, 4))
     assert any(isinstance(m, QuantizedWeight) for m in found.modules()) == (kind == "nf4")
     expected = tigon.from_pretrained(run / "hf")(IDS).logits
     torch.testing.assert_close(found(IDS).logits, expected, rtol=1e-4, atol=1e-5)

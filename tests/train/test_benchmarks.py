@@ -5,12 +5,13 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from tests.support.benchmarks import write_tasks
 from tests.support.small import EXPERTS, write_model
-from tests.train.layouts import assert_same_run, train_once
+from tests.train.layouts import assert_same_metrics, assert_same_run, train_once
 from tigon.integrations.lm_eval import TigonLM
 from tigon.integrations.tasks import evaluate_tasks, flatten_metrics, load_tasks
 from tigon.train import main, trainer
@@ -38,9 +39,9 @@ def with_and_without(workspace: Any, tasks: Path) -> None:
 
 
 def test_the_run_is_the_same_bits(workspace: Any, with_and_without: None) -> None:
-    for key in ("loss", "grad_norm", "eval_loss", "eval_accuracy"):
-        values = workspace.metrics("with", key)
-        assert values == workspace.metrics("without", key) and len(values) >= 3, key
+    keys = ("loss", "grad_norm", "eval_loss", "eval_accuracy")
+    assert_same_metrics(workspace, "without", "with", *keys, rel=0)
+    assert len(workspace.metrics("with", "eval_loss")) == 3
 
 
 def test_they_are_those_of_the_model(workspace: Any, tasks: Path, with_and_without: None) -> None:
@@ -155,9 +156,19 @@ def test_a_signal_ends_them(workspace: Any, tasks: Path, monkeypatch: Any) -> No
         ({"include_path": "none"}, "include_path=none: there is no such folder"),
         ({"limit": 0}, "eval.limit=0"),
         ({"num_fewshots": 1}, "num_fewshots"),
-        ({"tasks": []}, "eval.include_path=.* needs eval.tasks"),
     ],
 )
 def test_bad_settings(workspace: Any, tasks: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main(workspace.settings("bad", **measured(tasks, **changes)))
+
+
+@pytest.mark.parametrize("option", [[], ["--dry-run"]])
+def test_tasks_are_found_before_data_are_read(
+    workspace: Any, tasks: Path, monkeypatch: Any, option: list[str]
+) -> None:
+    fail = Mock(side_effect=ValueError("lm-eval has no such task"))
+    monkeypatch.setattr("tigon.integrations.tasks.load_tasks", fail)
+    settings = workspace.settings("named", data="hf://nowhere", **measured(tasks))
+    with pytest.raises(SystemExit, match="lm-eval has no such task"):
+        main([*settings, *option])

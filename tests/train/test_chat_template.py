@@ -138,7 +138,7 @@ def test_a_run_keeps_its_day(workspace, clock, tmp_path, monkeypatch, capsys):
     given = {"chat_template": write(tmp_path / "dated.jinja", DATED)}
     whole = losses(workspace, "dated", **given, workers=1)  # a process with the clock of today
     assert "the chat template writes the time, 01 May, which a" in capsys.readouterr().out
-    source = workspace.root / "dated/checkpoints/step-00000002"
+    source = workspace.checkpoint("dated", 2)
     assert json.loads((source / "run.json").read_text())["strftime_now"] == "2026-05-01T09:00:00"
     clock.time = NEXT
     monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "empty"))
@@ -194,7 +194,7 @@ def test_samples_and_checkpoints_have_them(workspace, clock, tmp_path, monkeypat
         sample_tokens=1,
     )
     # `tigon chat RUN` asks as the run did
-    tokenizer = load_checkpoint(workspace.root / "sampled/checkpoints/step-00000004")[1]
+    tokenizer = load_checkpoint(workspace.checkpoint("sampled", 4))[1]
     assert tokenizer.chat_template_kwargs == {"mood": "glad"} and tokenizer.strftime_now is None
     # Before the data are read, and with the tokens that they bring
     assert prompts == ["glad<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"] * 2

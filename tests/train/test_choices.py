@@ -293,7 +293,7 @@ def test_choices_change_no_more_than_rounding(workspace) -> None:
         losses[name] = workspace.metrics(f"same {name}", "loss")
     assert losses["zero"] == losses["fsdp"]
     assert losses["auto"] == pytest.approx(losses["fsdp"], rel=2e-3)
-    saved = checkpoint.read_metadata(workspace.root / "same auto/checkpoints/step-00000003")
+    saved = checkpoint.read_metadata(workspace.checkpoint("same auto", 3))
     chosen = saved["config"]["micro_batch_size"], saved["config"]["sharding"]
     assert chosen == (4, "gradients")
 
@@ -329,7 +329,7 @@ def test_a_run_keeps_rows_beyond_use(workspace, capsys, monkeypatch) -> None:
     for budget in ({}, {"memory_budget": 100}):
         main(workspace.settings("rows", steps=1 + 1 + len(budget), resume="auto", **same, **budget))
         step = 2 + len(budget)
-        saved = checkpoint.read_metadata(workspace.root / f"rows/checkpoints/step-{step:08d}")
+        saved = checkpoint.read_metadata(workspace.checkpoint("rows", step))
         assert saved["config"]["micro_batch_size"] == 4
     assert "micro_batch_size 4 ->" not in capsys.readouterr().out
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -176,10 +177,7 @@ def test_nothing_that_goes_wrong_ends_a_run(tmp_path, compile_jobs, monkeypatch)
     with compile_jobs({0: file.touch}, run=lambda: 1 // 0) as compilation:
         pass
     assert file.exists() and not compilation.complete
-
-    def refuse(*_: Any) -> Any:
-        raise BlockingIOError("no more processes")
-
+    refuse = Mock(side_effect=BlockingIOError("no more processes"))
     monkeypatch.setattr(precompile.os, "fork", refuse)
     with compile_jobs({0: lambda: None}) as compilation:
         pass

@@ -268,7 +268,9 @@ SAMPLES = {
     **{"push_to_hub": "a/b", "momentum": "0.9", "momentum>0": "0.9", "nesterov": "false"},
     **{"ns_steps": "6", "adjust_lr_fn": "original", "adamw_lr": "1", "adamw_lr>0": "1"},
     **{"lr>0": "1", "decay_steps": "9", "decay_type": "sqrt"},
-    **{"logits_to_keep": "4", "eval_logits_to_keep>0": "4"},
+    **{"logits_to_keep": "4", "eval_logits_to_keep>0": "4", "max_completion_length": "9"},
+    **{"label_smoothing": "0.1", "z_loss": "0.1", "cross_entropy_weight>0": "0.1"},
+    **{"reference": "m", "beta>0": "0.1"},
 }
 UNFULFILLED = {
     "export=true": "export=false",

@@ -1,24 +1,21 @@
-"""The data of a run: mixtures, streams, files, weights, named sets, and `tigon data pack`."""
+"""The data of a run: mixtures, streams, files, named sets, and `tigon data pack`."""
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-import tigon
 from tests.support.small import chats, write_chats, write_model
-from tests.train.adapters import assert_same_curve
+from tests.train import preferences
 from tests.train.focal import Focal
+from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import train_on
+from tests.train.weights import write_weighted
 from tigon.cli import main as command
 from tigon.data import Format
 from tigon.data.sources import is_held_out
 from tigon.settings.data import TASK_ROWS
-from tigon.tokenizer import Tokenizer
 from tigon.train import load, main
 from tigon.train.logging import read_metrics
 from tigon.train.tasks import TASKS
@@ -44,14 +41,14 @@ def test_streamed_windows_train_as_cached_ones_and_resume(workspace, other, mixt
     assert f"75.0% of {workspace.data}: an epoch takes its 43 examples 1.08 times" in printed
     assert f"25.0% of {other}: an epoch takes its 19 examples 0.82 times" in printed
     main(workspace.settings("streamed", **mixture, streaming="true", save_every=3))
-    assert_same_curve(workspace, "streamed", "cached", 0, KEYS)
-    source = workspace.root / "streamed/checkpoints/step-00000006"
+    assert_same_metrics(workspace, "cached", "streamed", *KEYS, rel=0)
+    source = workspace.checkpoint("streamed", 6)
     resumed = {**mixture, "streaming": "true", "resume": source, "workers": 0}
     main(workspace.settings("streamed-on", **resumed))
-    assert_same_curve(workspace, "streamed-on", "cached", 0, KEYS)
+    assert_same_metrics(workspace, "cached", "streamed-on", *KEYS, rel=0)
     assert workspace.metrics("streamed-on", "step") == [7, 8]
     train_on(2, workspace.settings("streamed-two", **resumed))
-    assert_same_curve(workspace, "streamed-two", "cached", 1e-5, KEYS)
+    assert_same_metrics(workspace, "cached", "streamed-two", *KEYS)
     with pytest.raises(SystemExit, match="has another order of the data: shuffle_window 16 -> 8"):
         main(workspace.settings("x", **resumed | {"shuffle_window": 8}))
 
@@ -107,8 +104,8 @@ def test_eval_fraction_holds_out_rows_of_data(workspace, tmp_path, capsys):
     main(workspace.settings("fraction-stream", **run, streaming="true"))
     for other in ("fraction-files", "fraction-stream"):
         keys = ("loss", "eval_loss", "supervised_tokens")
-        assert_same_curve(workspace, "fraction", other, 0, keys)
-    source = workspace.root / "fraction/checkpoints/step-00000002"
+        assert_same_metrics(workspace, other, "fraction", *keys, rel=0)
+    source = workspace.checkpoint("fraction", 2)
     resumed = {**run, "steps": 3, "resume": source}
     with pytest.raises(SystemExit, match=r"eval_fraction 0\.3 -> 0\.2"):
         main(workspace.settings("x", **resumed | {"eval_fraction": 0.2}))
@@ -143,30 +140,10 @@ def test_data_that_cannot_be_used(workspace, settings, message):
         main(workspace.settings("x", **settings))
 
 
-# The same conversations in every form and file train the same; bad ones are skipped if asked.
+# Bad rows are skipped if asked, and keys may have other names.
 
 
-MESSAGES = [messages for messages in chats(24) if len(messages) == 2]
-SHAREGPT = {"user": "human", "assistant": "gpt"}
-FORMS = {
-    "messages": [{"messages": m} for m in MESSAGES],
-    "sharegpt": [
-        {"conversations": [{"from": SHAREGPT[t["role"]], "value": t["content"]} for t in m]}
-        for m in MESSAGES
-    ],
-    "instruction": [{"instruction": m[0]["content"], "output": m[1]["content"]} for m in MESSAGES],
-    "prompt_completion": [{"prompt": m[:1], "completion": m[1:]} for m in MESSAGES],
-}
-
-
-def write(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
-    path = folder / name
-    lines = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-    if name.endswith(".json"):
-        path.write_text(json.dumps(rows))
-    else:
-        path.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
-    return path
+ROWS = [{"messages": messages} for messages in chats(24) if len(messages) == 2]
 
 
 def losses(workspace: Any, run: Path, data: Path, *more: str) -> list[float]:
@@ -177,50 +154,29 @@ def losses(workspace: Any, run: Path, data: Path, *more: str) -> list[float]:
 @pytest.fixture(scope="module")
 def expected(workspace, tmp_path_factory) -> list[float]:
     folder = tmp_path_factory.mktemp("expected")
-    found = losses(workspace, folder / "run", write(folder, "a.jsonl", FORMS["messages"]))
+    found = losses(workspace, folder / "run", preferences.write(folder / "a.jsonl", ROWS))
     assert len(found) == 2
     return found
 
 
-@pytest.mark.parametrize(
-    ("form", "name"),
-    [("sharegpt", "a.json"), ("instruction", "a.jsonl.gz"), ("prompt_completion", "a.jsonl")],
-)
-def test_the_same_chats_train_the_same(workspace, tmp_path, expected, form, name):
-    data = write(tmp_path, name, FORMS[form])
-    assert losses(workspace, tmp_path / "run", data) == expected
-
-
 def test_bad_rows_are_skipped_and_said(workspace, tmp_path, expected, capsys):
-    rows = FORMS["messages"]
-    bad: dict[str, Any] = {"messages": rows[0]["messages"][:1]}
-    data = write(tmp_path, "a.jsonl", [bad, *rows[:3], bad, *rows[3:]])
+    bad: dict[str, Any] = {"messages": ROWS[0]["messages"][:1]}
+    data = preferences.write(tmp_path / "a.jsonl", [bad, *ROWS[:3], bad, *ROWS[3:]])
     with pytest.raises(SystemExit, match=r"a\.jsonl:1: .*no turn of the role 'assistant'"):
         losses(workspace, tmp_path / "run", data)
     assert losses(workspace, tmp_path / "run", data, "bad_rows=skip") == expected
     said = capsys.readouterr().out
-    assert f"data: 2 of {len(rows) + 2} rows skipped as bad:\n  {data}:1: messages have no" in said
+    assert f"data: 2 of {len(ROWS) + 2} rows skipped as bad:\n  {data}:1: messages have no" in said
 
 
 def test_names_of_keys_and_of_a_format(workspace, tmp_path, expected):
-    rows = [
-        {"dialog": row["messages"], "prompt": "a", "completion": "b"} for row in FORMS["messages"]
-    ]
-    data = write(tmp_path, "a.jsonl", rows)
+    rows = [{"dialog": row["messages"], "prompt": "a", "completion": "b"} for row in ROWS]
+    data = preferences.write(tmp_path / "a.jsonl", rows)
     assert losses(workspace, tmp_path / "1", data, "columns={messages: dialog}") == expected
     other = losses(workspace, tmp_path / "2", data, "format=prompt_completion")
     assert other != expected
     with pytest.raises(SystemExit, match="train_on='last': task=pretrain has no use for it"):
         losses(workspace, tmp_path / "3", data, "task=pretrain", "train_on=last")
-
-
-def test_text_divided_as_a_shell_writes_it(workspace, tmp_path):
-    texts = [" ".join(turn["content"] for turn in messages) for messages in chats(40)]
-    rows, lines = tmp_path / "a.jsonl", tmp_path / "a.txt"
-    rows.write_text("".join(f"{json.dumps({'text': text})}\n" for text in texts))
-    lines.write_bytes("\r\n\r\n".join(texts).encode("utf-8-sig"))
-    divided = losses(workspace, tmp_path / "1", lines, "task=pretrain", r"separator=\n\n")
-    assert divided == losses(workspace, tmp_path / "2", rows, "task=pretrain")
 
 
 # Held-out data sets with names: measured apart, in the same pass as all of them.
@@ -231,19 +187,12 @@ def files(tmp_path_factory):
     """Two that share packed rows, with weights in one of them."""
     root = tmp_path_factory.mktemp("sets")
     first, second = (write_chats(root / f"{n}.jsonl", 9, seed=s) for n, s in (("a", 1), ("b", 2)))
-    rows = [json.loads(text) for text in second.read_text().splitlines()]
-    weighted = [row | {"weight": 0.5 + i % 3} for i, row in enumerate(rows)]
-    second.write_text("\n".join(map(json.dumps, weighted)) + "\n")
-    return first, second
+    return first, write_weighted(second)
 
 
 def evaluated(workspace, run, data, **changes):
     settings = {"steps": 1, "lr": 0, "loss_reduction": "token", "eval_data": data, **changes}
     main(workspace.settings(run, **settings))
-    return last(workspace, run)
-
-
-def last(workspace, run):
     row = read_metrics(workspace.root / run / "metrics.jsonl")[-1]
     return {key: value for key, value in row.items() if key.startswith("eval_")}
 
@@ -297,68 +246,3 @@ def test_named_sets_of_a_file(workspace, files, tmp_path):
     config.write_text(f"eval_data: {{x: {a}, x: {b}}}\n")
     with pytest.raises(ValueError, match="line 1: x is also set in line 1"):
         load(config)
-
-
-# Weights of messages and rows in a run: its loss is the weighted mean over what is learned.
-
-
-WEIGHTS = [None, 0, 0.5, 2, None, 0, 3, 1]  # of the messages of the assistant, in turn
-
-
-def weighted_rows() -> list[dict[str, Any]]:
-    rows, weights = [], iter(WEIGHTS * 4)
-    for i, messages in enumerate(chats(6)):
-        said = [
-            m | ({} if m["role"] == "user" or (w := next(weights)) is None else {"weight": w})
-            for m in messages
-        ]
-        rows.append({"messages": said, **({"weight": 0.25} if i == 2 else {})})
-    return rows
-
-
-def weighted_loss(
-    model: Any, tokenizer: Tokenizer, rows: list[dict[str, Any]], reduction: str
-) -> float:
-    """The definition, one row and one turn at a time."""
-    total, count = 0.0, 0
-    for row in rows:
-        ids = torch.tensor([tokenizer.apply_chat_template(row["messages"])])
-        nll = F.cross_entropy(model(ids).logits[0, :-1].double(), ids[0, 1:], reduction="none")
-        own, learned = 0.0, 0
-        for i, message in enumerate(row["messages"]):
-            weight = message.get("weight", 1) * row.get("weight", 1)
-            if message["role"] == "assistant" and weight:
-                before, after = row["messages"][:i], row["messages"][: i + 1]
-                start = len(tokenizer.apply_chat_template(before, add_generation_prompt=True))
-                stop = len(tokenizer.apply_chat_template(after))
-                own += weight * nll[start - 1 : stop - 1].sum().item()
-                learned += stop - start
-        if learned:
-            total += own if reduction == "token" else own / learned
-            count += learned if reduction == "token" else 1
-    return total / count
-
-
-@pytest.mark.slow(first=2)
-@pytest.mark.parametrize("reduction", ["token", "sequence"])
-@pytest.mark.parametrize("packing", [True, False])
-def test_the_loss_of_weighted_messages(workspace, tmp_path, reduction, packing):
-    rows = weighted_rows()
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    more = {"loss_reduction": reduction, "packing": packing, "steps": 1, "log_every": 1}
-    settings = workspace.settings("x", run_dir=tmp_path / "run", data=data, batch_size=6, **more)
-    main([*settings, f"eval_data={data}", "lr=0"])
-    rows_logged = read_metrics(tmp_path / "run/metrics.jsonl")
-    logged = {key: value for row in rows_logged for key, value in row.items()}
-    model = tigon.from_pretrained(workspace.model, dtype=torch.float32)
-    tokenizer = Tokenizer.from_pretrained(workspace.model)
-    with torch.no_grad():
-        wanted = weighted_loss(model, tokenizer, rows, reduction)
-    # fp32 losses of some hundred tokens, added in another order
-    assert logged["loss"] == pytest.approx(wanted, rel=1e-5)
-    assert logged["eval_loss"] == pytest.approx(wanted, rel=1e-5)
-    # Weights of 1 would not pass for these
-    plain = [{"messages": [{**m, "weight": 1} for m in row["messages"]]} for row in rows]
-    with torch.no_grad():
-        assert abs(weighted_loss(model, tokenizer, plain, reduction) - wanted) > 0.01

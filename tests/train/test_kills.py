@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file
 
 from tests.support.numbers import relative_error
+from tests.train.layouts import assert_same_metrics, load_weights
 from tests.train.ranks import Ranks, train_on
 from tigon.train import checkpoint, main
-from tigon.train.logging import read_metrics
 
 KILLS = int(os.environ.get("TIGON_KILLS", "1"))
 STEPS = 5
@@ -122,7 +121,7 @@ def test_killed_and_resumed(workspace, whole, tmp_path, ranks, number):
         running = Ranks(ranks, main, settings, environment={"TIGON_CACHE": cache})
         after = draw.randrange(STEPS)
         until = time.monotonic() + 200
-        while after and None in running.codes and len(values(run, "loss")) < after:
+        while after and None in running.codes and len(workspace.metrics(run, "loss")) < after:
             assert time.monotonic() < until, running.errors
             time.sleep(0.005)
         time.sleep(draw.random() * (0.3 if after else 2.0))
@@ -135,13 +134,9 @@ def test_killed_and_resumed(workspace, whole, tmp_path, ranks, number):
     other = tmp_path / "on-another-number"
     shutil.copytree(run, other) if run.exists() else None
     train_on(ranks, [*settings, "resume=auto"])
-    assert_same_bits(run, expected.directory)
+    assert_same_bits(workspace, run, expected.directory)
     train_on(3 - ranks, [*settings_of(workspace, other, way), "resume=auto"])
-    assert_near(other, expected.directory)
-
-
-def values(run: Path, key: str) -> list[float]:
-    return [row[key] for row in read_metrics(run / "metrics.jsonl") if key in row]
+    assert_near(workspace, other, expected.directory)
 
 
 def last_files(run: Path) -> dict[str, Path]:
@@ -154,21 +149,20 @@ def last_files(run: Path) -> dict[str, Path]:
     return {str(path.relative_to(run)): path for path in found}
 
 
-def assert_same_bits(run: Path, expected: Path) -> None:
-    for key in BITS:
-        assert values(run, key) == values(expected, key), key
-    assert len(values(run, "loss")) == STEPS and len(values(run, "eval_loss")) == 3
+def assert_same_bits(workspace, run: Path, expected: Path) -> None:
+    assert_same_metrics(workspace, expected, run, *BITS, rel=0)
+    assert len(workspace.metrics(run, "loss")) == STEPS
+    assert len(workspace.metrics(run, "eval_loss")) == 3
     found, files = last_files(run), last_files(expected)
     assert found.keys() == files.keys() and len(files) > 3
     for name, path in files.items():
         assert found[name].read_bytes() == path.read_bytes(), name
 
 
-def assert_near(run: Path, expected: Path) -> None:
-    for key in BITS:
-        assert values(run, key) == pytest.approx(values(expected, key), rel=NEAR), key
-    assert len(values(run, "loss")) == STEPS
-    exported, whole = (load_file(path / "hf/model.safetensors") for path in (run, expected))
+def assert_near(workspace, run: Path, expected: Path) -> None:
+    assert_same_metrics(workspace, expected, run, *BITS, rel=NEAR)
+    assert len(workspace.metrics(run, "loss")) == STEPS
+    exported, whole = (load_weights(path / "hf") for path in (run, expected))
     assert exported.keys() == whole.keys()
     for name, weight in whole.items():
         assert relative_error(exported[name], weight) <= NEAR, name

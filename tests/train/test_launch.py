@@ -20,7 +20,9 @@ from tests.train.ranks import TORCHRUN as FIRST_OF_TWO
 from tests.train.ranks import Ranks
 from tigon import cli
 from tigon.settings.command import read_command, refusal
+from tigon.settings.config import Config
 from tigon.train import checkpoint, main
+from tigon.train.distributed import prepare_flight_recorder
 from tigon.train.launch import check_count, summarize
 from tigon.train.signals import peer_failed
 from tigon.utils.launcher import record_error
@@ -303,3 +305,18 @@ def test_incomplete_rank_environment_is_refused(workspace, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(SystemExit, match=r"RANK expected, but not set.*: unset WORLD_SIZE"):
         main(workspace.settings("left"))
+
+
+@pytest.mark.parametrize(
+    ("given", "size"), [({}, "2000"), ({"TORCH_FR_BUFFER_SIZE": "7"}, "7")], ids=["none", "set"]
+)
+def test_collectives_of_a_timeout_are_dumped_into_the_run(tmp_path, monkeypatch, given, size):
+    """By NCCL's flight recorder; what a person has set stays."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", given)
+    prepare_flight_recorder(Config(model="m", data=("d",), run_dir="run"))
+    assert given == {
+        "TORCH_FR_BUFFER_SIZE": size,
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/run/flight-recorder-",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    }

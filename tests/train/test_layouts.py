@@ -8,12 +8,13 @@ import pytest
 
 from tests.support.small import EXPERTS, LLAMA, WORDS, write_model
 from tests.train import preferences
-from tests.train.layouts import TOLERANCE, assert_same_run, assert_same_tensors, train_once
+from tests.train.layouts import ADAPTER, TOLERANCE, assert_same_run, assert_same_tensors, train_once
+from tests.train.weights import write_weighted
 from tigon.models import MODELS
 from tigon.parallel import check_experts
 from tigon.settings.config import Parallel
 from tigon.train import checkpoint
-from tigon.train.export import convert_checkpoint
+from tigon.train.export import convert_checkpoint, load_checkpoint
 
 SHARED = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24}
 EIGHT_EXPERTS = EXPERTS | {"num_experts": 8}
@@ -83,11 +84,13 @@ RECOMPUTED = {"activation_checkpointing": "true"}
 # One micro-batch a step on each rank, whose rows `make` divides
 IN_BACKWARD = {"optimizer_in_backward": "true", "max_grad_norm": 0, "batch_size": 2}
 LINES = {"packing": "false", "logits_to_keep": 6, "loss_reduction": "sequence"}
+# Masks are uneven, and answers and rows have weights
+WEIGHTED = {"steps": 10, "batch_size": 4, "data": "weighted", "eval_data": "weighted held out"}
+WEIGHTED |= {"label_smoothing": 0.1, "z_loss": 1e-3}
 FROZEN = {"parameter_groups": "[{match: '*.layers.0.*', freeze: true}]", "micro_batch_size": 1}
 BALANCED = {"task": "pretrain", "data": "text", "router_aux_loss_coef": 0.5}
-ADAPTER = {"steps": 4, "save_every": 2, "keep_last": 0, "lr": 1e-2, "lora.rank": 4}
-ADAPTER |= {"lora.alpha": 8, "lora.merge": "true", "export": "true", "micro_batch_size": 1}
-ON_EXPERTS = ADAPTER | {"batch_size": 8, "router_aux_loss_coef": 0.5, "model": "untied experts"}
+LORA = ADAPTER | {"micro_batch_size": 1}
+ON_EXPERTS = LORA | {"batch_size": 8, "router_aux_loss_coef": 0.5, "model": "untied experts"}
 DORA, DROPOUT = {"lora.dora": "true"}, {"lora.dropout": 0.2}
 ENDS = {"model": "untied", "lora.targets": "[embed_tokens, lm_head, v_proj]"}
 DPO, REWARD = {"task": "dpo", "data": "pairs"}, {"task": "reward", "data": "pairs"}
@@ -99,6 +102,10 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "sft": {"steps": 5, "save_every": 2, "keep_last": 0} | RECOMPUTED,
     "lines": LINES,
+    "weighted": WEIGHTED,
+    "weighted lines": WEIGHTED | {"packing": "false", "logits_to_keep": 6},
+    "weighted sequences": WEIGHTED | {"loss_reduction": "sequence"},
+    "weighted sequence lines": WEIGHTED | LINES,
     "two heads": BALANCED | {"model": "two heads"},
     "five experts": BALANCED | {"model": "five experts"},
     "lora": {"packing": "false", "lr": 1e-2, "lora.rank": 3, "lora.dropout": 0.3} | RECOMPUTED,
@@ -140,9 +147,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "qwen2_moe": MOE | {"model": "qwen2_moe", "eval_data": "held out"},
     "qwen3_moe": MOE,
     "moe of latents": LONG | {"ema_decay": 0.5, "model": "latents"} | RECOMPUTED,
-    "lora of latents": ADAPTER | DROPOUT | {"model": "latents", "batch_size": 8},
+    "lora of latents": LORA | DROPOUT | {"model": "latents", "batch_size": 8},
     "recurrences": LONG | {"ema_decay": 0.5, "model": "recurrences"} | RECOMPUTED,
-    "lora of recurrences": ADAPTER | DROPOUT | {"model": "recurrences", "batch_size": 8},
+    "lora of recurrences": LORA | DROPOUT | {"model": "recurrences", "batch_size": 8},
     "moe 8bit": MOE | {"optimizer": "adamw_8bit"},
     "moe muon": MOE | {"optimizer": "muon"},
     # A row on each of two ranks, or both on one: their micro-batches are not balanced alike
@@ -150,10 +157,10 @@ KINDS: dict[str, dict[str, Any]] = {
     # Rows with padding on some ranks, and none on others
     "moe recomputed": MOE | {"packing": "false", "truncate": "true"} | RECOMPUTED,
     "moe dpo": MOE | DPO | {"reference": "qwen2_moe", "batch_size": 4},
-    "lora dropout": ADAPTER | DROPOUT,
-    "lora dora": ADAPTER | DROPOUT | DORA | RECOMPUTED,
-    "lora ends": ADAPTER | DORA | ENDS,
-    "lora whole ends": ADAPTER | ENDS
+    "lora dropout": LORA | DROPOUT,
+    "lora dora": LORA | DROPOUT | DORA | RECOMPUTED,
+    "lora ends": LORA | DORA | ENDS,
+    "lora whole ends": LORA | ENDS
     | {"lora.targets": "[q_proj]", "lora.modules_to_save": "[embed_tokens, lm_head]"},
     "lora experts": ON_EXPERTS | {
         "lora.targets": "[experts.gate_up_proj, experts.down_proj, o_proj, shared_expert_gate]",
@@ -175,6 +182,7 @@ LOOSE = {  # tolerances of what is logged, and of weights
 OBJECTIVES = ["seen", "sft", "lines", "two heads", "lora", "dpo", "orpo", "kto", "grpo", "reward"]
 OBJECTIVES += ["distill", "zero", "few heads", "few heads dpo"]
 WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they share, kinds of runs
+    "whole steps": (1, {}, ["weighted", "weighted sequence lines"]),  # in one micro-batch
     "context": (2, {"context": 2}, [*OBJECTIVES, "moe of latents"]),
     "two groups": (4, {"context": 2}, ["sft", "two heads", "dpo"]),
     "one row": (4, {"context": 4}, ["few heads", "few heads dpo", "two heads"]),
@@ -194,8 +202,10 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
     "fsdp": (
         2, {},
         ["sft", "seen", "dpo zero", "kto zero", "dpo stream", "shared keys", "shared keys zero",
-         "streams"],
+         "streams", "weighted lines", "weighted sequences", "lora dropout", "lora ends",
+         "lora nf4 experts", "reward-lora"],
     ),
+    "fsdp of four": (4, {}, ["weighted", "weighted sequence lines"]),
     "replicas": (4, {"replicate": 2, "fsdp": 2}, ["adamw", "muon"]),
     "fsdp tensor": (
         4, {"fsdp": 2, "tensor": 2},
@@ -227,6 +237,8 @@ WAYS: dict[str, tuple[int, dict[str, int], list[str]]] = {  # ranks, what they s
 }  # fmt: skip
 FAST = [
     ("fsdp", "sft"),
+    ("fsdp", "weighted lines"),
+    ("whole steps", "weighted"),
     ("context", "seen"),
     ("tensor", "seen"),
     ("tensor", "lora dropout"),
@@ -265,6 +277,8 @@ def make(workspace) -> Any:
         "pairs": preferences.write(root / "pairs.jsonl", preferences.pairs(9, 5)),
         "kto": preferences.write(root / "kto.jsonl", preferences.labeled(9, 5)),
         "grpo": preferences.write(root / "grpo.jsonl", preferences.rewarded(5)),
+        "weighted": write_weighted(workspace.data),
+        "weighted held out": write_weighted(workspace.held_out),
         "held out": f"[{{path: {workspace.held_out}, name: some}}]",
     }
     hooks = "[tests.train.watching:report, tests.train.watching:FirstAnswers]"
@@ -282,6 +296,8 @@ def make(workspace) -> Any:
         changes = {f"parallel.{dimension}": size for dimension, size in parallel.items()}
         if kind == "seen" and "tensor" not in parallel:
             changes |= watched
+        if way == "whole steps":
+            changes["micro_batch_size"] = 4
         if "in backward" in kind:
             shared = parallel.get("tensor", 1) * parallel.get("context", 1)
             changes["micro_batch_size"] = 2 * shared // ranks
@@ -298,7 +314,7 @@ def make(workspace) -> Any:
 def assert_same(workspace, kind: str, one: str, other: str, first: int = 0) -> None:
     tolerance, weights = LOOSE.get(kind, (TOLERANCE, TOLERANCE))
     absolute = weights if LONG.items() <= KINDS[kind].items() or "moe" in kind else 0.0
-    if ADAPTER.items() <= KINDS[kind].items():
+    if LORA.items() <= KINDS[kind].items():
         weights, absolute = 10 * TOLERANCE, 1e-9  # relative to their size, or zeros
     keys = ("loss", "grad_norm") if kind == "moe in backward" else ()  # of other micro-batches
     assert_same_run(workspace, one, other, first, tolerance, weights, absolute, keys)
@@ -329,9 +345,12 @@ def test_other_layouts_resume(workspace, make, kind, before, after):
 )  # fmt: skip
 def test_converted_checkpoint_equals_export(workspace, make, way, kind, tmp_path):
     run = workspace.root / make(way, kind)
-    merge = "lora" in kind
-    convert_checkpoint(checkpoint.latest(run / "checkpoints"), str(tmp_path / "hf"), merge=merge)
+    merge, source = "lora" in kind, checkpoint.latest(run / "checkpoints")
+    convert_checkpoint(source, str(tmp_path / "hf"), merge=merge)
     assert_same_tensors(run / "hf", tmp_path / "hf", atol=1e-6 * merge)
+    if not merge:
+        load_checkpoint(source)[0].save_pretrained(tmp_path / "loaded")
+        assert_same_tensors(run / "hf", tmp_path / "loaded")
 
 
 @pytest.mark.parametrize("way", ["context", "tensor", "fsdp"])

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -86,11 +87,9 @@ def test_a_step_without_memory_is_repeated(workspace, capsys, short_of_memory, c
 
 @pytest.mark.parametrize("error", FULL, ids=["tensor", "kernel", "workspace", "driver"])
 def test_memory_that_ends_outside_of_passes(workspace, monkeypatch, error) -> None:
-    def fail(*args: Any, **options: Any) -> None:
-        raise error
-
     number = FULL.index(error)
-    monkeypatch.setattr(trainer, ("update_weights", "evaluate")[number % 2], fail)
+    function = ("update_weights", "evaluate")[number % 2]
+    monkeypatch.setattr(trainer, function, Mock(side_effect=error))
     with pytest.raises(SystemExit) as caught:
         main(workspace.settings(f"full {number}", steps=1, eval_data=workspace.held_out))
     problem = str(error).split("\n")[0].split(". ")[0]
@@ -98,19 +97,14 @@ def test_memory_that_ends_outside_of_passes(workspace, monkeypatch, error) -> No
 
 
 def test_other_errors_of_a_step_are_raised(workspace, monkeypatch) -> None:
-    def fail(*args: Any, **options: Any) -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    monkeypatch.setattr(trainer, "forward_backward", fail)
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(trainer, "forward_backward", Mock(side_effect=error))
     with pytest.raises(RuntimeError, match="illegal memory access"):
         main(workspace.settings("illegal", steps=1))
 
 
 def test_a_model_that_does_not_fit(workspace, monkeypatch) -> None:
-    def fail(*_: Any) -> None:
-        raise FULL[0]
-
-    monkeypatch.setattr(build, "build_optimizer", fail)
+    monkeypatch.setattr(build, "build_optimizer", Mock(side_effect=FULL[0]))
     with pytest.raises(SystemExit, match="the model: CUDA out of memory: give param_dtype=bfloat"):
         main(workspace.settings("large", steps=1))
 
@@ -139,11 +133,7 @@ def test_nothing_that_takes_less(workspace, short_of_memory) -> None:
     [(2, None, "rank 1: step 3: CUDA out of memory: give a"), (1, "one", "step 3: CUDA out of")],
 )
 def test_passes_that_cannot_be_repeated(ranks: int, in_backward: Any, said: str) -> None:
-    def passes() -> None:
-        calls.append(1)
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
-
-    calls: list[int] = []
+    passes = Mock(side_effect=FULL[0])
     world = World(ranks - 1, ranks, torch.device("cpu"))
     config = load(None, given())
     run: Any = SimpleNamespace(
@@ -151,7 +141,7 @@ def test_passes_that_cannot_be_repeated(ranks: int, in_backward: Any, said: str)
     )
     with pytest.raises(InputError, match=said):
         within_memory(run, 3, passes)
-    assert len(calls) == 1
+    passes.assert_called_once()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 import tigon
 from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.support.small import write_model
-from tests.train.adapters import SETTINGS, assert_close, step, tensors, weights
-from tests.train.checkpoints import assert_equal, changed_metadata
+from tests.train.checkpoints import assert_close, changed_metadata
+from tests.train.layouts import ADAPTER, assert_same_tensors, load_weights
 from tests.train.ranks import Ranks, train_on
 from tigon.cli import main as command
 from tigon.layers import QuantizedWeight
@@ -30,7 +30,7 @@ from tigon.train.model import build_model
 @pytest.fixture(scope="module")
 def settings(workspace):
     def make(run: str, **changes: Any) -> list[str]:
-        given = {"eval_data": workspace.held_out} | SETTINGS | {"lora.merge": "false"} | changes
+        given = {"eval_data": workspace.held_out} | ADAPTER | {"lora.merge": "false"} | changes
         return workspace.settings(run, **given)
 
     main(make("one", **{"lora.merge": "true"}))
@@ -43,7 +43,7 @@ def test_a_base_of_16_bits(ranks, workspace, settings):
     """The base in the computation's dtype, and the adapter in param_dtype."""
     run = f"half-{ranks}"
     train_on(ranks, settings(run, dtype="bfloat16", steps=3))
-    assert {t.dtype for t in tensors(step(workspace, run, 2)).values()} == {torch.float32}
+    assert {t.dtype for t in workspace.tensors(run, 2).values()} == {torch.float32}
     expected = workspace.metrics("one", "loss")[:3]
     assert workspace.metrics(run, "loss") == pytest.approx(expected, rel=0.02)
 
@@ -56,10 +56,10 @@ def test_merging_in_16_bits_rounds_once(workspace, settings, tmp_path):
     main(settings("merged-half", **more))
     run = workspace.root / "merged-half"
     assert command(["export", str(run), str(run / "again"), "--merge"]) == 0
-    assert {t.dtype for t in weights(run / "hf").values()} == {torch.bfloat16}
-    assert_equal(weights(run / "again"), weights(run / "hf"))
+    assert {t.dtype for t in load_weights(run / "hf").values()} == {torch.bfloat16}
+    assert_same_tensors(run / "hf", run / "again")
     assert command(["export", str(run / "adapter"), str(run / "alone"), "--merge"]) == 0
-    assert_equal(weights(run / "alone"), weights(run / "hf"))
+    assert_same_tensors(run / "hf", run / "alone")
 
 
 def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
@@ -83,8 +83,8 @@ def test_an_adapter_s_directory_merged(workspace, settings, tmp_path, capsys):
         main(workspace.settings("from-adapter", model=copy))
     half = tmp_path / "half"
     assert command(["export", str(copy), str(half), "--merge", "--dtype", "bfloat16"]) == 0
-    whole = {name: values.bfloat16() for name, values in weights(run / "hf").items()}
-    assert_close(weights(half), whole, rtol=0.02, atol=0.002)
+    whole = {name: values.bfloat16() for name, values in load_weights(run / "hf").items()}
+    assert_close(load_weights(half), whole, rtol=0.02, atol=0.002)
     assert (tmp_path / "half" / "tokenizer.json").read_bytes() == files["tokenizer.json"]
 
 
@@ -123,16 +123,16 @@ def test_an_adapter_s_directory_without_its_base(
         base = ["--base", str(workspace.model)]
         assert command(["export", str(copy), str(tmp_path / "merged"), "--merge", *base]) == 0
         assert f"base: {workspace.model}, named by --base\n" in capsys.readouterr().err
-        assert_equal(weights(tmp_path / "merged"), weights(workspace.root / "one/hf"))
+        assert_same_tensors(workspace.root / "one/hf", tmp_path / "merged")
 
 
 def test_groups_and_gradient_accumulation(workspace, settings):
     """B learns faster (LoRA+), A of the first layer not at all."""
     groups = "[{match: '*.layers.0.*lora_A*', freeze: true}, {match: '*.lora_B.*', lr: 0.04}]"
     main(settings("groups", parameter_groups=groups, micro_batch_size=2, steps=2))
-    first, last = (tensors(step(workspace, run, 2)) for run in ("groups", "one"))
+    first, last = (workspace.tensors(run, 2) for run in ("groups", "one"))
     assert not any(torch.equal(first[name], last[name]) for name in first)
-    states = tensors(step(workspace, "groups", 2), "optimizer")
+    states = workspace.tensors("groups", 2, "optimizer")
     assert not any(".layers.0." in name and "lora_A" in name for name in states)
     assert any(".layers.0." in name and "lora_B" in name for name in states)
 
@@ -157,7 +157,7 @@ def test_wrong_settings(changes, message, workspace, settings):
 
 
 def test_resume_needs_the_same_adapter_and_base(workspace, settings, tmp_path):
-    source = step(workspace, "one", 2)
+    source = workspace.checkpoint("one", 2)
     other = write_model(tmp_path / "other", hidden_size=32)
     same = settings("other", resume=source)
     for name, changed in (
@@ -174,9 +174,9 @@ def test_other_weights_under_the_base_s_name(workspace, settings, tmp_path, caps
     """They are refused by whoever adds the adapter to them."""
     base = shutil.copytree(workspace.model, tmp_path / "base")
     main(settings("renewed", model=base, steps=2))
-    source = step(workspace, "renewed", 2)
+    source = workspace.checkpoint("renewed", 2)
     load_checkpoint(source)
-    whole = weights(base)
+    whole = load_weights(base)
     norms = {n: x * 1.5 if n.endswith("layernorm.weight") else x for n, x in whole.items()}
     save_file(norms, base / "model.safetensors", {"format": "pt"})
     message = "is an adapter of other weights than .*base has now"
@@ -240,7 +240,7 @@ def test_a_moved_run_names_its_base(moved, workspace, tmp_path, capsys):
     for i, words in enumerate(commands(run, workspace.held_out, tmp_path / "3")):
         assert command([*words, "--base", str(tmp_path / "elsewhere")]) == 0, i
         assert f"base: {tmp_path}/elsewhere, named by --base\n" in capsys.readouterr().err
-    assert_equal(weights(tmp_path / "hf"), weights(tmp_path / "3"))
+    assert_same_tensors(tmp_path / "3", tmp_path / "hf")
     other = write_model(tmp_path / "other", initializer_range=0.3)
     words = ["export", str(run), str(tmp_path / "4"), "--merge", "--base", str(other)]
     assert command(words) == 1
@@ -263,7 +263,7 @@ def test_base_without_digest_needs_the_option(moved, workspace, tmp_path, capsys
     given = ["--base", str(base)]
     assert command(["export", str(run), str(tmp_path / "hf"), "--merge", *given]) == 0
     name = "model.norm.weight"
-    assert torch.equal(weights(tmp_path / "hf")[name], weights(base)[name])
+    assert torch.equal(load_weights(tmp_path / "hf")[name], load_weights(base)[name])
     assert command(["export", str(run), str(tmp_path / "adapter")]) == 0  # reads no base
 
 
@@ -278,7 +278,7 @@ def test_a_run_of_random_weights_names_a_config(workspace, settings, tmp_path, c
     export[2] = str(tmp_path / "again")
     assert command(export) == 1
     assert command([*export, "--base", str(config)]) == 0
-    assert_equal(weights(tmp_path / "hf"), weights(tmp_path / "again"))
+    assert_same_tensors(tmp_path / "again", tmp_path / "hf")
 
 
 def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
@@ -300,11 +300,11 @@ def test_base_of_what_has_none(workspace, settings, tmp_path, capsys):
 def test_a_row_of_zeros_on_one_rank(workspace):
     """It is said at once, while the others still add up lengths."""
     base = write_model(workspace.root / "zeros")
-    zeroed = weights(base)
+    zeroed = load_weights(base)
     zeroed["model.layers.0.self_attn.k_proj.weight"][20] = 0  # the fifth of the second rank's
     save_file(zeroed, base / "model.safetensors", {"format": "pt"})
     more = {"model": base, "lora.dora": "true", "parallel.tensor": 2}
-    running = Ranks(2, main, workspace.settings("zeros-run", **SETTINGS | more))
+    running = Ranks(2, main, workspace.settings("zeros-run", **ADAPTER | more))
     for process in running.processes:
         process.join(200)
     errors = running.errors
@@ -316,16 +316,7 @@ def test_a_row_of_zeros_on_one_rank(workspace):
 # Runs whose frozen base is in 4 bits.
 
 
-@pytest.fixture(scope="module")
-def nf4_settings(workspace):
-    def make(run: str, **changes: Any) -> list[str]:
-        own = SETTINGS | {"lora.quantize": "nf4"}
-        return workspace.settings(run, eval_data=workspace.held_out, **own | changes)
-
-    return make
-
-
-def test_a_broken_base_that_is_kept(workspace, nf4_settings):
+def test_a_broken_base_that_is_kept(workspace, settings):
     """Its files are said, not rows of the data."""
     base = write_model(workspace.root / "broken")
     to_fp8(base, (32, 32), DYNAMIC)
@@ -334,16 +325,16 @@ def test_a_broken_base_that_is_kept(workspace, nf4_settings):
     codes[3, 5] = 0x7F  # NaN
     save_file(weights, base / "model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit, match=f"weights up to nan when .* look at the files of {base}"):
-        main(nf4_settings("broken-run", **{"model": base, "lora.quantize": "keep"}))
+        main(settings("broken-run", **{"model": base, "lora.quantize": "keep"}))
     with pytest.raises(SystemExit, match=rf"{base}.*: model.*down_proj.weight has values that are"):
-        main(nf4_settings("four-bits", model=base))
+        main(settings("four-bits", model=base, **{"lora.quantize": "nf4"}))
 
 
-def test_a_base_that_is_drawn(workspace, nf4_settings):
+def test_a_base_that_is_drawn(workspace, settings):
     """4 bits of the same weights as without them."""
     drawn = {"init": workspace.model / "config.json", "tokenizer": workspace.model, "model": ""}
     few, whole = (
-        load(None, nf4_settings("drawn", **drawn | {"lora.quantize": quantize}))
+        load(None, settings("drawn-nf4", **drawn | {"lora.quantize": quantize}))
         for quantize in ("nf4", "null")
     )
     with start("cpu") as world:
@@ -354,15 +345,15 @@ def test_a_base_that_is_drawn(workspace, nf4_settings):
     for (name, _, one), (_, _, other) in pairs:
         assert torch.equal(one.dequantize(), other.dequantize()), name
     with pytest.raises(ValueError, match=r"lora.quantize=keep .* init=.*config.json: init has no"):
-        load(None, nf4_settings("kept", **drawn | {"lora.quantize": "keep"}))
+        load(None, settings("kept", **drawn | {"lora.quantize": "keep"}))
 
 
-def test_the_estimate_knows(workspace, nf4_settings):
+def test_the_estimate_knows(workspace, settings):
     """On every rank all of the base, in 4 bits; a run on a CPU is planned for GPUs here."""
     found = {}
     for quantize in ("null", "nf4"):
         own = {"device": "auto", "dtype": "bfloat16", "lora.quantize": quantize}
-        config = load(None, nf4_settings(f"plan-{quantize}", **own))
+        config = load(None, settings(f"plan-{quantize}", **own))
         with start("cpu") as world:
             inputs = read_inputs(config, world, check_machine=False)
             for gpus in (1, 2):

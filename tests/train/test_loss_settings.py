@@ -14,8 +14,6 @@ from tigon.settings.data import TASK_ROWS
 from tigon.train import load, main, prepare, start, train
 from tigon.train.tasks import TASKS
 
-NEEDED = ["run_dir=a", "model=m", "data=a.jsonl"]
-
 
 def chats_of(workspace, path) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each line: ids, and of each target its mask and weight."""

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -395,11 +396,8 @@ def test_advice_for_context_parallel() -> None:
 @pytest.mark.parametrize("values", [LLAMA, EXPERTS], ids=["dense", "experts"])
 def test_step_out_of_memory_gives_advice(workspace, monkeypatch, values) -> None:
     model = write_model(workspace.root / values["model_type"], **values)
-
-    def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
-
-    monkeypatch.setattr("tigon.train.dry_run.time_steps", full)
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. More")
+    monkeypatch.setattr("tigon.train.dry_run.time_steps", Mock(side_effect=full))
     with pytest.raises(SystemExit) as caught:
         given = {"model": model, "batch_size": 4, "micro_batch_size": 2}
         main(["--dry-run", *workspace.settings("dry", **given)])

@@ -5,9 +5,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from tests.train.checkpoints import full_disk
 from tests.train.ranks import Ranks
 from tigon.settings.config import Config
 from tigon.train import callbacks, checkpoint, main, trainer
@@ -17,10 +19,7 @@ from tigon.train.logging import RunLog, read_metrics
 
 
 def test_predictions_on_a_full_disk_leave_no_file(tmp_path, monkeypatch, world):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(callbacks.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full_disk)
     said = r"became full while .*predictions-step-00000003.jsonl was"
     with pytest.raises(OSError, match=said), callbacks.PredictionsWriter(tmp_path, 3, None, world):
         pass
@@ -28,11 +27,8 @@ def test_predictions_on_a_full_disk_leave_no_file(tmp_path, monkeypatch, world):
 
 
 def test_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch, world):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-
     (tmp_path / "config.yaml").write_text("of the run before")
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full_disk)
     said = r"^the disk became full while .*/config.yaml was written: .* free$"
     with pytest.raises(OSError, match=said):
         RunLog(Config(model="m", data=("d",), run_dir=str(tmp_path)), world, 0, 1)
@@ -84,11 +80,8 @@ def test_killed_export_of_the_best_is_repeated(workspace, monkeypatch):
         "best", steps=2, eval_data=workspace.held_out, hf_best="true", save_every=1, resume="auto"
     )
 
-    def killed(run, target):
-        raise Killed
-
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(trainer, "export", killed)
+        patch.setattr(trainer, "export", Mock(side_effect=Killed))
         main(settings)
     main(settings)
     assert (workspace.root / "best/hf-best/model.safetensors").exists()

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import tigon
 from tests.models.adapters import randomise, trained
 from tests.support.small import WORDS, write_model
-from tests.train.adapters import EXPORTS, assert_close, weights
-from tests.train.checkpoints import assert_equal
+from tests.train.checkpoints import assert_close
 from tests.train.conftest import Workspace
+from tests.train.layouts import assert_same_tensors, load_weights
 from tests.train.ranks import train_on
 from tigon.cli import main as command
 from tigon.train import main
@@ -54,7 +54,9 @@ def test_rows_begin_as_the_mean(workspace, settings, tokens, size, capsys):
     assert "'<tool>' 300, '</tool>' 301" in out
     assert ("resized from 321 to 325 rows" in out) == (size == 325)
     assert f"{min(len(tokens), 21)} of the model's 321 rows that no token had" in out
-    old, new = (weights(at)[EMBEDDING] for at in (workspace.model, workspace.root / run / "hf"))
+    old, new = (
+        load_weights(at)[EMBEDDING] for at in (workspace.model, workspace.root / run / "hf")
+    )
     assert len(new) == size
     first, last = 300, 300 + len(tokens)
     torch.testing.assert_close(new[first:last], old.mean(0).expand(last - first, -1))
@@ -76,10 +78,10 @@ def test_all_parameters(workspace, settings):
     torch.testing.assert_close(
         tigon.from_pretrained(hf)(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-5
     )
-    main(settings("again", resume=workspace.root / "full/checkpoints/step-00000002"))
-    assert_equal(weights(workspace.root / "again/hf"), weights(workspace.root / "full/hf"))
+    main(settings("again", resume=workspace.checkpoint("full", 2)))
+    assert_same_tensors(workspace.root / "full/hf", workspace.root / "again/hf")
     with pytest.raises(SystemExit, match="new_tokens"):
-        main(settings("other", FEW, resume=workspace.root / "full/checkpoints/step-00000002"))
+        main(settings("other", FEW, resume=workspace.checkpoint("full", 2)))
 
 
 @pytest.mark.slow(first=1)
@@ -110,7 +112,8 @@ def test_adapter(workspace, settings, tied, tmp_path):
         assert len(tigon.Tokenizer.from_pretrained(out)) == 325
     checkpoint = run / "checkpoints/step-00000002"
     main(settings("adapter", model=base, run_dir=tmp_path / "again", resume=checkpoint, **LORA))
-    assert_equal(*(load_file(at / EXPORTS[0]) for at in (run, tmp_path / "again")))
+    saved = "adapter/adapter_model.safetensors"
+    assert_same_tensors(run / saved, tmp_path / "again" / saved)
     loaded, _ = load_checkpoint(checkpoint)
     assert loaded(ids).logits.shape[-1] == 325
     ours = tigon.from_pretrained(base)
@@ -127,7 +130,7 @@ def test_two_ranks(workspace, settings, changes, tmp_path):
     same = {n: value for n, value in changes.items() if n not in ("sharding", "parallel.tensor")}
     main(settings("ranks", run_dir=tmp_path / "1", **same))
     train_on(2, settings("ranks", run_dir=tmp_path / "2", **changes))
-    assert_close(*(weights(tmp_path / run / "hf") for run in "21"), rtol=1e-3, atol=1e-4)
+    assert_close(*(load_weights(tmp_path / run / "hf") for run in "21"), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["quantized", "random"])
@@ -206,7 +209,6 @@ def test_a_tokenizer_larger_than_the_model(larger_tokenizer, settings, lora, tmp
     half = tmp_path / "larger/checkpoints/step-00000002"
     main(settings("", [], run_dir=tmp_path / "resumed", resume=half, **same))
     main(settings("", ["<extra_22>"], run_dir=tmp_path / "named", **same))
-    larger = weights(tmp_path / "larger/hf")
-    assert len(larger[EMBEDDING]) == 325
+    assert len(load_weights(tmp_path / "larger/hf")[EMBEDDING]) == 325
     for run in ("resumed", "named"):
-        assert_equal(weights(tmp_path / run / "hf"), larger)
+        assert_same_tensors(tmp_path / "larger/hf", tmp_path / run / "hf")

@@ -12,8 +12,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from tests.train.adapters import weights
 from tests.train.checkpoints import assert_equal
+from tests.train.layouts import load_weights
 from tigon.settings.load import load
 from tigon.train import main, overlap
 from tigon.train.build import load_tokenizer
@@ -38,7 +38,7 @@ def side_by_side(monkeypatch, tmp_path):
 
     def run(settings: list[str], *, on: bool) -> bool:
         monkeypatch.setenv("TIGON_CACHE", str(tmp_path / f"cache-{len(taken)}-{on}"))
-        monkeypatch.setattr(overlap, "SMALL", 0 if on else 1 << 60)
+        monkeypatch.setattr(overlap, "MIN_BYTES", 0 if on else 1 << 60)
         taken.clear()
         main(settings)
         return taken[-1]
@@ -56,7 +56,7 @@ def test_the_same_bits(workspace, side_by_side, changes, request):
         own = {"steps": 3, "export": "true", "eval_data": workspace.held_out}
         settings = workspace.settings(run, **own | changes)
         assert side_by_side(settings, on=on) == on
-        found[on] = weights(workspace.root / run / "hf")
+        found[on] = load_weights(workspace.root / run / "hf")
         found[on] |= {"loss": torch.tensor(workspace.metrics(run, "eval_loss"))}
     assert_equal(found[True], found[False])
 
@@ -111,7 +111,7 @@ def test_a_token_of_the_data(workspace, side_by_side, tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for _ in range(8)))
     settings = workspace.settings("token", model=model, data=data, steps=1, export="true")
     assert not side_by_side(settings, on=True)
-    assert len(weights(workspace.root / "token/hf")["model.embed_tokens.weight"]) == size + 1
+    assert len(load_weights(workspace.root / "token/hf")["model.embed_tokens.weight"]) == size + 1
 
 
 def test_first_kernel_is_launched_side_by_side(monkeypatch):
@@ -143,7 +143,7 @@ def test_processes_end_with_the_run(workspace, monkeypatch):
         time.sleep(60)
 
     monkeypatch.setattr(overlap, "tokenize_entries", lasts)
-    monkeypatch.setattr(overlap, "SMALL", 0)
+    monkeypatch.setattr(overlap, "MIN_BYTES", 0)
     with start("cpu") as world:
         task = TASKS["sft"](config, world)
         began = time.monotonic()

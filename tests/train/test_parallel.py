@@ -35,7 +35,7 @@ def test_layout_is_printed(workspace):
     """With the parameters, which say how many of them are frozen, and what is new of it."""
     frozen = {"parameter_groups": "[{match: '*.layers.0.*', freeze: true}]", "steps": 1}
     main(workspace.settings("printed", **frozen))
-    source = workspace.root / "printed/checkpoints/step-00000001"
+    source = workspace.checkpoint("printed", 1)
     two = {"steps": 2, "parallel.tensor": 2, "resume": source}
     said = train_on(2, workspace.settings("printed-two", **frozen | two))
     assert " of them frozen, on 2 x cpu: tensor 2\n" in said

@@ -1,9 +1,8 @@
-"""Fine-tuning beside transformers and TRL: same rows and masks, 50 steps in fp32.
+"""Fine-tuning beside a loop over transformers: same rows and masks, 50 steps in fp32.
 
 They share no code of the forward pass, the loss and the batches with Tigon.
 """
 
-import json
 from typing import Any
 
 import pytest
@@ -12,126 +11,56 @@ import transformers
 from torch import Tensor
 
 import tigon
+from tests.support.numbers import relative_error
 from tests.train import watching
+from tests.train.test_loop import batch_of
 from tigon.train import main
 
-STEPS, BATCH, MICRO = 50, 4, 2
+STEPS, BATCH = 50, 4
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95)}
 TOLERANCE = 1e-4  # relative, over 50 steps, as the project asks
 
-Chats = list[tuple[list[int], list[int]]]  # ids and labels of each line
+
+def padded(rows: list[Tensor], fill: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
 
 
-class Ours:
-    """A run with one chat to a row, and which lines each of its steps had, from a hook."""
-
-    def __init__(self, workspace: Any):
-        self.model = workspace.model
-        lines = workspace.data.read_text().splitlines()[:40]  # ten whole batches
-        data = workspace.root / "peers.jsonl"
-        data.write_text("\n".join(lines) + "\n")
-        tokenizer = tigon.Tokenizer.from_pretrained(workspace.model)
-        self.chats: Chats = []
-        for line in lines:
-            ids, mask = tokenizer.encode_chat(json.loads(line)["messages"])
-            labels = [i if learned else -100 for i, learned in zip(ids, mask, strict=True)]
-            self.chats.append((ids, labels))
-        changes = {"data": data, "packing": "false", "seed": 3, "steps": STEPS}
-        changes |= {"batch_size": BATCH, "micro_batch_size": MICRO, "schedule": "constant"}
-        changes |= {"lr": ADAM["lr"], "max_grad_norm": 1.0, "export": "true"}
-        watching.SEEN.clear()
-        main(workspace.settings("peers", **changes, hooks="tests.train.watching:keep"))
-        self.steps: list[list[int]] = [[] for _ in range(STEPS)]
-        for seen in watching.SEEN:
-            lines = [int(origin.rpartition(":")[2]) for origin in seen.micro_batch.origins]
-            self.steps[seen.step - 1] += [line - 1 for line in lines]
-        watching.SEEN.clear()
-        assert {len(step) for step in self.steps} == {BATCH}
-        self.losses = workspace.metrics("peers", "loss")
-        self.weights = tigon.from_pretrained(workspace.root / "peers/hf").state_dict()
-
-    def assert_same(self, losses: list[float], model: torch.nn.Module, directory: Any) -> None:
-        assert len(losses) == STEPS and losses[-1] < 0.7 * losses[0]
-        assert losses == pytest.approx(self.losses, rel=TOLERANCE)
-        model.save_pretrained(directory)  # type: ignore[operator]
-        theirs = tigon.from_pretrained(directory).state_dict()
-        assert theirs.keys() == self.weights.keys()
-        for name, weight in self.weights.items():
-            error = (theirs[name] - weight).norm() / weight.norm()
-            assert error <= TOLERANCE, name
-
-
-@pytest.fixture(scope="module")
-def ours(workspace) -> Ours:
-    return Ours(workspace)
-
-
-def padded(rows: list[list[int]], fill: int) -> Tensor:
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
-
-
-def test_a_loop_over_transformers(ours, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(ours.model, dtype=torch.float32)
+def test_a_loop_over_transformers(workspace, tmp_path):
+    """Of one chat to a row; a hook says which lines each step of the run had."""
+    lines = workspace.data.read_text().splitlines(keepends=True)[:40]  # ten whole batches
+    (data := tmp_path / "peers.jsonl").write_text("".join(lines))
+    chats = list(batch_of(tigon.Tokenizer.from_pretrained(workspace.model), data))
+    changes = {"data": data, "packing": "false", "seed": 3, "steps": STEPS, "lr": ADAM["lr"]}
+    changes |= {"batch_size": BATCH, "micro_batch_size": 2, "schedule": "constant"}
+    changes |= {"max_grad_norm": 1.0, "export": "true", "hooks": "tests.train.watching:keep"}
+    watching.SEEN.clear()
+    main(workspace.settings("peers", **changes))
+    steps: list[list[int]] = [[] for _ in range(STEPS)]
+    for seen in watching.SEEN:
+        origins = seen.micro_batch.origins
+        steps[seen.step - 1] += [int(origin.rpartition(":")[2]) - 1 for origin in origins]
+    watching.SEEN.clear()
+    assert {len(step) for step in steps} == {BATCH}
+    model = transformers.AutoModelForCausalLM.from_pretrained(workspace.model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, **ADAM)
     losses = []
-    for step in ours.steps:
-        ids, labels = zip(*(ours.chats[i] for i in step), strict=True)
-        input_ids, targets = padded(ids, 0), padded(labels, -100)
-        mask = padded([[1] * len(row) for row in ids], 0)
-        loss = model(input_ids=input_ids, attention_mask=mask, labels=targets).loss
+    for step in steps:
+        ids, labels = zip(*(chats[i] for i in step), strict=True)
+        mask = padded([torch.ones_like(row) for row in ids], 0)
+        batch = {"input_ids": padded(ids, 0), "labels": padded(labels, -100)}
+        loss = model(**batch, attention_mask=mask).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    ours.assert_same(losses, model, tmp_path / "hf")
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_trl(ours, tmp_path):
-    datasets = pytest.importorskip("datasets")
-    trl = pytest.importorskip("trl")
-
-    class Trainer(trl.SFTTrainer):  # type: ignore[misc, name-defined]
-        losses: list[float] = []
-
-        def training_step(self, *given: Any, **named: Any) -> Tensor:
-            loss = super().training_step(*given, **named)
-            self.losses.append(loss.item())
-            return loss
-
-    rows = [ours.chats[i] for step in ours.steps for i in step]
-    columns = {"input_ids": [ids for ids, _ in rows], "labels": [labels for _, labels in rows]}
-    arguments = trl.SFTConfig(
-        output_dir=str(tmp_path / "trl"),
-        max_steps=STEPS,
-        per_device_train_batch_size=MICRO,
-        gradient_accumulation_steps=BATCH // MICRO,
-        learning_rate=ADAM["lr"],
-        adam_beta1=ADAM["betas"][0],
-        adam_beta2=ADAM["betas"][1],
-        lr_scheduler_type="constant",
-        train_sampling_strategy="sequential",
-        max_grad_norm=1.0,
-        weight_decay=0.0,
-        max_length=None,
-        loss_type="nll",
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
+    assert losses[-1] < 0.7 * losses[0]
+    assert workspace.metrics("peers", "loss") == pytest.approx(losses, rel=TOLERANCE)
+    model.save_pretrained(tmp_path / "hf")
+    found, expected = (
+        tigon.from_pretrained(path).state_dict()
+        for path in (workspace.root / "peers/hf", tmp_path / "hf")
     )
-    trainer = Trainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(ours.model, dtype=torch.float32),
-        args=arguments,
-        train_dataset=datasets.Dataset.from_dict(columns),
-        processing_class=transformers.AutoTokenizer.from_pretrained(ours.model),
-    )
-    trainer.train()
-    per_step = BATCH // MICRO
-    losses = [sum(trainer.losses[i * per_step : (i + 1) * per_step]) for i in range(STEPS)]
-    ours.assert_same(losses, trainer.model, tmp_path / "hf")
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert relative_error(found[name], weight) <= TOLERANCE, name

@@ -1,6 +1,6 @@
-"""Policy gradients in the trainer: against the definition, ranks, packing, rows.
+"""Policy gradients in the trainer: the loss with a reference, and what is logged of rewards.
 
-# G answers of a prompt
+Without a reference, test_preference_curves.py has TRL's curves of all losses.
 """
 
 from typing import Any
@@ -15,83 +15,33 @@ from tests.train import preferences
 from tigon.data.encode_answers import compute_advantages
 from tigon.train import main
 
-CASES: dict[str, dict[str, Any]] = {
-    "dapo": {},
-    "grpo": {"epsilon_high": 0.28},
-    "dr_grpo": {"max_completion_length": 20, "delta": 1.1},
-    "cispo": {"importance_sampling_level": "sequence", "epsilon_high": 5},
-}
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def data(workspace) -> Any:
-    return preferences.write(workspace.root / "rewarded.jsonl", preferences.rewarded(14))
-
-
-@pytest.fixture(scope="module")
-def other(workspace) -> Any:
-    return write_model(workspace.root / "other", num_hidden_layers=1)
-
-
-def definition(
-    workspace: Any, other: Any, kind: str, beta: float, settings: dict[str, Any]
-) -> float:
+def test_loss_with_a_reference_is_the_definition(workspace, tmp_path):
     """Of the untrained model, an answer at a time, in fp64."""
+    rows, losses = preferences.rewarded(14), []
+    other = write_model(tmp_path / "other", num_hidden_layers=1)
     models = [tigon.from_pretrained(path) for path in (workspace.model, other)]
-    low = 0.2
-    high = settings.get("epsilon_high", low)
-    total, tokens, encode = 0.0, 0, 0
-    for row in preferences.rewarded(14):
-        rewards = np.array(row["rewards"])
+    for row in rows:
+        rewards, first = np.array(row["rewards"]), len(row["prompt"])
         advantages = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
-        for ids, old, advantage in zip(
-            row["completions"], row["old_logprobs"], advantages, strict=True
-        ):
+        answers = zip(row["completions"], row["old_logprobs"], advantages, strict=True)
+        for ids, old, advantage in answers:
             whole = torch.tensor([*row["prompt"], *ids])
-            first = len(row["prompt"])
             with torch.no_grad():
-                own, reference = (
-                    m(whole[None])
-                    .logits[0, first - 1 : -1]
-                    .double()
-                    .log_softmax(-1)
-                    .gather(1, whole[first:, None])[:, 0]
-                    for m in models
-                )
+                logits = [model(whole[None]).logits[0, first - 1 : -1].double() for model in models]
+            own, reference = (
+                x.log_softmax(-1).gather(1, whole[first:, None])[:, 0] for x in logits
+            )
             ratio = (own - torch.tensor(old, dtype=torch.float64)).exp()
-            if settings.get("importance_sampling_level") == "sequence":
-                ratio = (own - torch.tensor(old)).mean().exp().expand(len(ids))
-            if kind == "cispo":
-                each = -ratio.clamp(max=high) * advantage * own
-            else:
-                free = ratio.clamp(max=settings.get("delta", np.inf))
-                bounded = ratio.clamp(1 - low, 1 + high)
-                each = -torch.minimum(free * advantage, bounded * advantage)
-            each = each + beta * ((reference - own).exp() - (reference - own) - 1)
-            total += (each.mean() if kind == "grpo" else each.sum()).item()
-            tokens, encode = tokens + len(ids), encode + 1
-    counts = {"grpo": encode, "dr_grpo": encode * settings.get("max_completion_length", 0)}
-    return total / counts.get(kind, tokens)
-
-
-@pytest.mark.slow(first=4)
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.parametrize("kind", CASES)
-def test_the_first_loss_is_the_definition(workspace, data, other, kind, beta):
-    name = f"first-{kind}-{beta}"
-    own = {"task": "grpo", "loss_type": kind, "steps": 1, "batch_size": 64, **CASES[kind]}
-    own |= {"beta": beta, "reference": other} if beta else {}
-    main(workspace.settings(name, data=data, **own))
-    expected = definition(workspace, other, kind, beta, CASES[kind])
-    assert workspace.metrics(name, "loss")[0] == pytest.approx(expected, rel=2e-5, abs=1e-6)
-    rewards = np.concatenate([row["rewards"] for row in preferences.rewarded(14)])
-    assert workspace.metrics(name, "reward")[0] == pytest.approx(rewards.mean(), rel=1e-12)
-    assert workspace.metrics(name, "reward_std")[0] == pytest.approx(rewards.std(ddof=1), rel=1e-12)
+            each = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            losses.append(each + 0.1 * ((reference - own).exp() - (reference - own) - 1))
+    data = preferences.write(tmp_path / "rewarded.jsonl", rows)
+    changes = {"steps": 1, "batch_size": 64, "beta": 0.1, "reference": other}
+    main(workspace.settings("first", task="grpo", data=data, **changes))
+    (found,) = workspace.metrics("first", "loss")
+    assert found == pytest.approx(torch.cat(losses).mean().item(), rel=2e-5, abs=1e-6)
 
 
 def test_without_old_logprobs_the_first_ratios_are_one(workspace, tmp_path):

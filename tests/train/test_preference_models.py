@@ -20,12 +20,9 @@ from tigon.train import load, main, prepare, reference, start
 from tigon.train.tasks import TASKS
 from tigon.train.trainer import forward_backward, open_task
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 V = LLAMA["vocab_size"]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

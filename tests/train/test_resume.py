@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.small import CHATML, EXPERTS, LLAMA, write_chats, write_model
-from tests.train.adapters import assert_same_curve
+from tests.train.checkpoints import saved_steps
+from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import Ranks
 from tigon.train import load, logging, main
 from tigon.train.build import load_tokenizer
@@ -21,10 +22,6 @@ from tigon.train.resume import claim
 
 STEPS = {"steps": 7, "save_every": 2, "warmup_steps": 2}
 KEYS = ("step", "loss", "grad_norm", "lr", "tokens", "supervised_tokens", "eval_loss")
-
-
-def saved(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +46,14 @@ def test_resume_after_signal_is_bitwise_equal(workspace, whole, monkeypatch):
     monkeypatch.undo()
     run = workspace.root / "stopped"
     # It came in the evaluation after step 3, which is left to the run that goes on
-    assert saved(run)[-1] == "step-00000003"
+    assert saved_steps(run)[-1] == "step-00000003"
     assert workspace.metrics("stopped", "eval_loss") == workspace.metrics("whole", "eval_loss")[:1]
     with (run / "metrics.jsonl").open("a") as file:  # as a kill in the next step leaves it
         file.write('{"step": 4, "loss": 0}\n{"step": 5, "lo')
     main([*settings, "resume=auto"])
     assert len(workspace.metrics("stopped", "loss")) == 7
-    assert_same_curve(workspace, "stopped", "whole", 0, KEYS)
-    assert saved(run) == ["step-00000006", "step-00000007"]  # keep_last=2
+    assert_same_metrics(workspace, "whole", "stopped", *KEYS, rel=0)
+    assert saved_steps(run) == ["step-00000006", "step-00000007"]  # keep_last=2
 
 
 def test_finished_runs_stay_and_can_be_extended(workspace, capsys):
@@ -80,7 +77,7 @@ def test_recomputation_may_change(workspace, capsys):
         more = {"steps": steps, "activation_checkpointing": setting}
         main([*workspace.settings(run, **given, **more), *["resume=auto"] * (setting == "2")])
     assert 'activation_checkpointing "experts" -> 2' in capsys.readouterr().out
-    assert_same_curve(workspace, "again", "kept", 0)
+    assert_same_metrics(workspace, "kept", "again", rel=0)
 
 
 @pytest.mark.parametrize("kind", ["muse_glimmer", "gemma3"])

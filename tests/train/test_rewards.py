@@ -1,6 +1,5 @@
 """Reward models: TRL's curve, what transformers makes of the export, ranks, refusals."""
 
-import re
 from typing import Any
 
 import pytest
@@ -100,13 +99,6 @@ def test_sequences_without_a_prompt_in_common(workspace, tmp_path):
         assert packed == pytest.approx(padded, rel=2e-4, abs=1e-6), key
     with pytest.raises(SystemExit, match="chosen and rejected answer different prompts"):
         main(workspace.settings("whole-dpo", **same | {"task": "dpo"}))
-
-
-def test_a_dry_run(workspace, data, capsys):
-    main([*workspace.settings("dry", task="reward", data=data), "--dry-run"])
-    said = capsys.readouterr().out
-    assert "a step, measured: " in said
-    assert re.search(r"the first has \d+ tokens in [2-9] pairs, whose scores are learned\n", said)
 
 
 def test_classes_are_those_of_transformers():

@@ -8,13 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.commands import tigon
-from tests.support.small import EXPERTS, write_model
 from tests.train.checkpoints import assert_equal
-from tests.train.layouts import assert_same_tensors
 from tests.train.ranks import train_on
 from tigon.cli import main as command
-from tigon.train import checkpoint, main
-from tigon.train.export import load_checkpoint
+from tigon.train import main
 
 __all__ = ["tigon"]
 
@@ -69,29 +66,6 @@ def test_damaged_weights_are_not_used(run, tmp_path, capfd):
     assert command(["export", str(copy), str(tmp_path / "other")]) == 1
     assert "weights-00000.safetensors is damaged" in capfd.readouterr().err
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.slow(first=1)
-@pytest.mark.parametrize("family", ["llama", "experts"])
-def test_what_two_ranks_saved_is_what_they_exported(family, workspace, tmp_path):
-    """Bit for bit: packed projections, tied embeddings of odd height, five experts."""
-    model = workspace.model
-    if family == "experts":
-        model = write_model(tmp_path / "experts", **EXPERTS)
-    settings = workspace.settings(
-        f"pair-{family}", model=model, steps=2, save_every=1, export="true", hf_every=1
-    )
-    train_on(2, settings)
-    run = workspace.root / f"pair-{family}"
-    for step, name in ((1, "hf-step-00000001"), (2, "hf")):
-        source = run / f"checkpoints/step-{step:08d}"
-        checkpoint.verify(source)
-        assert {p.name for p in source.glob("*.safetensors")} == {
-            f"{kind}-0000{rank}.safetensors" for kind in ("weights", "optimizer") for rank in (0, 1)
-        }
-        loaded, _ = load_checkpoint(source)
-        loaded.save_pretrained(tmp_path / name)
-        assert_same_tensors(run / name, tmp_path / name)
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tigon.train.tasks.reward import Reward
 from tigon.train.trainer import forward_backward, open_task
 
 __all__ = ["played"]
+pytestmark = pytest.mark.usefixtures("empty_cache")
 BOTH_SIDES = {
     "model_type": "gemma3_text",
     "head_dim": 16,
@@ -23,11 +24,6 @@ BOTH_SIDES = {
     "use_bidirectional_attention": True,
 }
 WINDOWED = {"model_type": "mistral", "sliding_window": 5}
-
-
-@pytest.fixture(autouse=True)
-def own_cache(monkeypatch, tmp_path):
-    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
 
 
 def uneven_groups() -> list[dict[str, Any]]:
@@ -176,7 +172,7 @@ def test_a_resumed_run_does_as_it_began(workspace, settings, twice, capsys, task
 
     def run(name: str, began: str = "", **changes: Any) -> list[float]:
         if began:
-            changes["resume"] = workspace.root / f"{task}-{began}/checkpoints/step-00000002"
+            changes["resume"] = workspace.checkpoint(f"{task}-{began}", 2)
         main(settings(f"{task}-{name}", **same, **changes))
         return workspace.metrics(f"{task}-{name}", "loss")
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from tests.train.checkpoints import saved_steps
+from tests.train.layouts import assert_same_metrics
 from tests.train.ranks import Ranks
 from tests.train.test_resume import KEYS
 from tigon.train import checkpoint, main, trainer
 from tigon.train.checkpoint import saver
 from tigon.train.logging import RunLog, read_metrics
-from tigon.train.signals import AGAIN, DEFER, Signals
+from tigon.train.signals import DEFER, REPEAT_SECONDS, Signals
 
 # A run that sends itself signals where `when` is called
 RUN = """
@@ -100,8 +102,7 @@ def test_signal_in_last_evaluation_or_export(workspace, whole, function):
     main(settings)
     assert (directory / "hf/model.safetensors").exists()
     assert read_metrics(directory / "metrics.jsonl")[: len(rows)] == rows
-    for key in KEYS:
-        assert workspace.metrics(run, key) == workspace.metrics("unsignalled", key), key
+    assert_same_metrics(workspace, "unsignalled", run, *KEYS, rel=0)
     files = [path for path in directory.iterdir() if path.name != ".lock"]
     before = {path: path.stat().st_mtime_ns for path in files}
     main(settings)  # finished: it changes nothing
@@ -147,7 +148,9 @@ def test_ignored_hangups_stay_ignored():
 
 def test_second_interrupt_has_no_traceback(workspace):
     settings = workspace.settings("twice", steps=50)
-    twice = f"[(os.kill(os.getpid(), signal.SIGINT), time.sleep({AGAIN + 0.5})) for _ in 'ab']"
+    twice = (
+        f"[(os.kill(os.getpid(), signal.SIGINT), time.sleep({REPEAT_SECONDS + 0.5})) for _ in 'ab']"
+    )
     done = signalled(settings, "trainer", "update_weights", f"args[1] == 2 and {twice}")
     assert done.codes[0] == 130
     assert "stopped now; what was saved last is in run_dir/checkpoints" in done.errors
@@ -283,10 +286,6 @@ def stop(settings: list[str], code: int = 143) -> None:
     assert error.value.code == code
 
 
-def saved_steps(run) -> list[str]:
-    return sorted(path.name for path in (run / "checkpoints").iterdir())
-
-
 @pytest.mark.slow(first=1)
 @pytest.mark.parametrize("background", ["true", "false"])
 def test_no_checkpoint_without_enough_time(
@@ -307,7 +306,7 @@ def test_no_checkpoint_without_enough_time(
     stop(settings)
     printed = capsys.readouterr().out
     assert saved_steps(workspace.root / run) == ["step-00000003", "step-00000006"]
-    checkpoint.verify(workspace.root / run / "checkpoints/step-00000006")
+    checkpoint.verify(workspace.checkpoint(run, 6))
     assert re.search(r"no checkpoint of step 7: .* about \d s, and 0 s are left of stop_s", printed)
     assert "stopped by a signal after step 7: resume=auto goes on from step-00000006" in printed
     warned = re.findall(r"note: a step and a checkpoint take \d s, longer than stop_se", printed)

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -91,9 +92,7 @@ def test_a_sink_that_fails_ends_no_run(workspace, monkeypatch, capsys):
                 raise ConnectionError("no route to host")
             assert self.rows < 2, "it was left out"
 
-    def absent(*_):
-        raise RuntimeError("api_key not configured")
-
+    absent = Mock(side_effect=RuntimeError("api_key not configured"))
     monkeypatch.setitem(logging.SINKS, "tensorboard", Failing)
     monkeypatch.setitem(logging.SINKS, "wandb", absent)
     main(workspace.settings("unsunk", steps=4, log_to="[tensorboard, wandb]"))
@@ -123,7 +122,7 @@ def test_an_id_that_is_none_is_made_again(monkeypatch, tmp_path):
 
 
 def test_names_and_packages_are_checked(workspace, monkeypatch):
-    with pytest.raises(SystemExit, match="log_to=comet is not one of tensorboard, wandb"):
+    with pytest.raises(SystemExit, match="log_to='comet' is not one of tensorboard, wandb"):
         main(workspace.settings("x", log_to="comet"))
     monkeypatch.setattr(logging, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"log_to=wandb needs .*pip install 'tigon\[wandb\]'"):

@@ -144,7 +144,7 @@ def test_a_new_objective_trains_evaluates_and_resumes(workspace, settings):
     assert workspace.metrics("pairs", "eval_loss")[0] == pytest.approx(held_out, rel=1e-5)
     assert workspace.metrics("pairs", "eval_accuracy")[0] == pytest.approx(accuracy)
     assert workspace.metrics("pairs", "eval_loss")[-1] < held_out
-    source = workspace.root / "pairs/checkpoints/step-00000002"
+    source = workspace.checkpoint("pairs", 2)
     main(settings("pairs-resumed", resume=source))
     printed = Ranks(2, run_pairs, settings("pairs-two")).finish()
     assert "data: 21 pairs" in printed

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.small import write_chats, write_model
 from tests.train import preferences
+from tests.train.ranks import train_on
 
 REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen")
 PREFERENCES = ("loss", "grad_norm", *REWARDS, "eval_loss", *(f"eval_{key}" for key in REWARDS))
@@ -57,13 +59,32 @@ def data(workspace):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("empty_cache")
 @pytest.mark.parametrize("case", CASES)
-def test_a_task_is_the_same_in_every_layout(workspace, data, monkeypatch, tmp_path, case):
-    monkeypatch.setenv("TIGON_CACHE", str(tmp_path / "cache"))
-    settings, keys, tolerance = CASES[case]
+def test_a_task_is_the_same_in_every_layout(workspace, data, case):
+    """Resumed with the same bits, on two ranks, packed, padded, and in micro-batches that are
+    recomputed."""
+    settings, keys, rel = CASES[case]
     same = {"steps": 4, "max_grad_norm": 0, **data(settings["task"]), **settings}
-
-    def make(run: str, **changes: Any) -> list[str]:
-        return workspace.settings(run, **same | changes)
-
-    preferences.assert_same_in_every_layout(workspace, make, case, keys, rel=tolerance)
+    parts = {"batch_size": 64, "micro_batch_size": 4}
+    runs = {
+        "": {"save_every": 2},
+        "-resumed": {"resume": workspace.checkpoint(case, 2)},
+        "-two": {},
+        "-packed": {"batch_size": 64},
+        "-padded": parts | {"packing": "false"},
+        "-parts": parts | {"activation_checkpointing": "true"},
+    }
+    for run, changes in runs.items():
+        train_on(2 if run == "-two" else 1, workspace.settings(f"{case}{run}", **same | changes))
+    for key in keys:
+        whole, resumed, two, packed, padded, recomputed = (
+            [np.nan if x is None else x for x in workspace.metrics(f"{case}{run}", key)]
+            for run in runs
+        )
+        assert len(whole) == (3 if key.startswith("eval_") else 4) and len(resumed) == 2
+        assert resumed == pytest.approx(whole[-2:], rel=0, abs=0, nan_ok=True), key
+        close = {"rel": rel, "abs": rel / 10, "nan_ok": True}
+        assert two == pytest.approx(whole, **close), key
+        for found in (padded, recomputed):
+            assert found == pytest.approx(packed, **close), key

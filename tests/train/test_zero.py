@@ -31,29 +31,20 @@ STEPS, SAVED = 2, "checkpoints/step-00000001"
 
 
 @pytest.fixture(scope="module")
-def settings(workspace):
+def make(workspace):
+    """Trains on two ranks that share the run by `sharding`; returns the run's directory."""
     models = {
         "untied": write_model(workspace.root / "untied", tie_word_embeddings=False),
         "experts": write_model(workspace.root / "experts", **EXPERTS),
     }
 
-    def make(kind: str, way: str, **changes: Any) -> list[str]:
-        values = KINDS[kind] | {"steps": STEPS, "save_every": 1} | changes
+    def run(kind: str, sharding: str, name: str = "", **changes: Any) -> Path:
+        values = KINDS[kind] | {"steps": STEPS, "save_every": 1, "sharding": sharding} | changes
         if kind == "tied":
             values |= {"eval_data": workspace.held_out, "export": "true"}
         values["model"] = models.get(str(values.get("model")), workspace.model)
-        return workspace.settings(f"{kind}-{way}", **values)
-
-    return make
-
-
-@pytest.fixture(scope="module")
-def make(workspace, settings):
-    """Trains on ranks that share the run by `sharding`; returns the run's directory."""
-
-    def run(kind: str, sharding: str, name: str = "", ranks: int = 2, **changes: Any) -> Path:
-        values = settings(kind, name or sharding, sharding=sharding, **changes)
-        return workspace.root / train_once(ranks, values)
+        settings = workspace.settings(f"{kind}-{name or sharding}", **values)
+        return workspace.root / train_once(2, settings)
 
     return run
 

@@ -93,10 +93,13 @@ def _run(arguments: list[str]) -> int:
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Checks what needs no torch, by OSError or ValueError: settings of data, which become
-    `args.config`, and a model's path, but not in one of several ranks, which must not end alone."""
+    """Checks what needs no torch, by OSError or ValueError: settings of a plan, and of data, which
+    become `args.config`, and a model's path, but not in one of several ranks, which must not end
+    alone."""
     if args.command == "data" and args.kind != "clean":
         args.config = import_module("tigon.settings.command").read_data_arguments(args.arguments)
+    if args.command == "plan":
+        import_module("tigon.settings.plan").read_plan_settings(args.model, args.settings)
     model = None if args.command == "push" or is_launched() else getattr(args, "model", None)
     if model and not Path(model).exists() and not model.endswith((".gguf", ".json")):
         import_module("tigon.hub").Repository(model, revision=getattr(args, "revision", None))

@@ -14,8 +14,8 @@ from tigon.plan.cost import Job, Shapes
 from tigon.plan.gpu import find_gpu
 from tigon.plan.layout import MESH
 from tigon.plan.search import LACKS, TIE, LayoutChoice, LayoutPlan
-from tigon.settings.config import MAX_TOKENS, Config
-from tigon.settings.load import load, parse_arguments
+from tigon.settings.config import MAX_TOKENS
+from tigon.settings.plan import read_plan_settings
 from tigon.train.memory import GIB
 from tigon.train.model import meta_model
 from tigon.utils.config import check_range
@@ -26,23 +26,6 @@ COLUMNS = (
 )
 MAX_GPUS, MAX_STEP_TOKENS = 2**18, 2**40  # beyond any cluster, and slow to search
 MAX_REASONS = 6  # listed one by one
-UNMODELED = ("lora", "fp8", "activation_offload", "optimizer_offload", "ema_decay", "teacher")
-# Settings that memory, time or the possible layouts depend on; all others are refused
-USED = (
-    *("revision", "param_dtype", "dtype", "cuda_graphs", "router_aux_loss_coef"),
-    *("optimizer", "momentum", "nesterov", "parameter_groups", "stochastic_rounding"),
-    *("accumulate_fp32", "optimizer_in_backward", "max_grad_norm"),
-    *("loss_reduction", "logits_bytes"),
-)
-REFUSED = {  # settings that are arguments of the command, or that a plan tries
-    **dict.fromkeys(("model", "init"), "give it as the argument MODEL"),
-    "seq_len": "give --seq-len T instead",
-    "batch_size": "give --batch-tokens N instead, which is batch_size x seq_len",
-    "parallel": "a plan tries every layout itself; leave it out",
-} | dict.fromkeys(
-    ("sharding", "micro_batch_size", "activation_checkpointing"),
-    "a plan tries its values itself; leave it out",
-)
 
 
 def read_job(
@@ -66,42 +49,13 @@ def read_job(
         raise ValueError(f"--batch-tokens {tokens} is no multiple of {seq_len}: give {near}")
     if model.endswith(".json") and not Path(model).is_file():
         raise FileNotFoundError(f"no file {model}")
-    check_settings(settings)
-    source = f"init={model}" if Path(model).is_file() else f"model={model}"
-    fixed = [source, "run_dir=run", "data=data", "task=pretrain", "tokenizer=tokenizer"]
-    config = load(None, [*settings, *fixed])
-    check_modeled(config)
+    config = read_plan_settings(model, settings)
     dtype = getattr(torch, config.param_dtype)
     on_meta = meta_model(config, dtype)
     if seq_len > (context := on_meta.config.max_position_embeddings):
         print(f"note: rows of {seq_len:,} tokens, and the model's context is {context:,}")
     shapes, rows = Shapes(on_meta.config, dtype), tokens // seq_len
     return Job(shapes, config, gpus, data_sheet, constants, seq_len, rows)
-
-
-def check_settings(settings: Sequence[str]) -> None:
-    """Raises ValueError for settings that a plan would ignore."""
-    for name, value in parse_arguments(settings):
-        first = name.partition(".")[0]
-        problem = REFUSED.get(first)
-        if first in MESH:
-            problem = f"{REFUSED['parallel']} (for `tigon train` it is parallel.{name}={value})"
-        # `load` reports unknown settings
-        elif first in Config.__dataclass_fields__ and first not in (*USED, *UNMODELED, *REFUSED):
-            problem = f"a plan does not use it; leave it out. It uses {', '.join(USED)}"
-        if problem is not None:
-            raise ValueError(f"--settings {name}={value}: {problem}")
-
-
-def check_modeled(config: Config) -> None:
-    """Raises ValueError for settings whose time is not modeled, and for a given `parallel`."""
-    if config.parallel not in (None, "auto"):
-        raise ValueError("parallel: a plan finds the layout itself; leave it out")
-    for name in UNMODELED:
-        if getattr(config, name):
-            raise ValueError(f"{name}: its time is not modelled; leave it out")
-    if config.dtype == "float32":
-        raise ValueError("dtype=float32: only GEMMs in bfloat16 are modelled; leave it out")
 
 
 def format_plan(plan: LayoutPlan) -> str:

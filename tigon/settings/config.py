@@ -355,7 +355,7 @@ class RunSettings:
     stop_seconds: float = setting(
         30.0, "from SIGTERM to the end; no checkpoint begins that takes longer; 0: any", ge=0
     )
-    log_to: tuple[str, ...] = setting((), "more logs: tensorboard, wandb")
+    log_to: tuple[Literal["tensorboard", "wandb"], ...] = setting((), "further logs of each row")
     profile: Profile | None = setting(None, "{start: 10, steps: 3}: trace to run_dir/profile")
 
 

@@ -78,6 +78,11 @@ REQUIRES = (
     ("push_to_hub & lora", "lora.merge=true", "it pushes run_dir/hf; `hf upload` an adapter"),
     ("lora.merge", "export=true", "it is about run_dir/hf"),
     ("param_dtype=bfloat16", "dtype=auto|bfloat16", ""),
+    ("label_smoothing & task=distill", "cross_entropy_weight>0", "it is of the cross-entropy"),
+    ("z_loss & task=distill", "cross_entropy_weight>0", "it is of the cross-entropy"),
+    ("reference & task=grpo", "beta>0", "without which it has no effect"),
+    ("max_completion_length & task=grpo", "loss_type=dr_grpo", "the others do not use it"),
+    ("loss_type=dr_grpo & task=grpo", "max_completion_length", "the loss is divided by it"),
 )
 
 
@@ -135,6 +140,11 @@ FAULTS: tuple[tuple[Callable[[Any], Any], str], ...] = (
     (
         lambda c: _find_group(c, lambda g: g.freeze and (g.lr, g.weight_decay) != (None, None)),
         "{0[0]}: with freeze, lr and weight_decay mean nothing",
+    ),
+    (
+        lambda c: c.task == "kto" and not (c.desirable_weight or c.undesirable_weight),
+        "desirable_weight=0 and undesirable_weight=0 leave kto nothing to learn: give one of them "
+        "a value above 0",
     ),
     (
         lambda c: c.push_to_hub.lower() in ("true", "false"),  # as in TRL; it could be a name

@@ -15,9 +15,10 @@ from tigon.parallel import Meshes
 from tigon.plan.cost import Job, Shapes
 from tigon.plan.gpu import find_gpu
 from tigon.plan.layout import Layout, enumerate_meshes
-from tigon.plan.report import check_modeled, format_reasons
+from tigon.plan.report import format_reasons
 from tigon.plan.search import LayoutPlan, configured_layouts, make_plan
 from tigon.settings.config import Config, Parallel, mesh_sizes
+from tigon.settings.plan import check_modeled
 from tigon.train import checkpoint
 from tigon.train.choices import leanest_sharding
 from tigon.train.distributed import World

@@ -13,22 +13,31 @@ class Interrupted(Exception):
     """Says that a signal ended the evaluation, which is made when the run resumes."""
 
 
-def load_benchmarks(
-    config: Config, model: CausalLM, tokenizer: Tokenizer, world: World
-) -> Callable[[], dict[str, float]] | None:
-    """Loads the tasks of `eval`; returns the function that evaluates the model, None without tasks.
-
-    The function returns {"eval/task/metric": value}. Every rank calls it and answers its part of
-    the questions; the model is in training mode before and after it. It raises Interrupted on all
-    ranks once one of them has received a signal. Raises ValueError for a task that there is not,
-    and ImportError without lm-eval.
-    """
+def load_tasks(config: Config) -> Any:
+    """Returns the tasks of `eval` with their data, None without any. Raises ValueError for a task
+    that there is not, and ImportError without lm-eval."""
     if config.eval is None or not config.eval.tasks:
         return None
     from tigon.integrations import tasks  # needs an extra
+
+    return tasks.load_tasks(config.eval.tasks, config.eval.include_path)
+
+
+def build_benchmarks(
+    found: Any, config: Config, model: CausalLM, tokenizer: Tokenizer, world: World
+) -> Callable[[], dict[str, float]] | None:
+    """Returns the function that evaluates the model on the tasks of `load_tasks`, None without.
+
+    The function returns {"eval/task/metric": value}. Every rank calls it and answers its part of
+    the questions; the model is in training mode before and after it. It raises Interrupted on all
+    ranks once one of them has received a signal.
+    """
+    if found is None:
+        return None
+    assert config.eval is not None
+    from tigon.integrations import tasks
     from tigon.integrations.ranks import DataRanks
 
-    found = tasks.load_tasks(config.eval.tasks, config.eval.include_path)
     options: dict[str, Any] = {"num_fewshot": config.eval.num_fewshot, "limit": config.eval.limit}
     ranks = DataRanks(world.data.rank, world.data.size, world.group)
     lm = tasks.TigonLM(model, tokenizer, ranks=ranks)

@@ -4,10 +4,11 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from tigon.parallel import MeshSizes
 from tigon.settings.config import Config, check_batch
 from tigon.tokenizer import Tokenizer
 from tigon.train import checkpoint, resume
-from tigon.train.benchmarks import load_benchmarks
+from tigon.train.benchmarks import build_benchmarks, load_tasks
 from tigon.train.choices import StepChoice, open_settings, resolve_choices
 from tigon.train.compile_step import compile_step
 from tigon.train.cuda_graphs import Graphs
@@ -41,7 +42,7 @@ from tigon.train.model import (
 )
 from tigon.train.notes import find_slow_attention, find_unquantized_layers, find_unused_settings
 from tigon.train.optim import Ema, InBackward, build_ema, build_optimizer, check_ranks
-from tigon.train.overlap import EarlyModel, launch_first_kernel, tokenizer_process
+from tigon.train.overlap import EarlyModel
 from tigon.train.prefetch import Prefetcher
 from tigon.train.resume import claim
 from tigon.train.samples import SamplePrompt, read_prompts
@@ -76,6 +77,7 @@ class RunInputs:
     state: TrainState
     choice: StepChoice | None  # of settings that are auto
     auto: frozenset[str]  # the names of these settings
+    benchmark_tasks: Any  # of lm-eval; None without
 
     @property
     def steps(self) -> int:
@@ -140,18 +142,11 @@ def read_inputs(
         task = TASKS[config.task](config, world)
         if world.main:
             world.closing.enter_context(claim(config))
+        benchmark_tasks = load_tasks(config)
     if world.size > 1:  # ranks that do not share run_dir would lose the first checkpoint
         ranks = WriterGroup(world.group)
         check_shared(Path(config.run_dir), ranks, world.raise_on_all_ranks)
-    source_lock = world.closing.enter_context(ExitStack())
-    with world.raise_on_all_ranks():
-        source = resume.find_source(config, world)
-        if source is not None:
-            source_lock.enter_context(read_lock(source))
-            resume.check_adapter(source, config)
-            if not config.new_tokens:  # the run may have taken them from the data
-                saved = checkpoint.read_metadata(source)["config"].get("new_tokens")
-                config = replace(config, new_tokens=tuple(saved or ()))
+    config, source, source_lock = _open_source(config, world)
     time = resume.start_time(source, world)
     with world.raise_on_all_ranks():
         check_sizes(config, sizes, source)
@@ -167,12 +162,12 @@ def read_inputs(
         if config.eval_data:
             find_entry_sources(config, config.eval_data)
     auto = open_settings(config)
-    with nullcontext() if early is None else tokenizer_process(task, tokenizer) as process:
-        with nullcontext() if early is None else launch_first_kernel(world.device):
-            config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
-        task.config = config
-        if early is not None and process is not None:
-            early.build(process, task, source, choice)
+
+    def choose() -> StepChoice | None:
+        task.config, choice = resolve_choices(config, world, task, source, sizes.ranks, device)
+        return choice
+
+    choice = choose() if early is None else early.build(choose, task, tokenizer, source)
     config, data, eval_data = _open_data(task, tokenizer, source)
     state = TrainState()
     with world.raise_on_all_ranks():
@@ -182,8 +177,24 @@ def read_inputs(
             state = resume.read_state(source, count_steps(config, data))
     start = 0 if source is None else checkpoint.step_of(source)
     return RunInputs(
-        config, task, source, source_lock, start, tokenizer, data, eval_data, state, choice, auto
-    )
+        config, task, source, source_lock, start, tokenizer, data, eval_data, state, choice, auto,
+        benchmark_tasks,
+    )  # fmt: skip
+
+
+def _open_source(config: Config, world: World) -> tuple[Config, Path | None, ExitStack]:
+    """Returns the checkpoint to resume from, None to begin, with the lock that keeps it; and the
+    settings with the new tokens that its run has taken from the data. Every rank calls this."""
+    lock = world.closing.enter_context(ExitStack())
+    with world.raise_on_all_ranks():
+        source = resume.find_source(config, world)
+        if source is not None:
+            lock.enter_context(read_lock(source))
+            resume.check_adapter(source, config)
+            if not config.new_tokens:
+                saved = checkpoint.read_metadata(source)["config"].get("new_tokens")
+                config = replace(config, new_tokens=tuple(saved or ()))
+    return config, source, lock
 
 
 def _open_data(
@@ -245,7 +256,8 @@ def prepare(config: Config, world: World) -> TrainingRun:
                 model = build_seeded(world, config, source, inputs.choice)
         inputs.check_model(model)
         prompts = read_prompts(config, inputs.tokenizer, model.config.max_position_embeddings)
-        benchmarks = load_benchmarks(config, model, inputs.tokenizer, world)
+        tasks, tokenizer = inputs.benchmark_tasks, inputs.tokenizer
+        benchmarks = build_benchmarks(tasks, config, model, tokenizer, world)
         optimizer = build_optimizer(model, config)
         ema = build_ema(model, config)
     world.check_same({"sample_prompts": [prompt.ids for prompt in prompts]}, OTHER_FILES)

@@ -18,11 +18,11 @@ SPEED = {"step_seconds", "data_seconds", "data_share", "tokens_per_second", "mfu
 }
 Row = dict[str, Any]
 WARM_UP = 2  # steps that compile and allocate, and say nothing of those after them
-MEAN_OF = 50  # steps
+TIMED_STEPS = 50  # steps
 PACE = 0.25  # seconds between the lines of a terminal, at least
-WAITING = 0.01  # share of a step, above which waiting for data is said
+WAIT_SHARE = 0.01  # share of a step, above which waiting for data is said
 # What has a column, or none, in a line; the rest of a row are metrics that the settings name
-PLACED = SPEED | {"step", "epoch", "lr", "loss", "grad_norm", "accuracy", "skipped"}
+COLUMNS = SPEED | {"step", "epoch", "lr", "loss", "grad_norm", "accuracy", "skipped"}
 
 
 class Console:
@@ -32,27 +32,27 @@ class Console:
     def __init__(self, config: Config, steps: int, say: Callable[[str], None]):
         self.steps, self.say, self.log_every = steps, say, config.log_every
         self.eval_every = config.eval_every if config.evaluates else None
-        self.times: deque[float] = deque(maxlen=MEAN_OF)  # of steps, after the warm-up
+        self.times: deque[float] = deque(maxlen=TIMED_STEPS)  # of steps, after the warm-up
         self.evaluation_seconds = 0.0
-        self.count = 0  # steps of this process
-        self.since: list[Row] = []  # the last line
-        self.last = -PACE
+        self.num_steps = 0  # steps of this process
+        self.new_rows: list[Row] = []  # since the last line
+        self.printed_at = -PACE
         self.terminal = sys.stdout.isatty()
 
     def step(self, row: Row) -> None:
         """Prints the line of an optimizer step from its row of metrics.jsonl, if one is due."""
-        self.count += 1
-        if self.count > WARM_UP:
+        self.num_steps += 1
+        if self.num_steps > WARM_UP:
             self.times.append(row["step_seconds"])
-        if self.count == WARM_UP + 1:
-            self.since = []
-        self.since.append(row)
-        due = self.count == 1 or row["step"] % self.log_every == 0 or row["step"] == self.steps
+        if self.num_steps == WARM_UP + 1:
+            self.new_rows = []
+        self.new_rows.append(row)
+        due = self.num_steps == 1 or row["step"] % self.log_every == 0 or row["step"] == self.steps
         now = time.monotonic()
-        if due or (self.terminal and now - self.last >= PACE):
+        if due or (self.terminal and now - self.printed_at >= PACE):
             width = shutil.get_terminal_size().columns - 1 if self.terminal else None
             self.say(fit_columns(self._columns(row), width))
-            self.since, self.last = [], now
+            self.new_rows, self.printed_at = [], now
 
     def evaluation(self, row: Row) -> None:
         """Prints an evaluation from its row: all held-out data, each named data set, each task."""
@@ -90,21 +90,21 @@ class Console:
 
     def _columns(self, row: Row) -> list[tuple[int, str]]:
         """Returns the texts with their ranks: the highest is dropped first if there is no room."""
-        seconds = sum(r["step_seconds"] for r in self.since)
+        seconds = sum(r["step_seconds"] for r in self.new_rows)
         left = self.seconds_left(row["step"])
         found = [(0, self._step(row["step"])), (0, format_measures({"loss": row["loss"]}))]
         if "accuracy" in row:
             found.append((4, format_measures({"accuracy": row["accuracy"]})))
-        found += [(7, format_measures({name: row[name]})) for name in row if name not in PLACED]
+        found += [(7, format_measures({name: row[name]})) for name in row if name not in COLUMNS]
         found += [(6, f"lr {row['lr']:.2e}"), (5, f"grad {format_number(row['grad_norm'])}")]
-        found.append((2, f"{sum(r['tokens'] for r in self.since) / seconds:7.0f} tok/s"))
+        found.append((2, f"{sum(r['tokens'] for r in self.new_rows) / seconds:7.0f} tok/s"))
         if row["mfu"] is not None:
-            mfu = sum(r["mfu"] * r["step_seconds"] for r in self.since) / seconds
+            mfu = sum(r["mfu"] * r["step_seconds"] for r in self.new_rows) / seconds
             found.append((3, f"MFU {mfu:5.1%}"))
         found.append((8, f"{row['memory_gib']:5.1f} GiB"))
         found.append((1, f"{'-' if left is None else format_duration(left):>8} left"))
-        waited = sum(r["data_seconds"] for r in self.since) / seconds
-        if waited > WAITING:
+        waited = sum(r["data_seconds"] for r in self.new_rows) / seconds
+        if waited > WAIT_SHARE:
             found.append((3, f"waits {waited:.0%}"))
         if "skipped" in row:
             found.append((0, f"skipped: {row['skipped']}"))

@@ -52,7 +52,7 @@ def build_loader(
         weights = None  # those of training; each held-out row counts the same
     if held_out and weights:
         raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
-    encoder = task.encoder(tokenizer)
+    encoder = build_encoder(task, tokenizer)
     if not held_out and encoder.uses_chat_template and (times := tokenizer.template_times()):
         world.log_rank0(
             f"{name}: the chat template writes the time, {', '.join(times.values())}, which a "
@@ -86,10 +86,17 @@ def build_loader(
     else:
         number = format_count(sum(map(len, sources)), "source")
         lines = [f"streamed from {number} in windows of {format_count(windows.size, task.unit)}"]
-        lines += filter(None, [may_not_fit(task)])
+        lines += filter(None, [describe_stream_limits(task)])
     for line in lines:
         world.log_rank0(f"{name}: {line}")
     return loader
+
+
+def build_encoder(task: Task, tokenizer: Tokenizer) -> Encoder:
+    """Returns the task's encoder, which leaves bad rows out if the settings say so."""
+    encoder = task.encoder(tokenizer)
+    encoder.skip_bad_rows = task.config.bad_rows == "skip"
+    return encoder
 
 
 def tokenize_entries(
@@ -205,7 +212,7 @@ def describe_truncation(config: Config, truncation: TruncationStats, unit: str) 
     return lines
 
 
-def may_not_fit(task: Task) -> str | None:
+def describe_stream_limits(task: Task) -> str | None:
     """Returns a line if a stream, whose groups are not counted, may cut or leave out long ones."""
     config, group, most = task.config, task.group, task.config.max_length
     if not config.packing or group == 1 or (most and group * most <= config.seq_len):

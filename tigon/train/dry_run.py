@@ -42,7 +42,7 @@ from tigon.utils.memory import is_out_of_memory
 
 GPU = torch.device("cuda")
 # Settings that save memory, the cheapest first
-SAVING: tuple[dict[str, object], ...] = (
+MEMORY_CHANGES: tuple[dict[str, object], ...] = (
     {"micro_batch_size": 1},
     {"activation_checkpointing": "experts"},
     {"activation_checkpointing": 2},
@@ -246,7 +246,7 @@ def uncounted_memory(config: Config) -> list[str]:
 def memory_advice(config: Config, inputs: RunInputs, gpus: int) -> list[str]:
     """Returns lines with the memory after each change of settings, or of GPUs, that saves some."""
     lines, present = ["less memory:"], estimate_run(config, inputs, gpus).total
-    for change in SAVING:
+    for change in MEMORY_CHANGES:
         try:
             other = replace(config, **change)  # type: ignore[arg-type]
             total = present if other == config else estimate_run(other, inputs, gpus).total

@@ -35,7 +35,7 @@ from tigon.utils.json import escape, list_first, quote
 from tigon.weights.files import read_lock
 from tigon.weights.write import all_finite
 
-SMALL = (".json", ".txt", ".jinja", ".model")  # files of a checkpoint that hold no tensors
+SMALL_FILES = (".json", ".txt", ".jinja", ".model")  # files of a checkpoint that hold no tensors
 MAX_NAME_LENGTH = 1000  # characters of a path or a name
 
 
@@ -196,7 +196,7 @@ def convert_checkpoint(
 
 def _is_export_file(name: str) -> bool:
     """Returns whether exporting a checkpoint needs this file of it: weights and small files."""
-    return name.startswith("weights-") or name.endswith(SMALL)
+    return name.startswith("weights-") or name.endswith(SMALL_FILES)
 
 
 # Adapters in PEFT's format

@@ -48,8 +48,8 @@ from tigon.utils.launcher import (
 from tigon.utils.memory import count_cpus, is_out_of_memory
 from tigon.utils.terminal import escaping_output, one_line
 
-STOPPED = tuple(128 + number for number in NUMBERS)  # exit codes
-EXPECTED = (InputError, OSError, FloatingPointError)  # a person can mend these: no traceback
+SIGNAL_CODES = tuple(128 + number for number in NUMBERS)  # exit codes
+USER_ERRORS = (InputError, OSError, FloatingPointError)  # a person can mend these: no traceback
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -104,7 +104,7 @@ def launch(config: Config, plan: int | None = None) -> str | int:
             return (_run_rank if world.size > 1 else _run)(config, world, plan)
     except InputError as error:  # the same on all ranks
         return refusal(error)
-    except EXPECTED as error:
+    except USER_ERRORS as error:
         return one_line(f"tigon.train: {error}")
 
 
@@ -144,7 +144,7 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
         text, says = str(error), os.environ.get("LOCAL_RANK", "0") == "0"
     except Exception as error:
         text, says = f"rank {world.rank}: {error}", True
-        if not isinstance(error, EXPECTED):
+        if not isinstance(error, USER_ERRORS):
             traceback.print_exc()
             where = f"failed in step {world.progress.step}" if world.progress.step else "failed"
             text = f"rank {world.rank} {where}: {type(error).__name__}: {error}"
@@ -226,7 +226,7 @@ def summarize(failures: Mapping[int, ProcessFailure]) -> tuple[int, str | None]:
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, int]:
         code, time = item[1].exitcode, item[1].timestamp
-        ended_elastic = code in (-signal.SIGTERM, *STOPPED)
+        ended_elastic = code in (-signal.SIGTERM, *SIGNAL_CODES)
         # A rank that was killed records nothing, and others may fail of it within the second
         return ended_elastic, not (code < 0 and time <= first + 2), time
 
@@ -234,7 +234,7 @@ def summarize(failures: Mapping[int, ProcessFailure]) -> tuple[int, str | None]:
     code, text = failure.exitcode, failure.error_file_data["message"]
     if isinstance(text, dict):  # recorded by torch
         text = f"rank {rank}: {text['message']}"
-    elif code in STOPPED:
+    elif code in SIGNAL_CODES:
         return code, None
     elif code < 0:
         name = signal.Signals(-code).name

@@ -124,10 +124,8 @@ class Sinks:
 
 
 def check_sinks(names: Sequence[str]) -> None:
-    """Raises ValueError for an unknown sink and ImportError for one whose package is missing."""
+    """Raises ImportError for a sink whose package is missing."""
     for name in names:
-        if name not in SINKS:
-            raise ValueError(f"log_to={name} is not one of {', '.join(SINKS)}")
         if find_spec(name) is None:
             raise ImportError(f"log_to={name} needs a package: pip install 'tigon[{name}]'")
 
@@ -153,7 +151,7 @@ def scalar_tags(row: Row) -> dict[str, float]:
 
 PACKAGES = ("torch", "tokenizers", "safetensors", "numpy")
 SAMPLES = "samples.jsonl"
-EXPORTED = ".exported"  # in a run directory: the step of run_dir/hf
+EXPORT_NOTE = ".exported"  # in a run directory: the step of run_dir/hf
 
 
 class RunLog:
@@ -199,7 +197,7 @@ class RunLog:
             if kept or path == self.metrics or path.exists():
                 _write(path, "".join(map(_line, kept)))
         if (_noted_export(self.path) or 0) > step:  # of weights that are trained anew
-            (self.path / EXPORTED).unlink()
+            (self.path / EXPORT_NOTE).unlink()
 
     def sync(self) -> None:
         """Flushes the rows of metrics.jsonl to the disk."""
@@ -245,14 +243,14 @@ def read_exported_step(config: Config) -> int | None:
 def _noted_export(path: Path) -> int | None:
     """Returns the step that the last export is of, if it is noted."""
     try:
-        return int((path / EXPORTED).read_text())
+        return int((path / EXPORT_NOTE).read_text())
     except (FileNotFoundError, ValueError):  # a crash of the machine may have left it empty
         return None
 
 
 def write_exported_step(path: Path, step: int) -> None:
     """Notes in the run directory that its export has the weights of this step."""
-    _write(path / EXPORTED, f"{step}\n")
+    _write(path / EXPORT_NOTE, f"{step}\n")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -23,11 +23,11 @@ from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train.choices import StepChoice
 from tigon.train.compile_step import compile_step, has_kernels
-from tigon.train.data import find_entry_sources, tokenize_entries
+from tigon.train.data import build_encoder, find_entry_sources, tokenize_entries
 from tigon.train.signals import handled_signals
 from tigon.train.tasks import Task
 
-SMALL = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
+MIN_BYTES = MIN_PARALLEL_BLOCKS * BLOCK_BYTES  # bytes that are tokenized before a model has loaded
 
 
 class EarlyModel:
@@ -38,16 +38,27 @@ class EarlyModel:
         self._built: tuple[Config, CausalLM] | None = None
 
     def build(
-        self, process: Any, task: Task, source: Path | None, choice: StepChoice | None
-    ) -> None:
-        """Builds the model and compiles its kernels, unless the process has found data that are
-        wrong, and waits for it. What is wrong with the model is said when it is built again."""
-        if not process.exitcode:
-            with suppress(ValueError, OSError, ImportError), compile_step(task, source, choice):
-                self._built = task.config, self._build(task.config, source, choice)
-                with train_extra():  # takes a second, and comes next
-                    import datasets  # noqa: F401
-        process.join()
+        self,
+        choose: Callable[[], StepChoice | None],
+        task: Task,
+        tokenizer: Tokenizer,
+        source: Path | None,
+    ) -> StepChoice | None:
+        """Returns what `choose` does. If there is much to tokenize, a process begins it; meanwhile
+        the model is built and its kernels are compiled, unless that has found data that are wrong.
+        What is wrong with the model is said when it is built again."""
+        with tokenizer_process(task, tokenizer) as process:
+            with launch_first_kernel(task.world.device):
+                choice = choose()
+            if process is None:
+                return choice
+            if not process.exitcode:
+                with suppress(ValueError, OSError, ImportError), compile_step(task, source, choice):
+                    self._built = task.config, self._build(task.config, source, choice)
+                    with train_extra():  # takes a second, and comes next
+                        import datasets  # noqa: F401
+            process.join()
+        return choice
 
     def take(self, config: Config) -> CausalLM | None:
         """Returns the model, and forgets it, if it was built with these settings; else None."""
@@ -77,7 +88,7 @@ def tokenizer_process(task: Task, tokenizer: Tokenizer) -> Iterator[Any]:
     config, small = task.config, True
     if task.world.size == 1 and not config.streaming:
         sources = find_entry_sources(config, config.data)
-        small = sum(source.size() for entry in sources for source in entry) < SMALL
+        small = sum(source.size() for entry in sources for source in entry) < MIN_BYTES
     if small:
         yield None
         return
@@ -109,7 +120,7 @@ def _tokenize(task: Task, tokenizer: Tokenizer) -> None:
     try:
         config = task.config
         for items, held_out in ((config.data, False), (config.held_out, True)):
-            encoder = task.encoder(tokenizer)
+            encoder = build_encoder(task, tokenizer)
             if items:
                 corpora = tokenize_entries(config, items, encoder, held_out=held_out, check=False)
                 wrong = any(part.report.errors for parts in corpora for part in parts)

@@ -1,8 +1,8 @@
 """Claims a run directory for one process, and checks what a run resumes from.
 
-RUN_DIR/.lock belongs to the process that trains; only names that runs write (`WRITTEN`, `LEFTOVER`)
-are checked or removed. The checkpoint must be of the same data in the same order, and of the same
-adapter and base.
+RUN_DIR/.lock belongs to the process that trains; only names that runs write (`RUN_FILES`,
+`LEFTOVER`) are checked or removed. The checkpoint must be of the same data in the same order, and
+of the same adapter and base.
 """
 
 import json
@@ -27,7 +27,7 @@ from tigon.weights.files import LockedError, lock_file, remove_leftovers
 LOCK = ".lock"
 _EXPORT = r"(?:hf|adapter)(?:-ema|-best|-step-\d+)?"
 _TEXTS = r"config\.yaml|(?:metrics|samples|predictions-step-\d+)\.jsonl|\.exported"
-WRITTEN = re.compile(
+RUN_FILES = re.compile(
     rf"{_EXPORT}|{_TEXTS}|report\.html|checkpoints|tensorboard|wandb|profile"
     r"|flight-recorder-\d+|\.wandb-id"
 )
@@ -93,7 +93,7 @@ def _check_files(path: Path, begun: bool, resume: bool) -> None:
     if not resume:
         check_new_run(path)
     for file in sorted(path.iterdir()):
-        if file.is_symlink() and WRITTEN.fullmatch(file.name):
+        if file.is_symlink() and RUN_FILES.fullmatch(file.name):
             raise FileExistsError(
                 f"{file} is a link to {os.readlink(file)}, and the run would write there: remove "
                 "the link, or choose another run_dir, which may itself be a link"

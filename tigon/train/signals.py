@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 
 # SIGHUP: the terminal is gone, unless nohup has it ignored
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-AGAIN = 0.5  # seconds; launchers that forward a signal may send the same one twice
+REPEAT_SECONDS = 0.5  # seconds; launchers that forward a signal may send the same one twice
 PATIENCE = 5.0  # seconds for an orderly exit, before the process is ended
 STOP, DEFER, END_DEFERRAL = 0, 254, 255  # what the announcer reads, besides numbers of signals
 
@@ -97,7 +97,7 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Notes the first signal in `received`; raises SystemExit unless signals are deferred, and
         on a second Ctrl-C even then."""
-        late = time.monotonic() - self._first > AGAIN
+        late = time.monotonic() - self._first > REPEAT_SECONDS
         again = self.received == signal.SIGINT and number in repeats() and late
         if not self.received:
             self.received, self._first = number, self._first or time.monotonic()
@@ -124,7 +124,7 @@ class Signals:
                 self._first = self._first or now  # the main thread may hear of it much later
                 interrupted = number == signal.SIGINT
                 continue
-            elif interrupted and number in repeats() and now - first > AGAIN:
+            elif interrupted and number in repeats() and now - first > REPEAT_SECONDS:
                 self._say("stopped now; what was saved last is in run_dir/checkpoints")
             else:
                 continue

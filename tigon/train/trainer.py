@@ -53,15 +53,11 @@ def train(run: TrainingRun) -> int:
     It is 0, or 128 + the signal that stopped the run, after a checkpoint if there was time.
     """
     config, world = run.config, run.world
-    finished = run.is_finished
+    finished, pending = run.is_finished, export_pending(run)
     if finished:
         guard.check_skipped(run, run.start)
-    pending = export_pending(run)
-    if finished and not pending and not world.any(world.main and is_unfinished(config, run.start)):
-        world.log_rank0(f"{config.run_dir} is finished: nothing left to do")
-        if world.main and report.lacks_page(Path(config.run_dir)):
-            world.log_rank0(report.write_or_explain(Path(config.run_dir)))
-        return 0
+        if not pending and is_complete(run):
+            return 0
     open_task(run)
     # config.yaml keeps what was left open as auto, to be chosen again on another machine
     auto: dict[str, Any] = dict.fromkeys(run.auto, "auto")
@@ -378,6 +374,18 @@ def open_task(run: TrainingRun) -> None:
         raise
     except (ValueError, OSError, ImportError) as error:
         raise InputError(str(error)) from None
+
+
+def is_complete(run: TrainingRun) -> bool:
+    """Returns whether a finished run has its last evaluation and export; if so, logs it and writes
+    the report that may be missing."""
+    directory, world = Path(run.config.run_dir), run.world
+    if world.any(world.main and is_unfinished(run.config, run.start)):
+        return False
+    world.log_rank0(f"{directory} is finished: nothing left to do")
+    if world.main and report.lacks_page(directory):
+        world.log_rank0(report.write_or_explain(directory))
+    return True
 
 
 def export_pending(run: TrainingRun) -> bool:

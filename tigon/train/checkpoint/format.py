@@ -146,7 +146,7 @@ def _block_slice(part: TensorSlice, block: int) -> TensorSlice:
     return replace(part, shape=(*part.shape[:-1], part.shape[-1] // block), inner=spans)
 
 
-def own_blocks(state: State, ranks: WriterGroup) -> list[StateBlock]:
+def assign_blocks(state: State, ranks: WriterGroup) -> list[StateBlock]:
     """Returns the blocks that this rank writes. Those that several ranks have are divided, so that
     each rank writes about as much. Every rank calls this."""
     blocks = {block[:2]: block for block in state_blocks(state)}

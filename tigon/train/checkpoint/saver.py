@@ -21,7 +21,7 @@ from tigon.models.adapters.peft_files import prepare_adapter, write_adapter
 from tigon.models.pretrained.save import prepare_save, write_description, write_model
 from tigon.tokenizer import Tokenizer
 from tigon.train.checkpoint.files import RUN, KeepPolicy, is_listed, prune, write_sums
-from tigon.train.checkpoint.format import State, StateShard, full_state, own_blocks, write_blocks
+from tigon.train.checkpoint.format import State, StateShard, assign_blocks, full_state, write_blocks
 from tigon.train.distributed import World, local
 from tigon.train.logging import read_metrics
 from tigon.train.optim import Ema
@@ -225,7 +225,7 @@ class Saver(BackgroundWriter):
         prunes older checkpoints."""
         ranks = self._ranks
         with ExitStack() as staging:  # which removes what was written before an error
-            blocks = own_blocks(state, ranks)
+            blocks = assign_blocks(state, ranks)
             needed = sum(ranks.gather(sum(block.rows.nbytes for block in blocks)))
             directory = None
             with ranks.sync_errors():

@@ -52,12 +52,6 @@ class Distill(CrossEntropyTask):
         self.weight = config.cross_entropy_weight
         if not self.beta <= 1:
             raise ValueError(f"beta={config.beta} of task=distill is not in [0, 1]")
-        for name in ("label_smoothing", "z_loss"):
-            if getattr(config, name) and not self.weight:
-                raise ValueError(
-                    f"{name}={getattr(config, name)} is of the cross-entropy, and "
-                    "cross_entropy_weight=0"
-                )
         self.scale = (1 - self.weight) * config.temperature**2
         self.teacher: CausalLM | None = None
 
@@ -69,7 +63,7 @@ class Distill(CrossEntropyTask):
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         if not self.config.teacher:
-            return TopEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+            return TopEncoder(tokenizer)
         return self.chat_encoder(tokenizer)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:

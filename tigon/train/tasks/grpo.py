@@ -61,18 +61,10 @@ class GRPO(AnswerTask):
         super().__init__(config, world)
         self.refers = self.beta > 0
         self.clip = Clip(config.epsilon, config.epsilon_high, config.delta)
-        longest = config.max_completion_length
-        if (longest is None) == (self.loss_type == "dr_grpo"):
-            raise ValueError(
-                f"max_completion_length={longest} with loss_type={self.loss_type}: dr_grpo needs "
-                "it, and the others have no use for it"
-            )
-        if config.reference and not self.beta:
-            raise ValueError(f"reference={config.reference} with beta=0 has no effect")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        scale = self.config.scale_rewards == "group"
-        return RewardedEncoder(tokenizer, scale=scale, **self.encoder_options())
+        scale, thinking = self.config.scale_rewards == "group", self.config.train_on_empty_thinking
+        return RewardedEncoder(tokenizer, scale=scale, train_on_empty_thinking=thinking)
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
         """Returns notes on data that GRPO would learn little from."""

@@ -16,7 +16,6 @@ from tigon.models import CausalLM, CausalLMOutput
 from tigon.settings.config import Config
 from tigon.tokenizer import Tokenizer
 from tigon.train import reference
-from tigon.train.distributed import World
 from tigon.train.tasks.base import MicroBatchLoss, StepInputs
 from tigon.train.tasks.logprobs import COMMON_SETTINGS, AnswerTask, answer_mask, sum_per_sequence
 from tigon.train.tasks.losses import kto
@@ -46,16 +45,9 @@ class KTO(AnswerTask):
         "matched": torch.bool,
     }
 
-    def __init__(self, config: Config, world: World):
-        super().__init__(config, world)
-        if not (config.desirable_weight or config.undesirable_weight):
-            raise ValueError(
-                "desirable_weight=0 and undesirable_weight=0 leave kto nothing to learn: give one "
-                "of them a value above 0"
-            )
-
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        return LabelledEncoder(tokenizer, **self.encoder_options())
+        thinking = self.config.train_on_empty_thinking
+        return LabelledEncoder(tokenizer, train_on_empty_thinking=thinking)
 
     def notes(self, data: Mixture, *, held_out: bool) -> list[str]:
         """Returns a note if desired and other answers of the training data are not balanced."""

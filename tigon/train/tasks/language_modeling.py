@@ -57,7 +57,6 @@ class CrossEntropyTask(Task):
             tokenizer,
             train_on=config.train_on,
             train_on_empty_thinking=config.train_on_empty_thinking,
-            skip_bad_rows=config.bad_rows == "skip",
         )
         encoder.ends = self.ends
         return encoder
@@ -220,7 +219,7 @@ class Pretrain(CrossEntropyTask):
     refuses = ("chat_template", "chat_template_kwargs", "train_on", "train_on_empty_thinking")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        return TextEncoder(tokenizer, skip_bad_rows=self.config.bad_rows == "skip")
+        return TextEncoder(tokenizer)
 
     def rows(self, window: Window, **_: Any) -> PackedRows:
         """Returns the documents of a window in rows, joined and cut at the ends of rows, or with

@@ -60,14 +60,6 @@ class AnswerTask(Task):
             )
         self.live: Callable[[StepInputs], Tensor] | None = None
 
-    def encoder_options(self) -> dict[str, bool]:
-        """Returns the arguments that the encoders of all these tasks take."""
-        config = self.config
-        return {
-            "train_on_empty_thinking": config.train_on_empty_thinking,
-            "skip_bad_rows": config.bad_rows == "skip",
-        }
-
     def check_frozen_models(self, tokenizer: Tokenizer, source: Path | None) -> None:
         if path := self.config.reference:
             check_frozen(self.config, path, tokenizer)

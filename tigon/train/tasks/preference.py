@@ -61,7 +61,8 @@ class PairTask(AnswerTask):
             raise ValueError(f"label_smoothing={smoothing} must be below {most}")
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
-        return PairEncoder(tokenizer, **self.encoder_options())
+        thinking = self.config.train_on_empty_thinking
+        return PairEncoder(tokenizer, train_on_empty_thinking=thinking)
 
     def sums(self, model: CausalLM, inputs: StepInputs) -> dict[str, Tensor]:
         """Adds the number of "pairs" and, with `alpha`, of "chosen_tokens" to the base's sums."""

@@ -53,8 +53,7 @@ class Reward(Task):
 
     def encoder(self, tokenizer: Tokenizer) -> Encoder:
         self.tokenizer = tokenizer
-        skip = self.config.bad_rows == "skip"
-        return PairEncoder(tokenizer, margin=True, shared_prompt=False, skip_bad_rows=skip)
+        return PairEncoder(tokenizer, margin=True, shared_prompt=False)
 
     def open(self, model: CausalLM, loaders: Sequence[Loader], *, trained: bool) -> None:
         """Chooses the pad token, after which transformers reads scores, for model and tokenizer."""

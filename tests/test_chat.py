@@ -18,6 +18,7 @@ import torch
 
 import tigon
 from tests.support.small import CHATML, write_model
+from tests.support.terminal import Screen
 from tigon.cli.chat import Chat, print_text, talk
 
 
@@ -160,36 +161,18 @@ def test_chat_in_a_terminal(directory: Path) -> None:
             [sys.executable, "-c", ENDLESS, *command],
             os.environ | {"TERM": "dumb", "CUDA_VISIBLE_DEVICES": ""},
         )
-    seen = ""
-
-    def until(text: str, again: bytes = b"") -> None:
-        """Read it, and while it does not come, type `again` every few seconds."""
-        nonlocal seen
-        end = time.monotonic() + 300
-        while text not in seen:
-            ready, _, _ = select.select([terminal], [], [], 5)
-            assert time.monotonic() < end, seen
-            if ready:
-                seen += os.read(terminal, 4096).decode(errors="replace")
-            elif again:
-                os.write(terminal, again)
-        seen = seen.partition(text)[2]
-
+    screen = Screen(terminal)
     try:
-        until("Ctrl-D ends)")
-        until("> ")
-        os.write(terminal, b"hello\n")
-        until("hello")  # the echo
-        until("an answer")
-        os.write(terminal, b"\x03")
-        until("(stopped)", again=b"\x03")
-        until("> ")
-        os.write(terminal, b"\x03")  # of an empty line: another one
-        until("> ", again=b"\x03")  # readline misses what comes just before it waits
-        os.write(terminal, b"/system be brief\n")
-        until("(system message: be brief)")
-        until("> ")
-        os.write(terminal, b"\x04")
+        screen.read_until("Ctrl-D ends)", "> ")
+        screen.type(b"hello\n")
+        screen.read_until("hello", "an answer")  # behind the echo
+        screen.type(b"\x03")
+        screen.read_until("(stopped)", "> ", again=b"\x03")
+        screen.type(b"\x03")  # of an empty line: another one
+        screen.read_until("> ", again=b"\x03")
+        screen.type(b"/system be brief\n")
+        screen.read_until("(system message: be brief)", "> ")
+        screen.type(b"\x04")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         pid = 0
     finally:

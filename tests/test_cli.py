@@ -12,6 +12,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,10 +61,15 @@ def places(directory: Path) -> dict[str, Path]:
     return places
 
 
+def python(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A process with these arguments, which has ended."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | options
+    return subprocess.run([sys.executable, *arguments], **options)
+
+
 @pytest.mark.parametrize("module", ["tigon", "tigon.cli"])
 def test_version(module: str) -> None:
-    command = [sys.executable, "-m", module, "--version"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python("-m", module, "--version")
     assert (done.returncode, done.stdout) == (0, f"tigon {tigon.__version__}\n")
 
 
@@ -89,8 +95,7 @@ def test_modules_that_commands_do_not_import(code, modules, directory, tmp_path)
         f"import atexit, sys, tigon; from tigon.cli import main; MODEL, RUN = sys.argv[1:]\n"
         f"atexit.register(lambda: print([m for m in {modules} if m in sys.modules]))\n{code}"
     )
-    command = [sys.executable, "-c", program, str(directory), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = python("-c", program, str(directory), str(tmp_path))
     assert done.stdout.endswith("[]\n"), done
     assert "MODEL" not in code or "architecture  LlamaForCausalLM" in done.stdout
 
@@ -130,7 +135,7 @@ def test_a_wrong_setting_is_told_without_torch(arguments, message, directory, tm
     for name, place in (("CONFIG", path), ("MODEL", directory), ("DATA", __file__)):
         arguments = arguments.replace(name, str(place))
     given = arguments.split()
-    done = subprocess.run([sys.executable, "-c", program, *given], capture_output=True, text=True)
+    done = python("-c", program, *given)
     assert done.stdout.endswith("[]\n"), done.stderr
     command = "tigon.train" if given[0] == "train" else f"tigon {given[0]}"
     assert done.stderr.startswith(f"{command}: {message}" if message else ""), done.stderr
@@ -316,7 +321,7 @@ def test_process_ends_after_threads_and_exit_handlers() -> None:
         "atexit.register(print, 'exit')\n"
         "with patch.dict(run.__globals__, main=main): run()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = python("-c", program)
     assert (done.returncode, done.stdout, done.stderr) == (7, "thread\nexit\n", "")
 
 
@@ -331,22 +336,21 @@ def test_imported_objects_are_not_garbage(tmp_path: Path) -> None:
         "print(module.enabled, gc.isenabled(), gc.get_freeze_count() > 0)"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(tigon.__file__).parents[1])])
-    env = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=env)
+    done = python("-c", program, env=os.environ | {"PYTHONPATH": path})
     assert (done.stdout, done.stderr) == ("False True True\n0\n", "")
 
 
-def test_closed_pipe_is_quiet(directory: Path) -> None:
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
-        [sys.executable, "-m", "tigon.cli", "info", str(directory)],  # imports no torch
-        env=os.environ | {"PYTHONUNBUFFERED": ""},
-        stdout=write,
-        stderr=subprocess.PIPE,
-    )
+@pytest.mark.parametrize(("target", "code", "lines"), [("closed pipe", 141, 0), ("full", 1, 1)])
+def test_output_that_is_held_back_until_the_end(directory, target, code, lines):
+    if target == "full":
+        write = os.open("/dev/full", os.O_WRONLY)
+    else:
+        read, write = os.pipe()
+        os.close(read)
+    command = "-m", "tigon.cli", "info", str(directory)  # imports no torch
+    done = python(*command, env=os.environ | {"PYTHONUNBUFFERED": ""}, stdout=write)
     os.close(write)
-    assert (done.returncode, done.stderr) == (141, b"")
+    assert (done.returncode, len(done.stderr.splitlines())) == (code, lines)
 
 
 class FullDisk(io.StringIO):
@@ -373,17 +377,6 @@ def test_output_that_cannot_be_written(arguments, places, tmp_path, capfd, monke
     assert main(arguments.split()) == 1
     command = f"tigon {arguments.split()[0]}"
     assert capfd.readouterr().err == f"{command}: [Errno 28] No space left on device: '<stdout>'\n"
-
-
-def test_output_that_a_full_disk_holds_back(directory: Path) -> None:
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "tigon.cli", "info", str(directory)],
-            env=os.environ | {"PYTHONUNBUFFERED": ""},
-            stdout=full,
-            stderr=subprocess.PIPE,
-        )
-    assert (done.returncode, done.stderr.count(b"\n")) == (1, 1)
 
 
 def test_closed_input_and_output_are_empty(monkeypatch: Patch) -> None:

@@ -18,10 +18,10 @@ from torch.utils._pytree import tree_flatten
 import tigon
 import tigon.kernels
 from tests.generation.common import padded
+from tests.models.adapters import trained
 from tests.models.dense_cases import SIZES
 from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.mxfp4_checkpoints import to_mxfp4
-from tests.models.test_adapters_peft import trained
 from tests.models.test_quantized import EVEN
 from tests.models.tiny import CASES, EVERY, FIRST, reference, their_config
 from tests.support.contract import tiny_llama

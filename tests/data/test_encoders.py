@@ -101,8 +101,6 @@ def test_prompts_are_learned_only_with_train_on_all(tokenizer, encode):
     answers, everything = (ChatEncoder(tokenizer, train_on=on) for on in ("assistant", "all"))
     assert said(tokenizer, encode(answers, rows[0])) == [("bye<|im_end|>\n", 1)]
     assert said(tokenizer, encode(answers, rows[1])) == [(" says<|endoftext|>", 1)]
-    with pytest.raises(ValueError, match="no turn of the role 'assistant'"):
-        encode(answers, rows[2])
     for row in rows:
         examples = encode(everything, row)
         assert said(tokenizer, examples) == [(tokenizer.decode(examples.tokens), 1)]
@@ -218,7 +216,7 @@ def test_bad_rows_are_skipped_and_counted(tokenizer, encode):
     assert (report.rows, report.skipped, report.unlearned) == (10, 8, 1)
     assert len(report.errors) == 5 and "a.jsonl:2: not valid JSON" in report.errors[1]
     assert "8 of 10 rows skipped as bad:\n  " in report.lines()[0]
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: no turn|a\.jsonl:1: messages have no turn"):
+    with pytest.raises(ValueError, match=r"has no good row of 8: .*a\.jsonl:1: "):
         encode(encoder, *rows)
 
 

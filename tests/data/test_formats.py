@@ -92,6 +92,8 @@ def test_other_names_for_keys():
     row = {"messages": HI, "prompt": "a", "completion": "b", "q": "c"}
     assert chat(row, completion="completion") == WeightedText("b", "a")
     assert chat({"q": "hi", "a": "ho"}, prompt="q", completion="a") == WeightedText("ho", "hi")
+    with pytest.raises(ValueError, match=r"^dialog\[1\]\['tool_calls'\] must be"):
+        chat({"dialog": [HI[0], {**HI[1], "tool_calls": 1}]}, messages="dialog")
 
 
 def test_prompts_and_texts():
@@ -102,28 +104,6 @@ def test_prompts_and_texts():
         chat({"prompt": "a", "completion": "b", "system": "be"})
     row = {"text": "a", "messages": HI}
     assert parse_text(row, Format().detect(row, ("text",))) == WeightedText("a")
-
-
-@pytest.mark.parametrize("tools", [[TOOL], '[{"type": "function", "function": {"name": "f", '])
-def test_tools_as_a_list_or_its_json(tools):
-    tools = tools if isinstance(tools, list) else tools + '"parameters": {}}}]'
-    found = chat({"messages": HI, "tools": tools, "chat_template_kwargs": {"think": False}})
-    assert isinstance(found, WeightedChat) and found.tools == [TOOL]
-    assert found.variables == {"think": False}
-
-
-def test_weights_of_messages_and_rows():
-    messages = [
-        {**HI[0], "train": True},
-        {**HI[1], "weight": 0},
-        {**HI[0], "weight": None},
-        {**HI[1], "train": False},
-        {**HI[1], "weight": 0.5},
-    ]
-    found = chat({"messages": messages, "weight": 3})
-    assert isinstance(found, WeightedChat)
-    assert found.weights == [1, 0, None, 0, 0.5] and found.weight == 3
-    assert found.messages == [HI[0], HI[1], {**HI[0]}, HI[1], HI[1]]
 
 
 @pytest.mark.parametrize(
@@ -163,6 +143,11 @@ def test_weights_of_messages_and_rows():
             r"conversations\[0\]\['from'\]='elf' is not",
         ),
         ({"conversations": [{"from": "gpt"}]}, r"conversations\[0\] needs the keys 'from' and "),
+        (
+            {"system": "be", "messages": [HI[0], {**HI[1], "train": 1}]},
+            r"^messages\[1\]\['train'\]",
+        ),
+        ({"prompt": HI[:1], "completion": [{**HI[1], "weight": -1}]}, r"^completion\[0\]\['weight"),
         ({"messages": HI, "chat_template_kwargs": {"messages": 1}}, "'chat_template_kwargs' must"),
     ],
 )
@@ -171,42 +156,10 @@ def test_rows_that_fit_no_format(row, message):
         chat(row)
 
 
-IMAGE = {"role": "user", "content": [{"type": "image"}]}
-
-
-@pytest.mark.parametrize(
-    ("row", "name"),
-    [
-        ({"system": "be", "messages": [HI[0], {**HI[1], "train": 1}]}, r"messages\[1\]\['train'\]"),
-        ({"system": "be", "messages": [IMAGE, HI[1]]}, r"messages\[0\]\['content'\]\[0\] has the"),
-        ({"prompt": HI[:1], "completion": [IMAGE]}, r"completion\[0\]\['content'\]\[0\] has the"),
-        ({"prompt": HI[:1], "completion": [{**HI[1], "weight": -1}]}, r"completion\[0\]\['weight"),
-        ({"dialog": [HI[0], {**HI[1], "tool_calls": 1}]}, r"dialog\[1\]\['tool_calls'\] must be"),
-    ],
-)
-def test_errors_name_messages_as_the_row_does(row, name):
-    with pytest.raises(ValueError, match=f"^{name}"):
-        chat(row, messages="dialog") if "dialog" in row else chat(row)
-
-
-@pytest.mark.parametrize(
-    ("first", "row", "message"),
-    [
-        (
-            {"messages": HI},
-            {"prompt": "a", "completion": "b"},
-            "needs a list of messages 'messages'",
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "x"}]},
-            {"conversations": HI},
-            "needs the k",
-        ),
-    ],
-)
-def test_later_rows_have_the_first_format(first, row, message):
-    with pytest.raises(ValueError, match=message):
-        parse_chat(row, Format().detect(first, CHAT_FORMATS))
+def test_later_rows_have_the_first_format():
+    format = Format().detect({"conversations": [{"from": "human", "value": "x"}]}, CHAT_FORMATS)
+    with pytest.raises(ValueError, match="needs the keys 'from' and 'value'"):
+        parse_chat({"conversations": HI}, format)
 
 
 @pytest.mark.parametrize("row", [{"text": "a"}, {"question": "a"}])

@@ -50,20 +50,6 @@ def test_best_fit_is_the_textbook_algorithm():
     assert sorted(sum(lengths[b]) for b in ours) == sorted(sum(lengths[b]) for b in bins)
 
 
-def test_packing_splits_no_example_and_loses_none():
-    lengths = np.random.default_rng(1).integers(2, 100, size=500)
-    examples = make(lengths)
-    rows = pack_examples(window(examples), 100)
-    assert sorted(rows.spans[:, 0].tolist()) == examples.offsets[:-1].tolist()
-    assert sorted(rows.spans[:, 1].tolist()) == examples.offsets[1:].tolist()
-    assert max(int((r[:, 1] - r[:, 0]).sum()) for r in (rows[i] for i in range(len(rows)))) <= 100
-    assert (rows.truncation.truncated, rows.truncation.dropped) == (0, 0)
-    one_each = pack_examples(window(examples), 100, packing=False)
-    edges = examples.offsets.tolist()
-    assert one_each.spans.tolist() == [[a, b] for a, b in pairwise(edges)]
-    assert len(one_each) == 500
-
-
 def of_prompts(groups) -> Examples:
     """Groups of sequences, each a prompt and an answer, of which the latter is learned."""
     each = [pair for group in groups for pair in group]

@@ -36,13 +36,6 @@ def size(request, monkeypatch):
     return request.param
 
 
-def test_globs_and_lists_of_files(tmp_path):
-    for name in ("b.txt", "a.txt", "c.jsonl"):
-        (tmp_path / name).write_text("x")
-    found = find_sources([f"{tmp_path}/*.txt", Entry(f"{tmp_path}/c.jsonl")])
-    assert [Path(source.name).name for source in found] == ["a.txt", "b.txt", "c.jsonl"]
-
-
 def test_json_rows_are_exactly_as_written(tmp_path, size):
     path = tmp_path / "a.jsonl"
     path.write_text(JSONL)

@@ -1,10 +1,12 @@
 """Tokenized sources in the cache: complete or absent, made once, and the same as in memory."""
 
+import json
 import os
 import shutil
 import signal
 import time
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,21 @@ import pytest
 
 from tests.data.rows import Count, File, Killed, write_rows
 from tests.support.examples import join
+from tests.support.small import CHATML, write_tokenizer
 from tests.train.ranks import Ranks
 from tigon.cli import main as tigon
-from tigon.data import Block, Examples, Format, cache, clean_cache, tokenize, tokenized
+from tigon.data import (
+    Block,
+    ChatEncoder,
+    Examples,
+    Format,
+    cache,
+    clean_cache,
+    find_sources,
+    tokenize,
+    tokenized,
+)
+from tigon.tokenizer import Tokenizer
 from tigon.utils import paths
 from tigon.weights import files
 
@@ -244,6 +258,25 @@ class OnePass(list):
         assert not getattr(self, "begun", False)
         self.begun = True
         return super().__iter__()
+
+
+# In none of the chats that the cache's key tries
+TELLS_DAY = "{{ strftime_now('%d %b') if messages[0].content == 'day?' }}" + CHATML
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_with_another_time_in_them_are_made_anew(tmp_path, root, workers):
+    path, answer = tmp_path / "chats.jsonl", {"role": "assistant", "content": "x"}
+    chats = [[{"role": "user", "content": text}, answer] for text in ("x", "day?")]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    tokenizer = Tokenizer.from_pretrained(write_tokenizer(tmp_path / "tokenizer"))
+    tokenizer.chat_template, made = TELLS_DAY, []
+    for hour, day in ((9, 1), (23, 1), (9, 2)):
+        tokenizer.strftime_now = datetime(2026, 5, day, hour)
+        parts = tokenize(find_sources(str(path)), ChatEncoder(tokenizer), workers=workers)
+        assert f"0{day} May<|im_start|>" in tokenizer.decode(join(parts).tokens)
+        made.append([file.stat().st_mtime_ns for file in root.rglob("*.arrow")])
+    assert made[0] == made[1] != made[2]
 
 
 def test_many_files_take_a_time_of_their_number(tmp_path, root):

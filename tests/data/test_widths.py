@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.small import write_tokenizer
 from tigon.data import (
     Loader,
     Mixture,
@@ -22,12 +21,11 @@ from tigon.data import (
     sources,
     tokenize,
 )
-from tigon.tokenizer import Tokenizer
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return TopEncoder(Tokenizer.from_pretrained(write_tokenizer(tmp_path_factory.mktemp("own"))))
+@pytest.fixture
+def encoder(tokenizer):
+    return TopEncoder(tokenizer)
 
 
 def row(number: int, size: int) -> dict[str, Any]:

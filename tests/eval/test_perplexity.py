@@ -107,7 +107,7 @@ def test_texts_as_in_transformers(directory, theirs, measure, texts, context, st
 @pytest.mark.parametrize(("context", "stride"), [(512, 256), (20, 6)])
 def test_only_what_the_assistant_says(theirs, measure, tokenizer, tmp_path, context, stride):
     file = write_chats(tmp_path / "chats.jsonl", 9)
-    documents = []
+    documents, size = [], 0
     for line in file.read_text().splitlines():
         ids, assistant = list[int](), list[bool]()
         for message in json.loads(line)["messages"]:
@@ -119,10 +119,11 @@ def test_only_what_the_assistant_says(theirs, measure, tokenizer, tmp_path, cont
                 piece = tokenizer.encode(text)
                 ids += piece
                 assistant += [scored] * len(piece)
+            size += scored * len(f"{message['content']}\n".encode())
         documents.append((torch.tensor(ids), torch.tensor(assistant)))
     expected = reference(theirs, documents, context, stride)
     result = measure(str(file), context=context, stride=stride)
-    assert result.tokens == expected.tokens
+    assert (result.tokens, result.bytes) == (expected.tokens, size)
     assert result.loss == pytest.approx(expected.loss, rel=1e-6)
     assert result.accuracy == expected.accuracy
 
@@ -160,17 +161,6 @@ def test_bits_per_byte_are_those_of_lm_eval(directory, theirs, tmp_path, bos):
         total = -sum(lm.loglikelihood_rolling(asked, disable_tqdm=True))
         lm_eval = total / sum(len(text.encode()) for text in texts) / math.log(2)
         assert result.bits_per_byte == pytest.approx(lm_eval, rel=1e-6)
-
-
-def test_bytes_of_chats_are_what_the_assistant_says(measure, tmp_path):
-    file = write_chats(tmp_path / "chats.jsonl", 5)
-    said = [
-        message["content"]
-        for line in file.read_text().splitlines()
-        for message in json.loads(line)["messages"]
-        if message["role"] == "assistant"
-    ]
-    assert measure(str(file)).bytes == sum(len(f"{text}\n".encode()) for text in said)
 
 
 def test_domains(measure, texts, tmp_path):

@@ -41,6 +41,13 @@ class Counted:
         self.shapes.append(tuple(args[0].shape))
 
 
+class Letters:
+    """A tokenizer for which every token is a letter."""
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
 def some_ends(free: Tensor, prompt: int, at: tuple[int, ...]) -> list[int]:
     """Tokens at which row i ends after `at[i]` new ones, if not before."""
     return sorted({int(free[row, prompt + n]) for row, n in enumerate(at)})

@@ -11,9 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, StopStringCriteria, TextStreamer
 
 import tigon
-from tests.generation.common import padded
+from tests.generation.common import padded, some_ends
 from tigon.generation import StopStrings
-from tigon.layers import KVCache
 
 PROMPT = "The largest cat in the world is the"
 STOPS = ["ou can", "\n\n", "tig", "é", "🐯", "a", "<|im_end|>"]
@@ -68,45 +67,14 @@ def test_padded_rows_are_as_alone_and_as_in_transformers(pair: tuple[tigon.Causa
     assert again[:, 7:].tolist() == tokens[:, 7:].tolist()
 
 
-def test_decoding_is_the_full_forward(pair: tuple[tigon.CausalLM, Any]) -> None:
-    ours, _ = pair
+def test_without_a_pad_token_the_first_eos_fills(pair: tuple[tigon.CausalLM, Any]) -> None:
     ids, mask = PROMPTS
-    tokens = ours.generate(ids, attention_mask=mask, max_new_tokens=9, eos_token_id=[])
-    again = ours.generate(
-        ids, attention_mask=mask, max_new_tokens=9, eos_token_id=[], use_cache=False
-    )
-    assert tokens.tolist() == again.tolist()
-
-    cache, steps = KVCache(), []
-    with torch.no_grad():
-        full = ours(tokens[1:2]).logits
-        for part in tokens[1:2].split((4, 1, 1, 3, 1, 6), dim=1):
-            steps.append(ours(part, past_key_values=cache).logits)
-    assert (torch.cat(steps, 1) - full).abs().max() <= 1e-5 * full.abs().max()
-
-
-def test_rows_end_on_their_own(pair: tuple[tigon.CausalLM, Any]) -> None:
-    ours, theirs = pair
-    ids, mask = PROMPTS
-    free = ours.generate(ids, attention_mask=mask, max_new_tokens=12, eos_token_id=[])[:, 7:]
-    eos = [int(free[0, 2]), int(free[1, 5]), int(free[2, 8])]
-    ends = [next(i for i, t in enumerate(row) if t in eos) for row in free.tolist()]
-    assert len(set(ends)) > 1
-    tokens = ours.generate(
-        ids, attention_mask=mask, max_new_tokens=12, eos_token_id=eos, pad_token_id=9
-    )
-    expected = theirs.generate(
-        ids, attention_mask=mask, max_new_tokens=12, eos_token_id=eos, pad_token_id=9
-    )
-    assert tokens.tolist() == expected.tolist()
-    assert tokens.shape[1] == 7 + max(ends) + 1
-    for row, end in enumerate(ends):
-        rest = tokens[row, 7 + end + 1 :].tolist()
-        assert tokens[row, 7 : 7 + end + 1].tolist() == free[row, : end + 1].tolist()
-        assert rest == [9] * len(rest)
-    # No pad token anywhere: the first eos fills
-    tokens = ours.generate(ids, attention_mask=mask, max_new_tokens=12, eos_token_id=eos)
-    assert tokens[ends.index(min(ends)), -1] == eos[0]
+    call = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12}
+    free = pair[0].generate(**call, eos_token_id=[])
+    call["eos_token_id"] = ends = some_ends(free, 7, (2, 5, 8))
+    tokens = pair[0].generate(**call)
+    assert (tokens[:, -2:] == ends[0]).all(1).any()
+    assert tokens.tolist() == pair[0].generate(**call, pad_token_id=ends[0]).tolist()
 
 
 @pytest.mark.slow(first=1)

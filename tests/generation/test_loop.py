@@ -9,15 +9,10 @@ import torch
 from torch import Tensor
 
 import tigon
-from tests.generation.common import Counted, blurred, padded, some_ends
+from tests.generation.common import Counted, Letters, blurred, padded, some_ends
 from tigon.distributed.collectives import check_same_on_all_ranks
 from tigon.generation.loop import ABSENT, LAG, Continuations, HostCopies, run_steps
-from tigon.generation.sampling import Draws, sample_columns
-
-
-class Letters:
-    def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
-        return "".join(chr(97 + i % 26) for i in ids)
+from tigon.generation.sampling import Draws
 
 
 @pytest.fixture(params=["never before it must", "at random"])
@@ -154,16 +149,6 @@ def test_draws_of_a_row_do_not_depend_on_the_others() -> None:
             whole, some = getattr(all_rows, name)(7), getattr(alone, name)(7)
             rows = [4, 1, 2] if len(kept) == 3 else [4, 2]
             assert some.tolist() == whole[rows].tolist()
-
-
-def test_a_draw_is_multinomials() -> None:
-    weights = torch.rand(64, 301)
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        tokens = sample_columns(
-            weights, Draws(64, weights.device, torch.Generator().manual_seed(seed))
-        )
-        assert tokens.tolist() == torch.multinomial(weights, 1, generator=generator)[:, 0].tolist()
 
 
 class Alone:

@@ -20,7 +20,7 @@ from tigon.layers import Cache, KVCache
 NEW, LENGTHS = 12, (3, 11, 6)
 DICT: dict[str, Any] = {"return_dict_in_generate": True}
 EVERYTHING = DICT | {"output_scores": True, "output_logits": True}
-HOW: dict[str, dict[str, Any]] = {
+CACHES: dict[str, dict[str, Any]] = {
     "default": {},
     "static": {"cache_implementation": "static"},
     "none": {"use_cache": False},
@@ -33,8 +33,8 @@ def prompts() -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": mask, "pad_token_id": 0, "max_new_tokens": NEW}
 
 
-def way(model: Any, how: str) -> dict[str, Any]:
-    return HOW[how] | ({"assistant_model": blurred(model, 0.1)} if how == "drafted" else {})
+def cache_options(model: Any, cache: str) -> dict[str, Any]:
+    return CACHES[cache] | ({"assistant_model": blurred(model, 0.1)} if cache == "drafted" else {})
 
 
 def assert_same(a: tuple[Tensor, ...], b: tuple[Tensor, ...], rows: Tensor) -> None:
@@ -46,8 +46,8 @@ def assert_same(a: tuple[Tensor, ...], b: tuple[Tensor, ...], rows: Tensor) -> N
         torch.testing.assert_close(x[alive], y[alive], atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_scores_and_logits_are_transformers(pair: tuple[tigon.CausalLM, Any], how: str) -> None:
+@pytest.mark.parametrize("cache", CACHES)
+def test_scores_and_logits_are_transformers(pair: tuple[tigon.CausalLM, Any], cache: str) -> None:
     """Also behind processors; behind the end of a row they are zeros."""
     ours, theirs = pair
     call = prompts() | {"repetition_penalty": 1.3, "min_new_tokens": 2}
@@ -55,7 +55,7 @@ def test_scores_and_logits_are_transformers(pair: tuple[tigon.CausalLM, Any], ho
     ends = some_ends(free, 11, (4, 9, 11))
     for given in ({"eos_token_id": ends}, {"eos_token_id": ends, "max_new_tokens": 1}):
         expected = theirs.generate(**call | given, **EVERYTHING, do_sample=False)
-        out = ours.generate(**call | given, **EVERYTHING, **way(ours, how))
+        out = ours.generate(**call | given, **EVERYTHING, **cache_options(ours, cache))
         assert isinstance(out, GenerationOutput)
         assert out.sequences.tolist() == expected.sequences.tolist()
         new = out.sequences[:, 11:]
@@ -64,7 +64,9 @@ def test_scores_and_logits_are_transformers(pair: tuple[tigon.CausalLM, Any], ho
         for name in ("scores", "logits"):
             assert_same(out[name], expected[name], ended == 0)
             assert all(not x[e > 0].any() for x, e in zip(out[name], ended.T, strict=True))
-        assert out.keys() == [*list(expected.keys())[:3], "past_key_values"][: 4 - (how == "none")]
+        assert (
+            out.keys() == [*list(expected.keys())[:3], "past_key_values"][: 4 - (cache == "none")]
+        )
         assert out.cache is out.past_key_values
     assert (ours.generate(**call, **DICT).keys()) == ["sequences", "past_key_values"]
 
@@ -86,8 +88,8 @@ def test_sampled_scores_are_transformers(pair: tuple[tigon.CausalLM, Any]) -> No
 
 
 def test_results_may_be_trained_on(model: tigon.Llama) -> None:
-    for how in HOW:
-        out = model.generate(**prompts(), **EVERYTHING, **way(model, how))
+    for cache in CACHES:
+        out = model.generate(**prompts(), **EVERYTHING, **cache_options(model, cache))
         found = [out.sequences, *out.scores, *out.logits]
         assert not any(x.is_inference() for x in found)
 
@@ -103,15 +105,15 @@ class Ends:
         return self.at <= ids.shape[1] - self.prompt
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_criteria_end_rows_as_in_transformers(pair: tuple[tigon.CausalLM, Any], how: str) -> None:
+@pytest.mark.parametrize("cache", CACHES)
+def test_criteria_end_rows_as_in_transformers(pair: tuple[tigon.CausalLM, Any], cache: str) -> None:
     """After the same tokens, with the same arguments, however far the device has run ahead."""
     ours, theirs = pair
     call = prompts() | {"eos_token_id": 1}
     beside: dict[str, Any]
     for beside in ({}, EVERYTHING):
         calls = []
-        for model, more in ((theirs, {"do_sample": False}), (ours, way(ours, how))):
+        for model, more in ((theirs, {"do_sample": False}), (ours, cache_options(ours, cache))):
             ends = Ends(2, 9, 5)
             criteria = StoppingCriteriaList([ends])
             seen: list[Any] = []
@@ -182,7 +184,7 @@ def go_on(out: Any, lengths: tuple[int, ...], ends: list[int], seed: int) -> dic
     return {"input_ids": ids, "attention_mask": mask}
 
 
-CACHES: dict[str, dict[str, Any]] = {
+FIRST_CACHES: dict[str, dict[str, Any]] = {
     "returned": {},
     "chunks": {"cache_implementation": "static", "prefill_chunk_size": 3},
     "drafted": {"num_assistant_tokens": 3},
@@ -198,14 +200,14 @@ FAMILIES = [
 
 @pytest.mark.filterwarnings("ignore:a text of up to")
 @pytest.mark.slow(first=2)
-@pytest.mark.parametrize("how", CACHES)
+@pytest.mark.parametrize("first", FIRST_CACHES)
 @pytest.mark.parametrize(("family", "case"), FAMILIES)
-def test_turns_say_what_whole_texts_say(family: str, case: str, how: str, tmp_path: Path) -> None:
+def test_turns_say_what_whole_texts_say(family: str, case: str, first: str, tmp_path: Path) -> None:
     """Rows end at different lengths, beyond windows, and are padded anew; only new tokens are
     read."""
     reference(family, CASES[family][case], tmp_path)
     model = tigon.from_pretrained(tmp_path)
-    assistant = {"assistant_model": blurred(model, 0.1)} if how == "drafted" else {}
+    assistant = {"assistant_model": blurred(model, 0.1)} if first == "drafted" else {}
     lengths, cache = LENGTHS, None
     call: dict[str, Any] = prompts()
     common = {"max_new_tokens": 24, "pad_token_id": 0}
@@ -215,14 +217,18 @@ def test_turns_say_what_whole_texts_say(family: str, case: str, how: str, tmp_pa
     for seed in range(3):
         expected = model.generate(**call | common)
         counted.shapes.clear()
-        more = CACHES[how] if cache is None else CACHES[how] | {"cache_implementation": None}
+        more = (
+            FIRST_CACHES[first]
+            if cache is None
+            else FIRST_CACHES[first] | {"cache_implementation": None}
+        )
         out = model.generate(**call | common | more | assistant, **DICT, past_key_values=cache)
         assert out.sequences.tolist() == expected.tolist()
         lengths = tuple(call["attention_mask"].sum(1).tolist())
         if cache is not None:
             read = [shape for shape in counted.shapes if shape[0] == 1]
             assert sum(tokens for _, tokens in read) == 3 * 5  # the last token, and four new ones
-            assert max(tokens for _, tokens in read) <= (3 if how == "chunks" else 5)
+            assert max(tokens for _, tokens in read) <= (3 if first == "chunks" else 5)
         cache = out.past_key_values
         call = go_on(out, lengths, ends, seed)
         assert (cache.lengths + 5).tolist() == call["attention_mask"].sum(1).tolist()
@@ -286,8 +292,8 @@ def test_growing_caches_of_several_rows_hold_padding(
 
 def test_several_answers_to_one_conversation(model: tigon.Llama) -> None:
     ids, _ = padded((9,), 97)
-    for how in ({}, {"cache_implementation": "static"}):
-        out = model.generate(ids, max_new_tokens=5, **DICT, **how)
+    for options in ({}, {"cache_implementation": "static"}):
+        out = model.generate(ids, max_new_tokens=5, **DICT, **options)
         text = torch.cat((out.sequences, ids[:, :3]), 1)
         call = {"do_sample": True, "seed": 4, "num_return_sequences": 3, "max_new_tokens": 6}
         expected = model.generate(text, **call)

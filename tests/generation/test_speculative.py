@@ -27,19 +27,13 @@ def test_greedy_tokens_are_those_of_the_model_alone(
     ids, mask = padded(LENGTHS, 97)
     common: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 22, "pad_token_id": 0}
     draft = blurred(model, noise)
-    for given in ({"eos_token_id": []}, {"eos_token_id": [], "repetition_penalty": 1.3}):
-        expected = model.generate(ids, **given, **common)
-        tokens = model.generate(
-            ids, assistant_model=draft, num_assistant_tokens=k, **given, **common
-        )
-        assert tokens.tolist() == expected.tolist()
-        ends = some_ends(expected, 11, (3, 15, 12, 6, 5))
-        given |= {"eos_token_id": ends}
-        expected = model.generate(ids, **given, **common)
-        tokens = model.generate(
-            ids, assistant_model=draft, num_assistant_tokens=k, **given, **common
-        )
-        assert tokens.tolist() == expected.tolist()
+    proposing = {"assistant_model": draft, "num_assistant_tokens": k}
+    for settings in ({}, {"repetition_penalty": 1.3}):
+        free = model.generate(ids, eos_token_id=[], **settings, **common)
+        for ends in ([], some_ends(free, 11, (3, 15, 12, 6, 5))):
+            call = common | settings | {"eos_token_id": ends}
+            expected = model.generate(ids, **call)
+            assert model.generate(ids, **call, **proposing).tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import tigon
-from tests.generation.common import Counted, blurred, padded, some_ends
+from tests.generation.common import Counted, Letters, blurred, padded, some_ends
 from tests.models.tiny import CASES, EVERY, FIRST, reference
 from tests.support.contract import V, tiny_llama
 from tigon.generation import steps
@@ -186,10 +186,6 @@ def test_quantized_means_int8(model: tigon.Llama, monkeypatch: pytest.MonkeyPatc
 
 
 def test_stop_strings_and_streams(model: tigon.Llama, ragged: dict[str, Tensor]) -> None:
-    class Letters:
-        def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
-            return "".join(chr(97 + i % 26) for i in ids)
-
     free = model.generate(**ragged, max_new_tokens=NEW, eos_token_id=[])[:, 11:].tolist()
     spanning = [int(ragged["input_ids"][4, -1]), *free[4][:2]]  # from the prompt on
     strings = [Letters().decode(ids) for ids in (free[0][4:7], free[3][9:12], spanning)]
@@ -204,22 +200,6 @@ def test_stop_strings_and_streams(model: tigon.Llama, ragged: dict[str, Tensor])
     )
     assert tokens.tolist() == expected.tolist()
     assert torch.stack(seen, 1).tolist() == tokens[:, 11:].tolist()
-
-
-def test_no_new_tokens(model: tigon.Llama, ragged: dict[str, Tensor]) -> None:
-    for given in ({"cache_implementation": "static"}, {"assistant_model": model}):
-        tokens = model.generate(**ragged, max_new_tokens=0, **given)
-        assert tokens.tolist() == ragged["input_ids"].tolist()
-
-
-def test_the_random_state_without_a_seed(model: tigon.Llama, ragged: dict[str, Tensor]) -> None:
-    torch.manual_seed(3)
-    expected = model.generate(**ragged, max_new_tokens=9, do_sample=True)
-    torch.manual_seed(3)
-    tokens = model.generate(
-        **ragged, max_new_tokens=9, do_sample=True, cache_implementation="static"
-    )
-    assert tokens.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("sampled", [False, True])

@@ -155,7 +155,8 @@ def test_pairs_of_text(ours: TigonLM, theirs: HFLM, monkeypatch: pytest.MonkeyPa
 
 
 def answer(lm: Any, *prompts: str, **asked: Any) -> list[str]:
-    asked = {"until": ["\n"], "max_gen_toks": 6} | asked
+    limit = {} if "max_new_tokens" in asked else {"max_gen_toks": 6}
+    asked = {"until": ["\n"]} | limit | asked
     return lm.generate_until(requests("generate_until", *((p, asked) for p in prompts)), True)
 
 
@@ -178,13 +179,7 @@ def test_texts_longer_than_the_model_reads(ours: TigonLM, theirs: HFLM) -> None:
 )
 def test_answers_to_prompts(ours: TigonLM, theirs: HFLM, asked: dict[str, Any]) -> None:
     prompts = ["the model", "a few", LONG, "<|endoftext|>who asked", "reads some of"]
-    asked = {"until": ["\n"], "max_gen_toks": 6} | asked
-    if "max_new_tokens" in asked:
-        del asked["max_gen_toks"]
-    found, expected = (
-        lm.generate_until(requests("generate_until", *((p, asked) for p in prompts)), True)
-        for lm in (ours, theirs)
-    )
+    found, expected = (answer(lm, *prompts, **asked) for lm in (ours, theirs))
     assert found == expected and len(set(found)) > 1
 
 

@@ -1,8 +1,8 @@
 """What vLLM 0.33.0 and SGLang 0.5.23 read of a checkpoint, by the source of their loaders.
 
-Written down from vllm/model_executor/models and sglang/srt/models: the class that an
-architecture is loaded by, the fields of config.json that this class reads without a default, and
-the names and shapes of the tensors that it takes.
+Written down from vllm/model_executor/models and sglang/srt/models: of the class that an
+architecture is loaded by, which docs/serve_elsewhere.md has, the fields of config.json that it
+reads without a default, and the names and shapes of the tensors that it takes.
 
 # V tokens, C hidden size, H heads, K heads of keys and values, D a head's size, I MLP's size,
 # M an expert's size, E experts, S a shared expert's size, Q and L ranks of latent queries and keys,
@@ -11,49 +11,6 @@ the names and shapes of the tensors that it takes.
 """
 
 from typing import NamedTuple
-
-# vLLM's class, and SGLang's; "-" where they have none and run transformers' model
-CLASSES = {
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3ForCausalLM"),
-    "ernie4_5": ("Ernie4_5ForCausalLM", "-"),
-    "exaone4": ("Exaone4ForCausalLM", "Exaone4ForCausalLM"),
-    "gemma": ("GemmaForCausalLM", "GemmaForCausalLM"),
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2ForCausalLM"),
-    "gemma3_text": ("Gemma3ForCausalLM", "Gemma3ForCausalLM"),
-    "gemma3n_text": ("Gemma3nForCausalLM", "Gemma3nForCausalLM"),
-    "gemma4_text": ("Gemma4ForCausalLM", "Gemma4ForCausalLM"),
-    "gemma4_unified_text": ("-", "-"),
-    "glm4": ("Glm4ForCausalLM", "Glm4ForCausalLM"),
-    "glm4_moe": ("Glm4MoeForCausalLM", "Glm4MoeForCausalLM"),
-    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteForCausalLM"),
-    "gpt_oss": ("GptOssForCausalLM", "GptOssForCausalLM"),
-    "granite": ("GraniteForCausalLM", "GraniteForCausalLM"),
-    "granite_swa": ("GraniteForCausalLM", "GraniteSWAForCausalLM"),
-    "hunyuan_v1_dense": ("-", "HunYuanDenseV1ForCausalLM"),
-    "lfm2": ("Lfm2ForCausalLM", "Lfm2ForCausalLM"),
-    "lfm2_moe": ("Lfm2MoeForCausalLM", "Lfm2MoeForCausalLM"),
-    "llama": ("LlamaForCausalLM", "LlamaForCausalLM"),
-    "llama4_text": ("Llama4ForCausalLM", "Llama4ForCausalLM"),
-    "ministral": ("-", "-"),
-    "ministral3": ("MistralForCausalLM", "Ministral3ForCausalLM"),
-    "mistral": ("MistralForCausalLM", "MistralForCausalLM"),
-    "mistral4": ("-", "-"),
-    "mixtral": ("MixtralForCausalLM", "MixtralForCausalLM"),
-    "muse_glimmer_text": ("MuseGlimmerForCausalLM", "MuseGlimmerForConditionalGeneration"),
-    "olmo2": ("-", "Olmo2ForCausalLM"),
-    "olmo3": ("-", "-"),
-    "olmoe": ("OlmoeForCausalLM", "OlmoeForCausalLM"),
-    "phi3": ("Phi3ForCausalLM", "Phi3ForCausalLM"),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2ForCausalLM"),
-    "qwen2_moe": ("Qwen2MoeForCausalLM", "Qwen2MoeForCausalLM"),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3ForCausalLM"),
-    "qwen3_5_text": ("Qwen3_5ForCausalLM", "Qwen3_5ForCausalLM"),
-    "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForCausalLM"),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", "Qwen3MoeForCausalLM"),
-    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextForCausalLM"),
-    "seed_oss": ("-", "-"),
-    "smollm3": ("-", "-"),
-}
 
 # Fields of config.json that one of the classes reads without a default
 EVERY = """hidden_size num_hidden_layers num_attention_heads num_key_value_heads vocab_size
@@ -268,26 +225,10 @@ GEMMA4 = {
     "post_feedforward_layernorm_1.weight": "C",
     "post_feedforward_layernorm_2.weight": "C",
 }
-# Biases of attention's output and of the MLP, and the engines
-# that read them, "v" and "s". Elsewhere a checkpoint that has them is refused. transformers' models
-# in vLLM read all
-BIASES = {
-    "exaone4": ("vs", "vs"),
-    "gemma2": ("vs", ""),
-    "gemma3_text": ("vs", ""),
-    "gemma3n_text": ("vs", ""),
-    "gemma4_text": ("vs", ""),
-    "granite": ("v", "v"),
-    "granite_swa": ("v", "v"),
-    "hunyuan_v1_dense": ("vs", "vs"),
-    "llama": ("vs", "v"),
-    "olmo2": ("vs", ""),
-    "olmo3": ("v", "-"),
-    "qwen3": ("s", ""),
-    "qwen3_moe": ("s", ""),
-    "seed_oss": ("v", "v"),
-    "smollm3": ("v", "v"),
-}
+# Families of which an engine reads biases of attention's output, and of the MLP, too; a checkpoint
+# of another family that has some is refused
+MLP_BIASES = "exaone4 granite granite_swa hunyuan_v1_dense llama olmo3 seed_oss smollm3"
+OUTPUT_BIASES = f"gemma2 gemma3_text gemma3n_text gemma4_text olmo2 qwen3 qwen3_moe {MLP_BIASES}"
 CONVOLUTION_BIASES = ("conv.conv.bias", "conv.in_proj.bias", "conv.out_proj.bias")
 # Beside PLAIN and AROUND
 LAYERS: dict[str, dict[str, str]] = {
@@ -331,11 +272,10 @@ MORE_AROUND = {
 
 def tensors(model_type: str) -> Tensors:
     """Those that the loaders take of a family."""
-    output, mlp = BIASES.get(model_type, ("", ""))
     layer = PLAIN | LAYERS.get(model_type, {})
-    layer |= {"self_attn.o_proj.bias": "C"} if output else {}
-    layer |= (
-        dict.fromkeys((f"mlp.{n}_proj.bias" for n in ("gate", "up", "down")), "?") if mlp else {}
-    )
+    if model_type in OUTPUT_BIASES.split():
+        layer |= {"self_attn.o_proj.bias": "C"}
+    if model_type in MLP_BIASES.split():
+        layer |= dict.fromkeys((f"mlp.{n}_proj.bias" for n in ("gate", "up", "down")), "?")
     layer |= dict.fromkeys(CONVOLUTION_BIASES, "?") if "lfm2" in model_type else {}
     return Tensors(layer, AROUND | MORE_AROUND.get(model_type, {}))

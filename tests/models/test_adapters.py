@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon.kernels
-from tests.models.test_adapters_peft import near, randomise, trained
+from tests.models.adapters import adapted, near, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tests.support.recompute import recompute_above
@@ -43,12 +43,6 @@ def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = adapted(from_pretrained(base))
     model.save_adapter(directory)
     return directory
-
-
-def adapted(model: CausalLM, name: str = "default", **options: Any) -> CausalLM:
-    model.add_adapter(LoraConfig(rank=4, **options), name)
-    randomise(trained(model))
-    return model
 
 
 def test_base_paths_stay_and_only_the_adapter_trains(model: CausalLM) -> None:
@@ -205,6 +199,7 @@ def test_wrong_settings(case: str, model: CausalLM) -> None:
 
 def test_all_linear_and_more(model: CausalLM) -> None:
     every = {place.name for place in find_target_modules(model) if place.linear}
+    assert not every & {"model.embed_tokens", "lm_head"}
     for own, others in {"lm_head": every | {"lm_head"}, "q_proj": every}.items():
         model.add_adapter(LoraConfig(rank=2, targets=("all-linear", own)), own)
         stored = {part.name for n in trained(model) for part in model.layout()[n]}

@@ -9,14 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
-from tests.models.test_adapters_peft import (
-    check_same,
-    gradients,
-    near,
-    randomise,
-    theirs_of,
-    trained,
-)
+from tests.models.adapters import adapted, check_same, gradients, near, theirs_of, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, reference
 from tests.support.recompute import recompute_above
@@ -89,18 +82,8 @@ def test_as_theirs(model_type: str, case: str, again: bool, tmp_path: Path) -> N
     drop_alike(ours, theirs, drawn)
     for model in (ours, theirs):
         model.train()
-
-    class Ours:
-        """With the keys of this batch."""
-
-        def __call__(self, *args: Any, **given: Any) -> Any:
-            return ours(*args, **given, dropout_keys=drawn)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(ours, name)
-
     with recompute_above(0):
-        check_same(Ours(), theirs)  # type: ignore[arg-type]
+        check_same(ours, theirs, dropout_keys=drawn)
     assert not torch.allclose(
         ours(tokens()).logits, theirs(tokens()).logits, atol=1e-3
     )  # other keys
@@ -111,10 +94,7 @@ def test_as_theirs(model_type: str, case: str, again: bool, tmp_path: Path) -> N
 @pytest.fixture
 def model(tmp_path: Path) -> CausalLM:
     reference("llama", CASES["llama"]["grouped"], tmp_path)
-    model = from_pretrained(tmp_path)
-    model.add_adapter(LoraConfig(rank=4, dropout=P))
-    randomise(trained(model))
-    return model.train()
+    return adapted(from_pretrained(tmp_path), dropout=P).train()
 
 
 def test_packed_and_padded(model: CausalLM) -> None:
@@ -186,8 +166,7 @@ def test_of_dora_and_a_base_that_is_quantised(tmp_path: Path) -> None:
     reference("llama", CASES["llama"]["grouped"], tmp_path)
     for options, more in (({"dora": True}, {}), ({}, {"quantize": "nf4"})):
         model = from_pretrained(tmp_path, **more)
-        model.add_adapter(LoraConfig(rank=4, dropout=0.2, targets="down_proj", **options))
-        randomise(trained(model))
+        adapted(model, dropout=0.2, targets="down_proj", **options)
         ids = tokens()[:1, :4]
         expected = model.eval()(ids, return_hidden=True).hidden.detach()
         with torch.no_grad():

@@ -1,7 +1,6 @@
 """Adapters of embeddings and heads against PEFT's: files both ways, logits and gradients."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
-from tests.models.test_adapters_peft import (
+from tests.models.adapters import (
+    adapted,
     check_generation,
     check_ours_there,
     check_reloaded,
@@ -62,17 +62,10 @@ def model(tmp_path: Path) -> CausalLM:
     return from_pretrained(tmp_path / "base")
 
 
-def adapted(model: CausalLM, *targets: str, **options: Any) -> CausalLM:
-    model.add_adapter(LoraConfig(rank=4, targets=targets or (*ENDS, "q_proj"), **options))
-    randomise(trained(model))
-    return model
-
-
-def test_generation_loss_and_log_probabilities(model: CausalLM) -> None:
-    adapted(model)
-    model.save_adapter(Path(str(model.config.source.name)).parent / "it")
-    merged = from_pretrained(str(model.config.source.name))
-    merged.load_adapter(Path(str(model.config.source.name)).parent / "it")
+def test_generation_loss_and_log_probabilities(model: CausalLM, tmp_path: Path) -> None:
+    adapted(model, targets=(*ENDS, "q_proj")).save_adapter(tmp_path / "it")
+    merged = from_pretrained(tmp_path / "base")
+    merged.load_adapter(tmp_path / "it")
     merged.merge_adapter()
     ids = tokens()[:, :9]
     check_generation(model, merged)
@@ -152,14 +145,6 @@ def test_tied_adapters_do_not_train_on(tmp_path: Path) -> None:
     assert not ours.adapter_names
 
 
-def test_all_linear_has_neither(model: CausalLM, tmp_path: Path) -> None:
-    model.add_adapter()
-    assert not [n for n in trained(model) if "embed_tokens" in n or "lm_head" in n]
-    model.save_adapter(tmp_path / "it")
-    written = json.loads((tmp_path / "it" / "adapter_config.json").read_text())
-    assert "lm_head" not in written["target_modules"]
-
-
 def merge_sharded(directory: Path) -> None:
     """On two ranks: a tied model whose adapter has the embedding whole."""
     with start("cpu"):
@@ -178,6 +163,7 @@ def merge_sharded(directory: Path) -> None:
 def test_a_sharded_tied_model_can_only_be_saved(tmp_path: Path) -> None:
     base_of(tmp_path / "base", "llama", FIRST_OF["llama"], True)
     model = from_pretrained(tmp_path / "base")
-    adapted(model, "q_proj", modules_to_save=("embed_tokens",)).save_adapter(tmp_path / "it")
+    adapted(model, targets="q_proj", modules_to_save=("embed_tokens",))
+    model.save_adapter(tmp_path / "it")
     Ranks(2, merge_sharded, tmp_path).finish()
     near(from_pretrained(tmp_path / "merged")(tokens()).logits, model(tokens()).logits)

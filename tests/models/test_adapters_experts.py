@@ -10,7 +10,8 @@ from peft import LoraConfig as TheirConfig
 from peft import get_peft_model
 from safetensors.torch import save_file
 
-from tests.models.test_adapters_peft import (
+from tests.models.adapters import (
+    adapted,
     check_generation,
     check_ours_there,
     check_reloaded,
@@ -66,13 +67,6 @@ def test_ours_there(model_type: str, tmp_path: Path) -> None:
     check_reloaded(ours, tmp_path)
 
 
-def adapted(directory: Path, *targets: str) -> Any:
-    model = from_pretrained(directory)
-    model.add_adapter(LoraConfig(rank=4, targets=targets or ("q_proj", *BOTH)))
-    randomise(trained(model))
-    return model
-
-
 @pytest.fixture
 def mixture(tmp_path: Path) -> Any:
     reference("mixtral", CASES["mixtral"]["plain"], tmp_path / "base")
@@ -80,7 +74,10 @@ def mixture(tmp_path: Path) -> Any:
 
 
 def test_generation_is_that_of_the_merged_model(mixture: Any, tmp_path: Path) -> None:
-    model, merged = adapted(tmp_path / "base"), adapted(tmp_path / "base")
+    model, merged = (
+        adapted(each, targets=("q_proj", *BOTH))
+        for each in (mixture, from_pretrained(tmp_path / "base"))
+    )
     merged.merge_adapter()
     check_generation(model, merged)
 
@@ -117,7 +114,9 @@ def test_all_linear_has_no_experts(mixture: Any) -> None:
 
 
 def test_files_that_do_not_fit(mixture: Any, tmp_path: Path) -> None:
-    adapted(tmp_path / "base").save_adapter(tmp_path / "it")
+    adapted(from_pretrained(tmp_path / "base"), targets=("q_proj", *BOTH)).save_adapter(
+        tmp_path / "it"
+    )
     path = tmp_path / "it" / "adapter_config.json"
     values = json.loads(path.read_text())
     for changes, message in (

@@ -7,14 +7,24 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig as TheirConfig
-from peft import PeftModel, get_peft_model
+from peft import get_peft_model
 from safetensors.torch import load_file
-from torch import Tensor
 
+from tests.models.adapters import (
+    check_ours_there,
+    check_reloaded,
+    check_removal,
+    check_same,
+    check_theirs_here,
+    near,
+    randomise,
+    theirs_of,
+    trained,
+)
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, FIRST, load_case, reference
 from tigon import LoraConfig, from_pretrained
-from tigon.models import MODELS, CausalLM
+from tigon.models import MODELS
 from tigon.models.pretrained.names import stored_tensors
 
 # PEFT's "all-linear" has the experts and the router of mixtures, too
@@ -24,7 +34,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 SHARED = [f"shared_expert.{name}" for name in MLP]
 LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 DENSE = [f"{parent}.{name}" for parent in ("shared_experts", "0.mlp") for name in MLP]
-EVERY = {
+ALL_LINEAR = {
     "mixtral": ATTENTION,
     "qwen2_moe": [*ATTENTION, *SHARED, "shared_expert_gate"],
     "olmoe": ATTENTION,
@@ -39,126 +49,19 @@ EVERY = {
     "mistral4": LATENT + DENSE,
 }
 # Stored packed, so that PEFT sees no q_proj
-PACKED = {"phi3": ("qkv_proj", "down_proj"), "glm4": ("q_proj", "gate_up_proj")}
-PACKED |= dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "mistral4"), ("q_b_proj", "kv_b_proj"))
+TARGETS = {"phi3": ("qkv_proj", "down_proj"), "glm4": ("q_proj", "gate_up_proj")}
+TARGETS |= dict.fromkeys(("deepseek_v3", "glm4_moe_lite", "mistral4"), ("q_b_proj", "kv_b_proj"))
 # Some layers have no attention
-PACKED |= dict.fromkeys(
+TARGETS |= dict.fromkeys(
     ("qwen3_5_text", "qwen3_5_moe_text"), ("q_proj", "in_proj_qkv", "in_proj_a")
 )
-PACKED |= {"qwen3_next": ("q_proj", "in_proj_qkvz", "in_proj_ba")}
-PACKED |= dict.fromkeys(("lfm2", "lfm2_moe"), ("q_proj", "in_proj", "w1"))
+TARGETS |= {"qwen3_next": ("q_proj", "in_proj_qkvz", "in_proj_ba")}
+TARGETS |= dict.fromkeys(("lfm2", "lfm2_moe"), ("q_proj", "in_proj", "w1"))
 OUT = dict.fromkeys(("lfm2", "lfm2_moe"), "out_proj")  # others' o_proj
 
 
-def some(model_type: str) -> tuple[str, ...]:
-    return PACKED.get(model_type, ("q_proj", "v_proj"))
-
-
-def randomise(parameters: dict[str, Any]) -> None:
-    """Of both of an adapter's factors, so that it changes something."""
-    generator = torch.Generator().manual_seed(3)
-    for name in sorted(parameters):
-        with torch.no_grad():
-            parameters[name].copy_(torch.randn(parameters[name].shape, generator=generator) * 0.1)
-
-
-def trained(model: Any) -> dict[str, Any]:
-    return {n: p for n, p in model.named_parameters() if p.requires_grad}
-
-
-def theirs_of(directory: Path, model_type: str, case: str, **options: Any) -> Any:
-    base = reference(model_type, CASES[model_type][case], directory)
-    options = {"r": 4, "lora_alpha": 10, "task_type": "CAUSAL_LM"} | options
-    model = get_peft_model(base, TheirConfig(**options)).eval()
-    randomise(trained(model))
-    return model
-
-
-def gradients(model: CausalLM) -> dict[str, Tensor]:
-    """Under PEFT's names."""
-    layout, found = model.layout(), {}
-    for name, p in model.named_parameters():
-        grad = p.grad
-        if grad is not None:
-            for part in layout[name]:
-                runs = [(at, grad.narrow(0, start, rows)) for at, start, rows in part.rows]
-                whole = torch.cat([x for _, x in sorted(runs, key=lambda run: run[0])])
-                found[f"base_model.model.{part.name}"] = whole
-    return found
-
-
-def near(ours: Tensor, theirs: Tensor, name: str = "", *, within: float = 1e-5) -> None:
-    scale = theirs.abs().max().clamp(min=1e-3)
-    torch.testing.assert_close(ours / scale, theirs / scale, rtol=0, atol=within, msg=name)
-
-
-def check_same(ours: CausalLM, theirs: Any) -> None:
-    """Logits and the gradients of all that is trained."""
-    ids = tokens()
-    near(ours(ids).logits, theirs(ids).logits)
-    for model in (ours, theirs):
-        model(input_ids=ids, labels=ids).loss.backward()
-    found = gradients(ours)
-    expected = {n: p.grad for n, p in theirs.named_parameters() if p.requires_grad}
-    assert found.keys() == expected.keys()
-    for name, grad in found.items():
-        # PEFT's own are up to 3e-5 off those in float64: of queries and keys they nearly cancel
-        near(grad, expected[name], name, within=6e-5)
-
-
-def check_theirs_here(theirs: Any, root: Path) -> CausalLM:
-    """PEFT's adapter of `root`/base computes the same here, trained, disabled, merged, exported."""
-    theirs.save_pretrained(root / "adapter")
-    ours = from_pretrained(root / "base")
-    plain = ours(tokens()).logits
-    ours.load_adapter(root / "adapter", trainable=True)
-    assert not torch.allclose(ours(tokens()).logits, plain, atol=1e-2)
-    check_same(ours, theirs)
-    check_removal(ours, plain, root)
-    return ours
-
-
-def check_removal(ours: CausalLM, plain: Tensor, root: Path) -> None:
-    """Without its adapter the model is `plain`; merged and exported it stays what it is."""
-    with ours.adapters_disabled():
-        assert torch.equal(ours(tokens()).logits, plain)
-    adapted = ours(tokens()).logits
-    ours.merge_adapter()
-    near(ours(tokens()).logits, adapted, within=3e-5)  # as weights are rounded
-    ours.save_pretrained(root / "merged")
-    near(from_pretrained(root / "merged")(tokens()).logits, adapted, within=3e-5)
-
-
-def check_ours_there(base: Any, config: LoraConfig, root: Path) -> tuple[CausalLM, Any]:
-    """An adapter that changes nothing at first, and computes the same in PEFT from its files."""
-    ours = from_pretrained(root / "base")
-    plain = ours(tokens()).logits
-    ours.add_adapter(config)
-    if config.dora:  # lengths are computed in another way than rows are
-        near(ours(tokens()).logits, plain)
-    else:
-        assert torch.equal(ours(tokens()).logits, plain)  # B is zero
-    randomise(trained(ours))
-    ours.save_adapter(root / "adapter")
-    theirs = PeftModel.from_pretrained(base, str(root / "adapter"), is_trainable=True).eval()
-    check_same(ours, theirs)
-    return ours, theirs
-
-
-def check_reloaded(ours: CausalLM, root: Path, name: str = "adapter") -> CausalLM:
-    """The base with the adapter of that directory, which computes what `ours` does."""
-    again = from_pretrained(root / "base")
-    again.load_adapter(root / name)
-    assert torch.equal(again(tokens()).logits, ours(tokens()).logits)
-    return again
-
-
-def check_generation(model: CausalLM, merged: CausalLM) -> None:
-    for kind in ("dynamic", "static"):
-        how: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-        how["cache_implementation"] = kind
-        ids = tokens()[:, :9]
-        assert torch.equal(model.generate(ids, **how), merged.generate(ids, **how))
+def targets_of(model_type: str) -> tuple[str, ...]:
+    return TARGETS.get(model_type, ("q_proj", "v_proj"))
 
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -185,9 +88,9 @@ TURNS = [("all linear", [*CONFIGS][1 + i % 3]) for i in range(len(FIRST))]
     [(*row, options) for row, turn in zip(FIRST, TURNS, strict=True) for options in turn],
 )
 def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -> None:
-    given = {"target_modules": list(some(model_type))} | CONFIGS[options]
+    given = {"target_modules": list(targets_of(model_type))} | CONFIGS[options]
     if given["target_modules"] == "all-linear":
-        given["target_modules"] = EVERY.get(model_type, "all-linear")
+        given["target_modules"] = ALL_LINEAR.get(model_type, "all-linear")
     theirs = theirs_of(tmp_path / "base", model_type, case, **given)
     ours = check_theirs_here(theirs, tmp_path)
     assert not ours.adapter_names
@@ -201,7 +104,7 @@ def test_theirs_here(model_type: str, case: str, options: str, tmp_path: Path) -
 def test_ours_there(model_type: str, case: str, dora: bool, tmp_path: Path) -> None:
     base = reference(model_type, CASES[model_type][case], tmp_path / "base")
     decoder, out = MODELS[model_type].checkpoint_names.decoder, OUT.get(model_type, "o_proj")
-    targets = (*some(model_type), f"{decoder}layers.1.*.{out}")
+    targets = (*targets_of(model_type), f"{decoder}layers.1.*.{out}")
     config = LoraConfig(
         rank=5, alpha=7.5, targets=targets, rslora=True, dora=dora,
         rank_pattern={out: 3}, alpha_pattern={f"{decoder}layers.0.*": 2},
@@ -224,12 +127,8 @@ def test_modules_to_save(tied: bool, tmp_path: Path) -> None:
     plain = ours(tokens()).logits
     ours.load_adapter(tmp_path / "adapter", trainable=True)
     check_same(ours, theirs)
-    with ours.adapters_disabled():
-        assert torch.equal(ours(tokens()).logits, plain)
     ours.save_adapter(tmp_path / "again")
-    again = check_reloaded(ours, tmp_path, "again")
-    again.merge_adapter()
-    near(again(tokens()).logits, ours(tokens()).logits)
+    check_removal(check_reloaded(ours, tmp_path, "again"), plain, tmp_path)
 
 
 def test_first_values_are_distributed_as_theirs(tmp_path: Path) -> None:

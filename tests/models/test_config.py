@@ -89,11 +89,6 @@ def test_what_transformers_writes_never_warns() -> None:
         OURS.from_dict(raw | {"add_cross_attention": True})
 
 
-def test_a_key_that_is_nearly_right() -> None:
-    with pytest.warns(UserWarning, match="ignored: {'rms_norm_epsilon': 1}; did you mean 'rms_no"):
-        OURS.from_dict({"rms_norm_epsilon": 1})
-
-
 def test_dropout_is_announced() -> None:
     with pytest.warns(UserWarning, match="attention_dropout=0.1 is not applied"):
         OURS.from_dict({"attention_dropout": 0.1})

@@ -318,9 +318,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "qwen2: from a layer on": {**GATED, "use_sliding_window": True},
     "qwen2: nowhere": GATED,
     "qwen3: from a layer on": {**GATED, "use_sliding_window": True},
-    "exaone4": {},
     "exaone4: pattern": {"sliding_window_pattern": 3},
-    "gemma2": {},
     "gemma3_text: pattern": {"sliding_window_pattern": 4},
     "smollm3: where nothing rotates": {
         "sliding_window": 7,
@@ -328,7 +326,6 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "no_rope_layer_interval": 3,
     },
     "smollm3: nowhere": {"sliding_window": 7},
-    "ministral": {},
     "olmo3": {},
     "mixtral: everywhere": {"sliding_window": 7},
     "muse_glimmer_text": {},

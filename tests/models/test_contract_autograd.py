@@ -7,16 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.contract import (
-    Outputs,
-    V,
-    assert_same_gradients,
-    gradients,
-    mean,
-    tiny_llama,
-    token_losses,
-    tokens,
-)
+from tests.support.contract import Outputs, V, assert_same_gradients, gradients, mean_loss, tokens
 from tigon.kernels import use
 from tigon.kernels.loss.logits import METRICS
 from tigon.kernels.runtime import Mode
@@ -29,12 +20,15 @@ def storage(tensor: Tensor) -> bytes:
     return tensor.detach().numpy().tobytes()
 
 
-def test_no_logits_tensor_exists(model: CausalLM) -> None:
+@pytest.mark.parametrize("labeled", [True, False])
+def test_no_logits_tensor_exists(model: CausalLM, labeled: bool) -> None:
     model.lm_head.logits_bytes = 16 * V * 30  # 30 rows at a time
     ids, labels = tokens(batch=16, ignored=0.0)
+    metrics = METRICS if labeled else ("predicted_tokens", "entropy", "max_logit", "z")
     with Outputs() as fused:
-        out = model(ids, labels=labels, metrics=METRICS)
-        out.loss.backward()
+        out = model(ids, labels=labels if labeled else None, metrics=metrics)
+        if labeled:
+            out.loss.backward()
     with Outputs() as plain:
         model(ids, labels=labels, return_logits=True)
     assert [s for s in fused.shapes if s[-1:] == (V,) and s.numel() > 56 * V] == []
@@ -77,44 +71,27 @@ def test_returned_logits_are_values_that_survive_the_backward(
 def test_returned_logits_are_differentiable_beside_the_loss(model: CausalLM) -> None:
     ids, labels = tokens()
     plain = model(ids).logits
-    expected = mean(token_losses(plain, labels).values()) + plain.logsumexp(-1).square().mean()
+    expected = mean_loss(plain, labels) + plain.logsumexp(-1).square().mean()
     out = model(ids, labels=labels, return_logits=True)
     total = out.loss + out.logits.logsumexp(-1).square().mean()
     assert_same_gradients(gradients(total, model), gradients(expected, model))
 
 
-def test_frozen_body_and_trainable_head(model: CausalLM) -> None:
+@pytest.mark.parametrize("frozen", ["model", "lm_head"])
+def test_frozen_body_or_head(model: CausalLM, frozen: str) -> None:
     ids, labels = tokens()
-    expected = gradients(mean(token_losses(model(ids).logits, labels).values()), model)
-    model.model.requires_grad_(False)
+    expected = gradients(mean_loss(model(ids).logits, labels), model)
+    expected = {name: g for name, g in expected.items() if not name.startswith(f"{frozen}.")}
+    model.get_submodule(frozen).requires_grad_(False)
     for reduction in ("token", "none"):
-        loss = model(ids, labels=labels, loss_reduction=reduction).loss
-        loss = loss if reduction == "token" else loss.sum() / model.num_items(labels)
-        found = gradients(loss, model)
-        assert_same_gradients(found, {"lm_head.weight": expected["lm_head.weight"]})
-
-
-def test_frozen_head_and_trainable_body(model: CausalLM) -> None:
-    ids, labels = tokens()
-    expected = gradients(mean(token_losses(model(ids).logits, labels).values()), model)
-    del expected["lm_head.weight"]
-    model.lm_head.requires_grad_(False)
-    with Outputs() as seen:
-        found = gradients(model(ids, labels=labels).loss, model)
-    assert_same_gradients(found, expected)
-    assert model.lm_head.weight.shape not in seen.products  # no gradient made and thrown away
-
-
-@pytest.mark.parametrize("reduction", ["token", "none"])
-def test_tied_weights_get_both_gradients(reduction: str) -> None:
-    model = tiny_llama(tie_word_embeddings=True)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    ids, labels = tokens()
-    losses = list(token_losses(model(ids).logits, labels).values())
-    expected = gradients(torch.stack(losses).sum(), model)
-    reduction = "sum" if reduction == "token" else reduction
-    loss = model(ids, labels=labels, loss_reduction=reduction).loss.sum()
-    assert_same_gradients(gradients(loss, model), expected)
+        with Outputs() as seen:
+            loss = model(ids, labels=labels, loss_reduction=reduction).loss.sum()
+            found = gradients(
+                loss / (1 if reduction == "token" else model.num_items(labels)), model
+            )
+        assert_same_gradients(found, expected)
+        # No gradient of a frozen head is made and thrown away
+        assert (model.lm_head.weight.shape in seen.products) == (frozen == "model")
 
 
 def test_activation_checkpointing_changes_no_gradient(model: CausalLM) -> None:
@@ -165,7 +142,7 @@ def test_second_derivatives_raise_or_are_right(model: CausalLM, reduction: str) 
         (grad,) = torch.autograd.grad(loss, model.lm_head.weight, create_graph=True)
         return gradients(loss + grad.square().sum(), model)
 
-    expected = mean(token_losses(model(ids).logits, labels).values())
+    expected = mean_loss(model(ids).logits, labels)
     out = model(ids, labels=labels, return_logits=True)
     assert_same_gradients(penalty(out.loss), penalty(expected))
 

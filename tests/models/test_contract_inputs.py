@@ -25,11 +25,6 @@ def test_labels_that_are_nobodys_target_are_not_judged(model: CausalLM) -> None:
     assert torch.equal(model(IDS, labels=strange).loss, model(IDS, labels=LABELS).loss)
 
 
-def test_ids_or_embeddings(model: CausalLM) -> None:
-    embeddings = model.model.embed_tokens(IDS)
-    assert torch.equal(model(inputs_embeds=embeddings).logits, model(IDS).logits)
-
-
 def test_positions_that_agree_with_the_bounds(model: CausalLM) -> None:
     """Those that run on past a boundary do too, and those of padding mean nothing."""
     cu, expected = torch.tensor([0, 13, 21, 26]), model(IDS, position_ids=RESTARTS).logits

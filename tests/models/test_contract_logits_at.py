@@ -75,5 +75,3 @@ def test_logits_bytes_of_a_call(model: CausalLM) -> None:
     expected = gradients(whole.loss, model)
     for name, grad in gradients(parts.loss, model).items():
         torch.testing.assert_close(grad, expected[name])
-    with pytest.raises(ValueError, match="logits_bytes=0 must be at least 1"):
-        model(ids, labels=labels, logits_bytes=0)

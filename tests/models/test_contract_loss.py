@@ -6,25 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.contract import (
-    assert_same_gradients,
-    gradients,
-    tiny_llama,
-    token_losses,
-    tokens,
-)
+from tests.support.contract import assert_same_gradients, gradients, tiny_llama, tokens
 from tigon.models import Batch, CausalLM, Targets
 
 B, T = 2, 13
 REDUCTIONS = ["token", "sequence", "sum", "none"]
-
-
-def shift(labels: Tensor) -> Tensor:
-    """Labels moved left by a loop; the last position has none."""
-    out = torch.full_like(labels, -100)
-    for t in range(labels.shape[1] - 1):
-        out[:, t] = labels[:, t + 1]
-    return out
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -40,19 +26,6 @@ def test_training_and_evaluation_are_bitwise_equal(model: CausalLM, reduction: s
         assert torch.equal(model(ids, **arguments).loss, train.loss)
     with torch.inference_mode():
         assert torch.equal(model(ids, **arguments).loss, train.loss)
-
-
-def test_without_labels_there_are_logits(model: CausalLM) -> None:
-    ids, _ = tokens()
-    model.defaults.metrics, model.defaults.loss_reduction = ("accuracy",), "sequence"
-    hidden = []
-    model.lm_head.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
-    for training in (True, False):
-        out = model.train(training)(ids)
-        assert out.loss is None and out.metrics == {}
-        torch.testing.assert_close(out.logits, hidden[-1] @ model.lm_head.weight.T)
-    preference = out.logits.log_softmax(-1).sum()  # what a DPO loss does with them
-    assert all(g.isfinite().all() for g in gradients(preference, model).values())
 
 
 def test_shift_labels_are_not_shifted_again_and_win_over_labels(model: CausalLM) -> None:
@@ -117,14 +90,3 @@ def test_uneven_micro_batches_equal_one_batch(reduction: Any, resolved: bool) ->
         loss.backward()
     assert total == pytest.approx(whole.item(), rel=1e-6)
     assert_same_gradients({n: p.grad for n, p in model.named_parameters()}, expected)
-
-
-@pytest.mark.parametrize("return_logits", [False, True])
-def test_per_token_losses_take_any_upstream_gradient(model: CausalLM, return_logits: bool) -> None:
-    ids, labels = tokens()
-    losses = token_losses(model(ids).logits, labels)
-    upstream = torch.randn(B, T)
-    expected = torch.stack([upstream[p].double() * x.exp() for p, x in losses.items()]).sum()
-    loss = model(ids, labels=labels, loss_reduction="none", return_logits=return_logits).loss
-    actual = (upstream * loss.exp() * (shift(labels) != -100)).sum()
-    assert_same_gradients(gradients(actual, model), gradients(expected, model))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tigon.kernels
-from tests.models.tiny import CASES, EVERY, FIRST, load_case, reference
+from tests.models.tiny import CASES, EVERY, FIRST, load_case, random_ids, reference
 from tigon.kernels.loss.logits import Options
 from tigon.models import from_pretrained
 from tigon.models.moe import aux_loss_coef
@@ -16,7 +16,7 @@ PROMPT, NEW = 11, 24  # past the window of 7, and past max_position_embeddings o
 
 
 def prompts() -> torch.Tensor:
-    return torch.randint(4, 211, (2, PROMPT), generator=torch.Generator().manual_seed(2))
+    return random_ids(2, PROMPT, seed=2)
 
 
 BOTH_SIDES = [(m, case) for m, case in EVERY if "use_bidirectional_attention" in CASES[m][case]]

@@ -11,15 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tigon.kernels
+from tests.models.adapters import adapted
 from tests.models.fp8_checkpoints import DYNAMIC, to_fp8
 from tests.models.test_adapters import gradients
-from tests.models.test_adapters_peft import randomise, trained
 from tests.models.test_parity import tokens
 from tests.models.test_quantized import DELTA, EVEN, EXPERTS
 from tests.models.tiny import CASES, reference
-from tigon import LoraConfig, from_pretrained
+from tigon import from_pretrained
 from tigon.layers import Linear
-from tigon.models import CausalLM
 from tigon.models.pretrained import quantization
 from tigon.models.pretrained.quantization import count_parameters, quantize_model, quantized_bytes
 
@@ -48,14 +47,6 @@ def dense(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     for family, base in bases.items():
         from_pretrained(base, quantize="nf4").save_pretrained(root / family)
     return {family: root / family for family in bases}
-
-
-def adapted(path: Path, **options: Any) -> CausalLM:
-    more = {"quantize": options.pop("quantize", None)}
-    model = from_pretrained(path, **more)
-    model.add_adapter(LoraConfig(rank=4, **options))
-    randomise(trained(model))
-    return model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,9 +85,9 @@ def test_adapters_train_on_it(
 ) -> None:
     """As on the same numbers in 32 bits; with recomputation and offload too."""
     for family in ("llama", "qwen2"):
-        expected = gradients(adapted(dense[family], **options))
+        expected = gradients(adapted(from_pretrained(dense[family]), **options))
         for recompute, offload in ((False, False), (True, False), (True, True)):
-            model = adapted(bases[family], quantize="nf4", **options)
+            model = adapted(from_pretrained(bases[family], quantize="nf4"), **options)
             model.activation_checkpointing, model.activation_offload = recompute, offload
             found = gradients(model)
             assert found.keys() == expected.keys()
@@ -107,7 +98,7 @@ def test_adapters_train_on_it(
 @pytest.mark.kernel
 def test_on_kernels(tmp_path: Path) -> None:
     reference("llama", FAMILIES["llama"] | {"num_hidden_layers": 1}, tmp_path)
-    ids, model = tokens()[:1, :9], adapted(tmp_path, quantize="nf4")
+    ids, model = tokens()[:1, :9], adapted(from_pretrained(tmp_path, quantize="nf4"))
     expected = gradients(model, ids)
     with tigon.kernels.use("triton"):
         found = gradients(model, ids)
@@ -117,7 +108,8 @@ def test_on_kernels(tmp_path: Path) -> None:
 
 def test_merging_adds_to_the_dequantised_weight(bases: dict[str, Path], tmp_path: Path) -> None:
     for options in ({}, {"dora": True}):
-        model = adapted(bases["llama"], quantize="nf4", targets=("q_proj", "o_proj"), **options)
+        model = from_pretrained(bases["llama"], quantize="nf4")
+        adapted(model, targets=("q_proj", "o_proj"), **options)
         before = model(tokens()).logits
         model.merge_adapter()
         torch.testing.assert_close(model(tokens()).logits, before, rtol=1e-4, atol=1e-5)
@@ -198,7 +190,7 @@ def test_beside_peft_and_bitsandbytes(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     reference("llama", EVEN | {"intermediate_size": 128}, tmp_path / "base")
-    ours = adapted(tmp_path / "base", quantize="nf4")
+    ours = adapted(from_pretrained(tmp_path / "base", quantize="nf4"))
     ours.save_adapter(tmp_path / "adapter")
     how = BitsAndBytesConfig(
         load_in_4bit=True,

@@ -3,20 +3,20 @@
 # B rows, T tokens
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
 from tests.generation.common import padded
 from tests.models.dense_cases import FULL
+from tests.models.test_io import edit
 from tests.models.test_parity import gradients
-from tests.models.tiny import CASES, exact, load_case, reference
+from tests.models.tiny import CASES, exact, load_case, random_ids, reference
 from tests.support.contract import tiny_llama
 from tests.support.numbers import assert_as_near, float64
 from tigon.layers import GatedDeltaNet, KVCache
@@ -29,10 +29,6 @@ LONG = 150  # more than two chunks of 64, and no multiple of them
 families = pytest.mark.parametrize("model_type", FAMILIES)
 
 
-def text(rows: int, tokens: int, seed: int = 1) -> Tensor:
-    return torch.randint(4, 211, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
 def assert_close(found: Tensor, expected: Tensor) -> None:
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -40,7 +36,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @families
 def test_texts_beyond_a_chunk(model_type: str, tmp_path: Path) -> None:
     theirs = reference(model_type, CASES[model_type]["plain"], tmp_path)
-    ours, twin, ids = from_pretrained(tmp_path), exact(theirs), text(2, LONG)
+    ours, twin, ids = from_pretrained(tmp_path), exact(theirs), random_ids(2, LONG)
     with float64():
         truth = twin(ids, labels=ids)
         truth.loss.backward()
@@ -63,7 +59,7 @@ PACKS = [70, 1, 2, 64, 13]  # sequences shorter than the convolution, and ends o
 
 @pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens", "rows"])
 def test_packed_rows_are_as_if_apart(model: CausalLM, how: str) -> None:
-    ids, positions = text(1, LONG), torch.cat([torch.arange(n) for n in PACKS])[None]
+    ids, positions = random_ids(1, LONG), torch.cat([torch.arange(n) for n in PACKS])[None]
     alone = torch.cat([model(part).logits for part in ids.split(PACKS, 1)], 1)
     if how == "rows":
         ids, positions, alone = (x.view(2, 75, *x.shape[2:]) for x in (ids, positions, alone))
@@ -77,7 +73,7 @@ def test_packed_rows_are_as_if_apart(model: CausalLM, how: str) -> None:
 
 
 def test_gradients_of_packed_rows(tmp_path: Path) -> None:
-    model, ids = load_case("qwen3_5_text", "plain", tmp_path), text(1, LONG)
+    model, ids = load_case("qwen3_5_text", "plain", tmp_path), random_ids(1, LONG)
     positions = torch.cat([torch.arange(n) for n in PACKS])[None]
     model(ids, position_ids=positions, labels=ids, loss_reduction="sum").loss.backward()
     found = gradients(model)
@@ -92,13 +88,13 @@ def test_gradients_of_packed_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("pad", [3, 9])  # any token, whose embedding is not zero
 def test_padding_is_as_if_absent(model: CausalLM, side: str, pad: int) -> None:
-    ids, lengths = text(3, 20), (3, 20, 11)
+    ids, lengths = random_ids(3, 20), (3, 20, 11)
     mask = torch.zeros_like(ids)
     for row, n in zip(mask, lengths, strict=True):
         row[20 - n if side == "left" else 0 :][:n] = 1
     batch = ids.masked_fill(mask == 0, pad)
     assert model.model.embed_tokens.weight[pad].abs().min() > 0
-    later = text(3, 6, seed=2)
+    later = random_ids(3, 6, seed=2)
     whole = torch.cat((mask, torch.ones_like(later)), 1)
     for drop in (False, True):
         model.drop_padding = drop
@@ -120,27 +116,6 @@ def test_padding_is_as_if_absent(model: CausalLM, side: str, pad: int) -> None:
             assert_close(torch.cat(parts, 1)[row], alone[n:])
 
 
-def greedy(model: CausalLM, row: Tensor, new: int) -> list[int]:
-    """Token by token, each from a pass over the whole text."""
-    for _ in range(new):
-        row = torch.cat((row, model(row[None], logits_to_keep=1).logits[0, -1:].argmax(-1)))
-    return row[-new:].tolist()
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static", "quantized"])
-def test_generation(model: CausalLM, cache: Any) -> None:
-    lengths = (3, 11, 1, 7)
-    ids, mask = padded(lengths, 211)
-    expected = [greedy(model, row[-n:], 12) for row, n in zip(ids, lengths, strict=True)]
-    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "pad_token_id": 9}
-    options |= {"cache_implementation": cache, "prefill_chunk_size": 10}
-    tokens = model.generate(ids, eos_token_id=[], **options)[:, 11:].tolist()
-    if cache == "quantized":  # of keys and values alone, and so near that most tokens are the same
-        assert (torch.tensor(tokens) == torch.tensor(expected)).float().mean() > 0.6
-    else:
-        assert tokens == expected
-
-
 @pytest.mark.parametrize("proposals", [1, 3, 6])
 def test_speculation(model: CausalLM, proposals: int, tmp_path: Path) -> None:
     """Proposals that are right and wrong; the draft's states go back, too."""
@@ -159,7 +134,7 @@ def test_speculation(model: CausalLM, proposals: int, tmp_path: Path) -> None:
 
 
 def test_what_is_taken_back_and_what_cannot_be(model: CausalLM) -> None:
-    ids = text(2, 30)
+    ids = random_ids(2, 30)
     cache = model.static_cache(2, 40, chunk=8, rollback=3)
     model(ids[:, :12], past_key_values=cache)
     for start, end, back in ((12, 16, 3), (13, 15, 1), (14, 22, 0), (22, 30, 0)):
@@ -186,31 +161,26 @@ def test_what_is_taken_back_and_what_cannot_be(model: CausalLM) -> None:
     cache.grow(64)
     assert grown == 40 and cache.states[0].history == 3
     assert_close(
-        model(text(2, 5, 3), past_key_values=cache).logits,
-        model(torch.cat((ids, text(2, 5, 3)), 1)).logits[:, 30:],
+        model(random_ids(2, 5, 3), past_key_values=cache).logits,
+        model(torch.cat((ids, random_ids(2, 5, 3)), 1)).logits[:, 30:],
     )
 
 
 @torch.enable_grad()
-@pytest.mark.parametrize("name", ["conv1d.weight", "decay.A_log", "decay.dt_bias"])
-def test_states_keep_no_gradients_behind_frozen_projections(name: str, tmp_path: Path) -> None:
-    model, ids = load_case("qwen3_5_text", "plain", tmp_path).requires_grad_(False), text(1, 9)
-    cache = model(ids, use_cache=True).past_key_values
-    mixer = next(m for m in model.modules() if isinstance(m, GatedDeltaNet))
-    mixer.get_parameter(name).requires_grad_()
-    with pytest.raises(ValueError, match="a state of Gated DeltaNet keeps no gradients: call"):
-        model(ids, past_key_values=cache)
-
-
-@torch.enable_grad()
-def test_states_keep_no_gradients(tmp_path: Path) -> None:
-    model, ids = load_case("qwen3_5_text", "plain", tmp_path), text(1, 9)
+@pytest.mark.parametrize("name", ["", "conv1d.weight", "decay.A_log", "decay.dt_bias"])
+def test_states_keep_no_gradients(name: str, tmp_path: Path) -> None:
+    """Of any parameter that is trained, alone or with all the others."""
+    model, ids = load_case("qwen3_5_text", "plain", tmp_path), random_ids(1, 9)
     out = model(ids, labels=ids, use_cache=True)
     out.loss.backward()
-    with pytest.raises(ValueError, match="a state of Gated DeltaNet keeps no gradients: call"):
-        model(ids, past_key_values=out.past_key_values)
-    with pytest.raises(ValueError, match="a state of Gated DeltaNet keeps no gradients: call"):
-        model(ids, past_key_values=model.static_cache(1, 20))
+    if name:
+        mixer = next(
+            m for m in model.requires_grad_(False).modules() if isinstance(m, GatedDeltaNet)
+        )
+        mixer.get_parameter(name).requires_grad_()
+    for cache in (out.past_key_values, model.static_cache(1, 20)):
+        with pytest.raises(ValueError, match="a state of Gated DeltaNet keeps no gradients: call"):
+            model(ids, past_key_values=cache)
 
 
 DECAYS = ("A_log", "dt_bias")
@@ -236,17 +206,11 @@ def test_padding_of_a_cache_in_bf16(tmp_path: Path) -> None:
     state = model.static_cache(2, 20).states[0]
     assert [x.dtype for x in state.tensors] == [torch.bfloat16, torch.float32]
     with torch.no_grad():
-        cache, ids = KVCache(), text(2, 9)
+        cache, ids = KVCache(), random_ids(2, 9)
         model(ids, past_key_values=cache)
         model(ids, past_key_values=cache)
     state = cache.states[0]
     assert [x.dtype for x in state.tensors] == [torch.bfloat16, torch.float32]
-
-
-def edit(path: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 @families

@@ -26,7 +26,7 @@ from tests.support.hub_server import hub
 from tests.train.ranks import Ranks
 from tigon.models import MODELS as ZOO
 from tigon.models import build, load_weights, materialize
-from tigon.models.pretrained.gguf import ARCHITECTURES, GGUFModel
+from tigon.models.pretrained.gguf import GGUFModel
 from tigon.models.pretrained.load import read_config
 from tigon.train import start
 from tigon.weights import GGUF, Repository
@@ -305,8 +305,3 @@ def test_values_that_may_change_numbers_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message) as error:
             tigon.from_pretrained(tmp_path / f"{i}.gguf")
         assert f"{i}.gguf" in str(error.value)
-
-
-def test_the_architectures_are_ours() -> None:
-    models = {f.model_type for f in ARCHITECTURES.values()}
-    assert models <= tigon.models.MODELS.keys()

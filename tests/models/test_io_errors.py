@@ -36,10 +36,6 @@ def configure(**changes: Any) -> Break:
     return lambda directory: edit_config(directory, **changes)
 
 
-def put(name: str, content: bytes) -> Break:
-    return lambda directory: (directory / name).write_bytes(content)
-
-
 def remove(name: str) -> Break:
     return lambda directory: (directory / name).unlink()
 
@@ -92,10 +88,12 @@ BAD: dict[str, tuple[str, Break, str]] = {
         r"single has neither model.safetensors nor model.safetensors.index.json",
     ),
     "pickle": ("single", pickles, r"pickled weights \(pytorch_model.bin\).*convert them once"),
+    "no JSON": (
+        "single",
+        lambda d: (d / "config.json").write_bytes(b"{'a': 1}"),
+        "single/config.json is not valid JSON: Exp",
+    ),
     "dtype tag": ("single", tag, r"model.safetensors: tensor '.*' has the unsupported dtype 'F99'"),
-}
-FILES: dict[str, tuple[str, bytes, str]] = {
-    "no JSON": ("config.json", b"{'a': 1}", " is not valid JSON: Exp")
 }
 FACTORS = {"short_factor": [1.0] * 10, "long_factor": [1.0] * 9}
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -109,10 +107,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         ".*short_factor and long_factor have 10 and 9 values, but the head has 10 frequencies",
     ),
     "dtype": ({"dtype": "float8_e4m3fn"}, "unsupported dtype 'float8_e4m3fn': .*; pass dtype="),
-}
-BAD |= {
-    f"file: {case}": ("single", put(name, content), f"single/{name}{message}")
-    for case, (name, content, message) in FILES.items()
 }
 BAD |= {
     f"config: {case}": ("single", configure(**changes), f"single/config.json: {message}")

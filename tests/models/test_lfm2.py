@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from tests.models.tiny import CASES, load_case, load_reference, reference
+from tests.models.tiny import CASES, load_case, load_reference, random_ids, reference
 from tests.support.contract import assert_same_gradients, gradients
 from tigon import from_pretrained
 from tigon.integrations.transformers import as_transformers
@@ -19,15 +19,11 @@ from tigon.utils.config import ConfigError
 B, T = 2, 13
 
 
-def tokens() -> torch.Tensor:
-    return torch.randint(4, 211, (B, T), generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("first", [1, 2, 5])
 @pytest.mark.parametrize("case", CASES["lfm2"])
 def test_padding_is_as_if_absent(case: str, first: int, tmp_path: Path) -> None:
     """Also with biases, which transformers does not mask."""
-    model, ids = load_case("lfm2", case, tmp_path), tokens()
+    model, ids = load_case("lfm2", case, tmp_path), random_ids(B, T)
     mask = (torch.arange(T) >= first).long().expand(B, -1)
     with torch.no_grad():
         logits = model(ids, attention_mask=mask).logits[:, first:]
@@ -36,7 +32,7 @@ def test_padding_is_as_if_absent(case: str, first: int, tmp_path: Path) -> None:
 
 
 def test_right_padding_is_forgotten(tmp_path: Path) -> None:
-    model, ids = load_case("lfm2", "biases", tmp_path), tokens()
+    model, ids = load_case("lfm2", "biases", tmp_path), random_ids(B, T)
     mask = torch.ones(B, T).long()
     mask[0, 10:] = 0  # a row that ends early, and goes on
     more = ids[:, :3]
@@ -53,7 +49,7 @@ def test_right_padding_is_forgotten(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [(6, 7), (1, 1, 1, 10), (12, 1)], ids=str)
 def test_gradients_through_a_growing_cache(sizes: tuple[int, ...], tmp_path: Path) -> None:
-    model, ids = load_case("lfm2", "plain", tmp_path), tokens()
+    model, ids = load_case("lfm2", "plain", tmp_path), random_ids(B, T)
     expected = gradients(model(ids).logits.square().mean(), model)
     cache, parts = None, []
     for part in ids.split(sizes, 1):
@@ -110,13 +106,13 @@ def test_an_expert_bias_stays_exact(tmp_path: Path) -> None:
     assert written.keys() == stored.keys() and torch.equal(written[BIAS], stored[BIAS])
     assert torch.equal(load_reference(tmp_path / "saved").get_buffer(BIAS), stored[BIAS])
     native = from_pretrained(tmp_path / "saved").train()
-    expected = native(tokens()).logits
+    expected = native(random_ids(B, T)).logits
     split = as_transformers(native)
     assert torch.equal(split.state_dict()[BIAS], stored[BIAS])
-    assert torch.equal(split(tokens()).logits, expected)
+    assert torch.equal(split(random_ids(B, T)).logits, expected)
     with torch.no_grad():
         split.get_buffer(BIAS).neg_()  # which the router reads
-    assert not torch.equal(split(tokens()).logits, expected)
+    assert not torch.equal(split(random_ids(B, T)).logits, expected)
     split.get_buffer(BIAS).neg_()
     split.save_pretrained(tmp_path / "split")
     assert load_file(tmp_path / "split/model.safetensors").keys() == stored.keys()
@@ -125,12 +121,12 @@ def test_an_expert_bias_stays_exact(tmp_path: Path) -> None:
 def test_state_dicts_of_files_load_in_transformers_tree(tmp_path: Path) -> None:
     """Experts that a file has one by one are stacked in the tree."""
     split = as_transformers(load_case("lfm2_moe", "one of many, untied", tmp_path)).train()
-    expected = split(tokens()).logits
+    expected = split(random_ids(B, T)).logits
     with torch.no_grad():
         for p in split.parameters():
             p.zero_()
     split.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(split(tokens()).logits, expected)
+    assert torch.equal(split(random_ids(B, T)).logits, expected)
 
 
 def test_stacked_experts(tmp_path: Path) -> None:
@@ -140,7 +136,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
     assert "model.layers.1.feed_forward.experts.gate_up_proj" in names
     model = from_pretrained(tmp_path)
     with torch.no_grad():
-        found, expected = (m(tokens()).logits for m in (model, theirs))
+        found, expected = (m(random_ids(B, T)).logits for m in (model, theirs))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     model.save_pretrained(tmp_path / "saved")
     assert load_file(tmp_path / "saved/model.safetensors").keys() == names

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.models.test_io import same, tensors
 from tests.models.test_parity import gradients
 from tests.models.tiny import CASES, edit_config, exact, load_reference, reference
-from tests.support.contract import tiny_llama
+from tests.support import contract
 from tests.support.numbers import assert_as_near, float64
 from tigon.layers import SparseMoE
 from tigon.models import MODELS, CausalLM, from_pretrained
@@ -70,12 +70,6 @@ def tiny(model_type: str = "qwen2_moe", **changes: Any) -> CausalLM:
     """A random one, fp32."""
     sizes = {**CASES[model_type]["plain"], **SMALL, **changes}
     return MODELS[model_type].from_config(sizes, dtype=torch.float32)
-
-
-def collect(model: CausalLM, loss: Tensor) -> dict[str, Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.slow(first=4)
@@ -143,7 +137,7 @@ def test_metrics(model_type: str, case: str, padded: bool, balanced: bool, tmp_p
 
 def test_metrics_without_experts() -> None:
     with pytest.raises(ValueError, match="metrics=\\('aux_loss',\\): no layer of this Llama has"):
-        tiny_llama()(torch.arange(8)[None], metrics=("aux_loss",))
+        contract.tiny_llama()(torch.arange(8)[None], metrics=("aux_loss",))
     dense = tiny(mlp_only_layers=[0, 1, 2], output_router_logits=True)
     assert dense(**batch()).aux_loss is None
     with pytest.raises(ValueError, match="no layer of this Qwen2Moe has experts"):
@@ -188,7 +182,7 @@ def test_without_a_target_nothing_is_learned() -> None:
     model = tiny(**BALANCED)
     out = model(batch()["input_ids"], labels=torch.full((B, T), -100))
     assert out.loss == 0
-    assert not any(grad.any() for grad in collect(model, out.loss).values())
+    assert not any(grad.any() for grad in contract.gradients(out.loss, model).values())
 
 
 @families
@@ -198,14 +192,14 @@ def test_recomputed_blocks_give_the_same(model_type: str) -> None:
     for layer in model.model.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda *given: passes.append(given))
     out = model(**inputs, metrics=("expert_load",))
-    expected = collect(model, out.loss)
+    expected = contract.gradients(out.loss, model)
     assert len(passes) == len(model.model.layers)
     passes.clear()
     model.activation_checkpointing = True
     again = model(**inputs, metrics=("expert_load",))
     assert torch.equal(again.loss, out.loss)
     assert torch.equal(again.metrics["expert_load"], out.metrics["expert_load"])
-    found = collect(model, again.loss)
+    found = contract.gradients(again.loss, model)
     assert len(passes) == 2 * len(model.model.layers)
     assert found.keys() == expected.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(found[name], grad) for name, grad in expected.items())

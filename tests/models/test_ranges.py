@@ -1,8 +1,6 @@
 """Values of config.json that no model can have, and sizes that do not fit the checkpoint."""
 
 import shutil
-import types
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +18,6 @@ from tigon.utils.config import ConfigError
 from tigon.weights import Repository
 
 NAN, INF = float("nan"), float("inf")
-
-
-def has_numbers(kind: Any) -> bool:
-    if typing.get_origin(kind) in (types.UnionType, typing.Union, list):
-        return any(map(has_numbers, typing.get_args(kind)))
-    return kind in (int, float)
 
 
 # Model type -> values, and what the error says of them
@@ -123,7 +115,6 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
             {"sliding_window": 4096},
             r"sliding_window=4096 changes what the model computes, and LlamaConfig \(model_type",
         ),
-        ({"sliding_window": 8}, "sliding_window=8 changes"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 is not true or false"),
         ({"vocab_size": 10**30}, "vocab_size=1000.* must be below"),
     ],
@@ -169,11 +160,9 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"num_experts_per_tok": 9}, r"num_experts_per_tok=9 is not in \[1, 8\]"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 changes"),
     ],
-    "olmo2": [({"sliding_window": 8}, "sliding_window=8 changes")],
     "olmoe": [({"num_experts": 0}, "num_experts=0, but OlmoeForCausalLM has layers of experts")],
     "olmo3": [
         ({"layer_types": ["chunked_attention"] * 32}, "layer_types="),
-        ({"layer_types": [FULL]}, "layer_types=.* is not .* each of 32"),
         ({"rope_parameters": {"rope_type": "linear"}}, "is not given per"),
         (
             {"rope_parameters": {FULL: [1], SLIDING: {}}},
@@ -181,10 +170,6 @@ BAD: dict[str, list[tuple[dict[str, Any], str]]] = {
         ),
     ],
     "phi3": [({"rope_scaling": {"type": ["su"]}}, r"rope_type \['su'\]")],
-    "qwen2": [
-        ({"layer_types": ["chunked_attention"] * 32}, "layer_types="),
-        ({"num_experts": 8}, "num_experts=8 changes"),
-    ],
     "qwen2_moe": [
         ({"num_experts_per_tok": 0}, r"num_experts_per_tok=0 is not in \[1, 60\]"),
         ({"num_local_experts": 8}, "num_local_experts=8 changes"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.test_adapters_peft import randomise, trained
+from tests.models.adapters import randomise, trained
 from tests.models.test_rebuilt import assert_same, interpreted, make, step
 from tests.support.saved import saved_storages
 from tigon import LoraConfig

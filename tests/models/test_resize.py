@@ -9,7 +9,7 @@ from peft import LoraConfig as TheirConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from tests.models.test_adapters_peft import near, randomise, trained
+from tests.models.adapters import near, randomise, trained
 from tests.models.test_parity import tokens
 from tests.models.tiny import CASES, FIRST, reference
 from tigon import from_pretrained

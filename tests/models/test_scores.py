@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.models.tiny import CASES, FIRST, reference
+from tests.models.dense_cases import SIZES
+from tests.models.tiny import CASES, FIRST, reference, their_config
 from tigon.models import MODELS, build, from_pretrained, load_weights, materialize
 from tigon.weights import Repository
 
@@ -54,13 +55,9 @@ def test_scores_are_those_of_transformers(model_type: str, case: str, tmp_path: 
 
 
 def test_several_labels_and_their_names_are_kept(tmp_path: Path) -> None:
-    theirs = AutoModelForSequenceClassification.from_config(
-        reference("llama", {}, tmp_path / "lm").config.__class__(
-            **reference("llama", {}, tmp_path / "lm2").config.to_dict()
-            | {"num_labels": 3, "id2label": {0: "a", 1: "b", 2: "c"}, "label2id": {}}
-        )
-    )
-    theirs.save_pretrained(tmp_path / "three")
+    names = {"num_labels": 3, "id2label": {0: "a", 1: "b", 2: "c"}}
+    config = their_config("llama", **SIZES | names)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "three")
     ours = from_pretrained(tmp_path / "three")
     assert ours.config.labels == 3
     ours.save_pretrained(tmp_path / "again")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, load_case, reference
+from tests.models.tiny import CASES, EVERY, FIRST, IN_BF16, load_case, random_ids, reference
 from tests.support.contract import tiny_llama, tokens
 from tigon.layers import KVCache, StaticCache
 from tigon.layers.kv_state import KVState
@@ -28,20 +28,13 @@ ONE_OF_EACH = [*FIRST, *(row for row in WINDOWED if row not in FIRST)]
 
 
 def text(rows: int) -> Tensor:
-    return torch.randint(4, 211, (rows, TOTAL), generator=torch.Generator().manual_seed(3))
+    return random_ids(rows, TOTAL, seed=3)
 
 
 def pack(ids: Tensor, lengths: list[int]) -> dict[str, Tensor]:
     cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
     flat = torch.cat([row[:n] for row, n in zip(ids, lengths, strict=True)])
     return {"input_ids": flat[None], "cu_seq_lens": cu}
-
-
-def padded(rows: int, total: int) -> Tensor:
-    """A mask with a single token of padding."""
-    mask = torch.ones(rows, total)
-    mask[0, 0] = 0
-    return mask
 
 
 class Reader:
@@ -275,7 +268,11 @@ def test_experts_count_what_they_get(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("held", "call", "message"),
     [
-        (0, {"attention_mask": padded(2, 9)}, "rows hold no padding; pack .* cu_seq_lens"),
+        (
+            0,
+            {"attention_mask": torch.ones(2, 9).triu()},
+            "rows hold no padding; pack .* cu_seq_lens",
+        ),
         (0, {"attention_mask": torch.ones(1, 9)}, r"mask \(1, 9\) .* of ones \[2, 9\] on the CPU"),
         (0, {"cu_seq_lens": torch.tensor([0, 3, 9, 18])}, "has 3 sequences, but the cache 2 rows"),
         (0, {"cu_seq_lens": torch.tensor([0, 19])}, "run from 0 to 18"),

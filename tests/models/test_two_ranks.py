@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tigon
+from tests.models.test_convert import files
 from tests.train.ranks import Ranks
 from tigon.models import MODELS, Batch, CausalLM, Targets, build, load_weights, materialize
 from tigon.train import start
@@ -150,10 +151,6 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
     Ranks(2, rank_main, root, kind, environment=hidden).finish()
     return root, kind, [json.loads((root / f"{rank}.json").read_text()) for rank in range(2)]
-
-
-def files(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
 def test_each_rank_reads_its_rows_once(ranks: Results) -> None:

@@ -148,6 +148,10 @@ def load_reference(directory: Path, attention: str = "eager", dtype: Any = "auto
     ).eval()
 
 
+def random_ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(4, 211, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
 def exact(model: Any) -> Any:
     """transformers' model again in float64, RoPE's frequencies too; to be called in `float64()`."""
     weights = model.state_dict()

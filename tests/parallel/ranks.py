@@ -1,5 +1,7 @@
 """Functions on several ranks whose results come back, of the selected tests alone."""
 
+import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.train.ranks import Ranks
+from tigon.cli import main
 
 
 def run_on_ranks(count: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -25,6 +28,14 @@ def _save_result(directory: str, function: Callable[..., Any], arguments: tuple[
     dist.init_process_group("gloo")
     torch.save(function(*arguments), Path(directory, f"{dist.get_rank()}.pt"))
     dist.destroy_process_group()
+
+
+def run_command(command: list[str], nowhere: str = "") -> None:
+    """`tigon`'s, on each rank; on the second in a directory of its own, if one is given."""
+    if nowhere and os.environ["RANK"] == "1":
+        os.chdir(nowhere)
+    torch.set_num_threads(1)
+    sys.exit(main([*command, "--device", "cpu"]))
 
 
 def selected_cases(request: pytest.FixtureRequest, *names: str) -> list[Any]:

@@ -13,19 +13,32 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.models.test_rebuilt import BIG, B, T, make, saved
+from tests.models.test_rebuilt import make
 from tests.parallel.ranks import run_on_ranks
 from tests.parallel.test_tensor import TWO, random_model
 from tests.support.contract import gradients
 from tests.support.recompute import recompute_above
+from tests.support.saved import saved_storages
 from tigon.distributed import collectives
 from tigon.distributed.sequence_parallel import SequenceParallelRegion
 from tigon.kernels import use
 from tigon.layers import GatedMLP, Linear
 from tigon.models import CausalLM
 from tigon.parallel import MeshSizes, keep_rank_zero, shard_model
+from tigon.train.memory_tracker import model_tensors
 
 R = 2
+BIG: dict[str, Any] = {"hidden_size": 2048, "intermediate_size": 4096, "vocab_size": 256}
+BIG |= {"max_position_embeddings": 4096, "num_hidden_layers": 2}
+B, T = 2, 4096
+
+
+def saved(model: CausalLM) -> int:
+    """Bytes that a graph keeps, each memory once."""
+    ids = torch.zeros(B, T, dtype=torch.int64, device="meta")
+    with use("triton"), saved_storages(*model_tensors(model)) as kept:
+        model(ids, labels=ids)
+    return sum(storage.nbytes() for storage in kept.values())
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import tigon
-from tests.parallel.ranks import run_on_ranks, selected_cases
-from tests.parallel.test_shared_generation import CALLS, NEW, UNSEEDED, generate_away, prompts
+from tests.parallel.ranks import run_command, run_on_ranks, selected_cases
+from tests.parallel.test_shared_generation import CALLS, NEW, UNSEEDED, prompts
 from tests.support.small import EXPERTS, LLAMA, write_model
 from tests.train.ranks import TORCHRUN, Ranks
 from tests.train.test_layouts import FAMILIES
@@ -246,11 +246,11 @@ def test_ranks_that_were_given_different_calls_all_say_so(saved, layout):
 
 def test_the_command(saved, capfd):
     settings = ["generate", str(saved / "qwen2_moe"), "the model", "--raw"]
-    settings += ["--max-new-tokens", "8", "--device", "cpu"]
-    assert main(settings) == 0
+    settings += ["--max-new-tokens", "8"]
+    assert main([*settings, "--device", "cpu"]) == 0
     alone = capfd.readouterr().out
-    both = [*settings[1:], "--tp", "2", "--expert-parallel"]
-    assert Ranks(2, generate_away, both, "").finish() == alone and alone.strip()
+    both = [*settings, "--tp", "2", "--expert-parallel"]
+    assert Ranks(2, run_command, both).finish() == alone and alone.strip()
 
 
 @pytest.mark.parametrize(

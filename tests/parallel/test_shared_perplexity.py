@@ -1,16 +1,13 @@
 """`tigon eval perplexity --tp 2` on two ranks, against one process."""
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import tigon
-from tests.parallel.ranks import run_on_ranks
+from tests.parallel.ranks import run_command, run_on_ranks
 from tests.support.small import EXPERTS, TEXT, write_chats, write_model
 from tests.train.ranks import Ranks
 from tigon.cli import main
@@ -54,24 +51,16 @@ def test_two_ranks_measure_what_one_does(saved):
         assert expected[0][3] > 20 and expected[1][3] > 200
 
 
-def measure(settings: list[str], nowhere: str = "") -> None:
-    """The second rank in a directory of its own, if one is given."""
-    if nowhere and os.environ["RANK"] == "1":
-        os.chdir(nowhere)
-    torch.set_num_threads(1)
-    sys.exit(main(["eval", "perplexity", *settings, "--device", "cpu", "--tp", "2"]))
-
-
 def test_a_run_is_measured_by_two_ranks_and_said_once(saved, tmp_path, capsys):
     data, run = saved / "chats.jsonl", tmp_path / "run"
     settings = "seq_len=64 lr=1e-2 batch_size=2 steps=2 device=cpu"
     train([f"run_dir={run}", f"model={saved / 'experts'}", f"data={data}", *settings.split()])
-    command = [str(run), str(data)]
+    command = ["eval", "perplexity", str(run), str(data)]
     capsys.readouterr()
-    assert main(["eval", "perplexity", *command, "--device", "cpu"]) == 0
+    assert main([*command, "--device", "cpu"]) == 0
     alone = capsys.readouterr().out.split()
     for more in [], ["--expert-parallel"]:
-        ours = Ranks(2, measure, [*command, *more]).finish().split()
+        ours = Ranks(2, run_command, [*command, "--tp", "2", *more]).finish().split()
         assert ours[::2] == alone[::2] == ["perplexity", "loss", "accuracy", "tokens", "bits/byte"]
         values = [[float(value) for value in said[1::2]] for said in (ours, alone)]
         assert values[0] == pytest.approx(values[1], rel=1e-5, abs=1e-4)
@@ -87,9 +76,7 @@ def test_a_run_is_measured_by_two_ranks_and_said_once(saved, tmp_path, capsys):
 )
 def test_what_is_wrong_is_said_once(saved, monkeypatch, tmp_path, more, nowhere, said):
     monkeypatch.chdir(saved)
-    ranks = Ranks(2, measure, [str(saved / "llama"), *more], str(tmp_path) if nowhere else "")
-    with pytest.raises(AssertionError, match="exit codes"):
-        ranks.finish()
-    assert ranks.codes == [1, 1] and ranks.printed == ""
-    (line,) = ranks.errors.splitlines()
-    assert line.startswith("tigon eval: ") and said in line
+    command = ["eval", "perplexity", str(saved / "llama"), *more, "--tp", "2"]
+    ranks = Ranks(2, run_command, command, str(tmp_path) if nowhere else "")
+    (line,) = ranks.fail(1, 1)
+    assert line.startswith("tigon eval: ") and said in line and ranks.printed == ""

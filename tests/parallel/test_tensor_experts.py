@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,7 +24,7 @@ from tests.parallel.test_tensor import (
     differences,
     random_model,
 )
-from tests.parallel.test_tensor_adapters import Case, adapted, keyed, save_all
+from tests.parallel.test_tensor_adapters import Case, adapted, check_files, keyed, save_all
 from tigon.distributed.expert_dispatch import ExpertShard
 from tigon.models import CausalLM
 from tigon.parallel import shard_experts, shard_model
@@ -155,10 +154,4 @@ def test_files(found):
     whats = {name: ("model",) for name in MODELS}
     for name, files in (whats | dict.fromkeys(ADAPTERS, ("trained", "begun", "merged"))).items():
         for what in files:
-            file = "adapter_model" if what in ("trained", "begun") else "model"
-            at = [found[0] / name / way / what / f"{file}.safetensors" for way in ("one", "cut")]
-            one, cut = map(load_file, at)
-            assert one.keys() == cut.keys() and len(one) > 4
-            for key, values in one.items():
-                atol = 0.0 if what == "begun" else 1e-5
-                torch.testing.assert_close(cut[key], values, rtol=0, atol=atol, msg=f"{name} {key}")
+            check_files(found[0] / name, what)

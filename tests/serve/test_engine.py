@@ -71,11 +71,9 @@ def greedy(model: tigon.CausalLM, prompt: list[int], most: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def random_prompts(count: int, seed: int, longest: int, vocab: int = 211) -> list[list[int]]:
+def random_prompts(count: int, seed: int, longest: int) -> list[list[int]]:
     draw = random.Random(seed)
-    return [
-        [draw.randrange(4, vocab) for _ in range(draw.randint(1, longest))] for _ in range(count)
-    ]
+    return [[draw.randrange(4, 211) for _ in range(draw.randint(1, longest))] for _ in range(count)]
 
 
 # Windows, scores with caps, states for all tokens of a row, experts

@@ -1,5 +1,6 @@
 """The loss of DESIGN's forward contract, computed by loops over full logits in float64."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -39,20 +40,15 @@ def tiny(family: type[CausalLM], **changes: Any) -> Any:
     return model
 
 
-def token_losses(
-    logits: Tensor,  # [B, T, V]
-    labels: Tensor,  # [B, T], not shifted
-    starts: Iterable[tuple[int, int]] = (),  # (row, position) of packed sequences' first tokens
-) -> dict[tuple[int, int], Tensor]:
-    """(row, position) -> the loss of predicting that row's next label, where there is one."""
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The mean loss of logits [B, T, V] that predict the next of labels [B, T], by a loop."""
     logp = logits.double().log_softmax(-1)
-    starts = set(starts)
-    return {
-        (b, t): -logp[b, t, int(labels[b, t + 1])]
+    return mean(
+        -logp[b, t, int(labels[b, t + 1])]
         for b in range(labels.shape[0])
         for t in range(labels.shape[1] - 1)
-        if labels[b, t + 1] != -100 and (b, t + 1) not in starts
-    }
+        if labels[b, t + 1] != -100
+    )
 
 
 def mean(losses: Iterable[Tensor]) -> Tensor:
@@ -84,14 +80,16 @@ def tokens(batch: int = 2, length: int = 13, ignored: float = 0.3) -> tuple[Tens
 
 
 class Outputs(TorchDispatchMode):
-    """Shapes of everything computed, and of the results of matrix products."""
+    """Shapes of everything computed, of the results of matrix products, and calls of operators."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shapes: list[torch.Size] = []
         self.products: list[torch.Size] = []
+        self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func._schema.name] += 1
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, Tensor):

@@ -64,14 +64,6 @@ def test_other_files_list_them_too(byte_level, tmp_path):
     assert config["added_tokens_decoder"][str(len(ours) - 1)]["content"] == "<new>"
 
 
-def test_nothing_new_is_copied_byte_for_byte(byte_level, tmp_path):
-    ours = Tokenizer.from_pretrained(byte_level)
-    assert ours.add_tokens([]) == 0
-    ours.save_pretrained(tmp_path)
-    for file in byte_level.iterdir():
-        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
-
-
 @pytest.mark.parametrize(
     ("token", "message"),
     [("", "empty"), ("\ud800", "lone surrogate"), (3, "is a text or an AddedToken, not 3")],

@@ -65,10 +65,6 @@ def assert_equal_to_transformers(directory: Path) -> None:
                 assert ours.decode(ids, skip_special_tokens=skip) == text
 
 
-def test_encode_and_decode_equal_transformers(directory):
-    assert_equal_to_transformers(directory)
-
-
 @pytest.mark.skipif(not REAL, reason="TIGON_TOKENIZERS names no folder of tokenizers")
 @pytest.mark.parametrize("file", REAL or [None], ids=str)
 def test_real_tokenizers_equal_transformers(file):
@@ -84,6 +80,7 @@ def added(content: str, **flags: bool) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "files"),
     [
+        ({}, {}),
         ({"model_max_length": ..., "pad_token": None, "unk_token": ...}, {}),
         ({"eos_token": {"__type": "AddedToken", **added("<|im_end|>")}}, {}),
         ({"pad_token": "[PAD]", "additional_special_tokens": ["Hello", "<mine>"]}, {}),
@@ -172,6 +169,7 @@ def test_save_copies_the_files_byte_for_byte(byte_level, tmp_path):
         (source / name).write_bytes(b"#version: 0.2\r\na b\r\n")
     (source / "model.safetensors").write_bytes(b"no part of the tokenizer")
     tokenizer = Tokenizer.from_pretrained(source)
+    assert tokenizer.add_tokens([]) == 0
     tokenizer.save_pretrained(target)
 
     def files(root: Path) -> dict[Path, bytes]:
@@ -216,15 +214,7 @@ def test_a_hub_repository_is_as_its_directory(byte_level, hub):
     assert hub.gets["lab/model/model.safetensors"] == 0
 
 
-def test_errors_name_the_file(byte_level, tmp_path):
+def test_a_folder_without_a_tokenizer(tmp_path):
     (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
     with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json, only tokenizer\.model"):
-        Tokenizer.from_pretrained(tmp_path)
-    edited(byte_level, tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json is not valid JSON"):
-        Tokenizer.from_pretrained(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
-    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer.from_pretrained(tmp_path)

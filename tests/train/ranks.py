@@ -95,6 +95,19 @@ class Ranks:
 
     def finish(self, seconds: float = 240) -> str:
         """Wait for all to end well; what they have printed."""
+        codes = self._end(seconds)
+        assert codes == [0] * len(codes), f"exit codes {codes}: {self.errors[-3000:]}"
+        assert VIEWS not in self.errors, self.errors[-3000:]
+        return self.printed
+
+    def fail(self, *expected: int) -> list[str]:
+        """Wait for all to end with these exit codes; the lines of their errors."""
+        codes = self._end(240)
+        assert codes == [*expected], f"exit codes {codes}: {self.errors[-3000:]}"
+        return self.errors.splitlines()
+
+    def _end(self, seconds: float) -> list[int | None]:
+        """Wait until all have ended, if none fails; their exit codes."""
         until = time.monotonic() + seconds
         while not any(self.codes):
             running = [p.sentinel for p in self.processes if p.exitcode is None]
@@ -106,9 +119,7 @@ class Ranks:
                 process.join(30)
         codes = self.codes
         self.kill()
-        assert codes == [0] * len(codes), f"exit codes {codes}: {self.errors[-3000:]}"
-        assert VIEWS not in self.errors, self.errors[-3000:]
-        return self.printed
+        return codes
 
     @property
     def printed(self) -> str:

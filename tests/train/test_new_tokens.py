@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tigon
-from tests.models.test_adapters_peft import randomise, trained
+from tests.models.adapters import randomise, trained
 from tests.support.small import WORDS, write_model
 from tests.train.checkpoints import assert_close
 from tests.train.conftest import Workspace

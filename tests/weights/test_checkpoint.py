@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.weights.saved import save
 from tigon.weights import Checkpoint, Repository, read
 from tigon.weights.checkpoint import FP8
 from tigon.weights.header import DTYPES
@@ -40,8 +41,7 @@ def test_reads_what_the_library_reads(tmp_path: Path, dtype: torch.dtype) -> Non
         "scalar": random_bits(dtype, 1).view(()),
         "empty": torch.empty(0, 4, dtype=dtype),
     }
-    save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = save(tmp_path, tensors)
     for name, expected in load_file(tmp_path / "model.safetensors").items():
         out = torch.empty_like(expected)
         checkpoint.read_into(name, out)
@@ -58,9 +58,8 @@ def test_conversion_is_that_of_to(
 ) -> None:
     monkeypatch.setattr(read, "STAGING", 1000)  # many pieces, the last one short
     tensor = random_bits(source, 61, 33)
-    save_file({"w": tensor}, tmp_path / "model.safetensors")
     out = torch.empty(40, 33, dtype=target)
-    open_checkpoint(tmp_path).read_into("w", out, row=21)
+    save(tmp_path, {"w": tensor}).read_into("w", out, row=21)
     expected = tensor[21:].to(target)
     assert torch.equal(out.isnan(), expected.isnan())
     assert torch.equal(out.nan_to_num(), expected.nan_to_num())
@@ -69,8 +68,7 @@ def test_conversion_is_that_of_to(
 @pytest.mark.parametrize("target", [torch.float32, torch.bfloat16], ids=str)
 def test_strided_destinations(tmp_path: Path, target: torch.dtype) -> None:
     tensor = torch.randn(6, 5, 4)
-    save_file({"w": tensor}, tmp_path / "model.safetensors")
-    checkpoint = open_checkpoint(tmp_path)
+    checkpoint = save(tmp_path, {"w": tensor})
     columns = torch.zeros(6, 5, 9, dtype=target)
     checkpoint.read_into("w", columns[:, :, 3:7])
     assert torch.equal(columns[:, :, 3:7], tensor.to(target))
@@ -96,8 +94,7 @@ def save_shards(directory: Path, **changes: Any) -> dict[str, torch.Tensor]:
 def test_single_file_wins_over_an_index(tmp_path: Path) -> None:
     tensors = save_shards(tmp_path)
     assert open_checkpoint(tmp_path).tensors.keys() == tensors.keys()
-    save_file({"c": torch.ones(1)}, tmp_path / "model.safetensors")
-    assert open_checkpoint(tmp_path).tensors.keys() == {"c"}
+    assert save(tmp_path, {"c": torch.ones(1)}).tensors.keys() == {"c"}
 
 
 def test_the_index_says_which_of_two_copies_counts(tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.weights.saved import save
 from tigon.weights import (
-    Checkpoint,
-    Repository,
     TensorEntry,
     TensorSlice,
     load,
@@ -39,8 +38,7 @@ def test_loads_what_the_library_loads(
     monkeypatch.setattr(read, "PINNED", pinned)
     shapes = [(999, 1001), (5000, 2048), (7,), ()]
     tensors = {f"w{i}": torch.randn(shape).to(source) for i, shape in enumerate(shapes)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(Repository(tmp_path))
+    checkpoint = save(tmp_path, tensors)
     parameters = {
         name: torch.full(tensor.shape, torch.nan, dtype=target, device="cuda")
         for name, tensor in tensors.items()
@@ -72,9 +70,8 @@ def test_a_load_uses_what_was_pinned_ahead(tmp_path: Path, monkeypatch: pytest.M
         while blocks() < begun + 4 and time.monotonic() < until:
             time.sleep(0.001)
     assert blocks() == begun + 4
-    save_file({"w": torch.randn(8000, 2000)}, tmp_path / "model.safetensors")
+    checkpoint = save(tmp_path, {"w": torch.randn(8000, 2000)})
     out = {"w": torch.zeros(8000, 2000, device="cuda")}
-    checkpoint = Checkpoint.open(Repository(tmp_path))
     load_into(out, {"w": (TensorSlice.whole("w", (8000, 2000)),)}, checkpoint)
     assert torch.equal(out["w"].cpu(), load_file(tmp_path / "model.safetensors")["w"])
     assert blocks() == begun + 4
@@ -83,8 +80,7 @@ def test_a_load_uses_what_was_pinned_ahead(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("target", [torch.bfloat16, torch.float32], ids=str)
 def test_columns_and_neighbours_on_the_device(tmp_path: Path, target: torch.dtype) -> None:
     stored = torch.randn(300, 64).to(torch.bfloat16)
-    save_file({"w": stored}, tmp_path / "model.safetensors")
-    info = Checkpoint.open(Repository(tmp_path)).tensors["w"]
+    info = save(tmp_path, {"w": stored}).tensors["w"]
     left, right = (torch.zeros(150, 24, dtype=target, device="cuda") for _ in range(2))
     whole = torch.zeros(150, 64, dtype=target, device="cuda")
     half = info.offset + 150 * 64 * 2

@@ -5,20 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.models.fp8_checkpoints import E4M3, Block, dequantized, quantize
-from tigon.weights import BlockScales, Checkpoint, DecodedTensor, Repository
-from tigon.weights.layout import DecodedSpan
+from tests.weights.saved import save
+from tigon.weights import BlockScales, Checkpoint
 from tigon.weights.read import Reader
 
 W, S = "x.weight", "x.weight_scale_inv"
 
 
 def checkpoint(directory: Path, tensors: dict[str, Tensor], block: Block) -> Checkpoint:
-    save_file(tensors, directory / "model.safetensors")
-    return Checkpoint.open(Repository(directory), BlockScales(block))
+    return save(directory, tensors, BlockScales(block))
 
 
 @pytest.mark.parametrize("scale", [torch.float32, torch.bfloat16], ids=str)
@@ -45,21 +43,6 @@ def test_values(
     out = torch.empty(shape, dtype=dtype)
     found.read_into(W, out)
     assert torch.equal(out, dequantized(codes, scales, block, dtype))
-
-
-@pytest.mark.parametrize("block", [(8, 16), None], ids=["blocks", "one scale"])
-def test_pieces_are_small(tmp_path: Path, block: Block) -> None:
-    torch.manual_seed(0)
-    codes, scales = quantize(torch.randn(300, 200), block)
-    info = checkpoint(tmp_path, {W: codes, S: scales}, block).tensors[W]
-    assert isinstance(info, DecodedTensor)
-    out = torch.empty(300, 200)
-    pieces = [*DecodedSpan(info, 0, 0, out).split(10_000)]
-    assert max(piece.nbytes for piece in pieces) <= 10_000
-    with Reader() as reader:
-        for piece in pieces:
-            piece.out.copy_(piece.read(reader))
-    assert torch.equal(out, dequantized(codes, scales, block, torch.float32))
 
 
 @pytest.mark.parametrize("shape", [(50, 40), (9, 20, 30)])
@@ -117,9 +100,8 @@ def test_bad_scales_are_refused(tmp_path: Path, case: str) -> None:
 
 
 def test_fp8_that_the_config_does_not_explain_is_refused(tmp_path: Path) -> None:
-    save_file({W: CODES, S: SCALES}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=f"tensor '{re.escape(W)}' is stored as .*a quantized ch"):
-        Checkpoint.open(Repository(tmp_path))
+        save(tmp_path, {W: CODES, S: SCALES})
 
 
 def test_a_scale_without_weights_is_a_tensor_like_any_other(tmp_path: Path) -> None:

@@ -3,14 +3,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from tests.weights.saved import save
 from tigon.weights import (
-    Checkpoint,
     Layout,
     ReplicaIndex,
-    Repository,
     RowSpan,
     ShardSpec,
     TensorSlice,
@@ -23,18 +22,9 @@ from tigon.weights import (
 )
 
 
-def save(directory: Path, tensors: dict[str, Tensor]) -> Checkpoint:
-    save_file(tensors, directory / "model.safetensors")
-    return Checkpoint.open(Repository(directory))
-
-
-def fused_qkv(prefix: str = "") -> tuple[dict[str, Tensor], Layout]:
-    tensors = {
-        f"{prefix}q": torch.randn(8, 4),
-        f"{prefix}k": torch.randn(3, 4),
-        f"{prefix}v": torch.randn(3, 4),
-        f"{prefix}norm": torch.randn(4),
-    }
+def fused_qkv() -> tuple[dict[str, Tensor], Layout]:
+    shapes = {"q": (8, 4), "k": (3, 4), "v": (3, 4), "norm": (4,)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     layout = {
         "qkv": (
             TensorSlice.whole("q", (8, 4)),
@@ -44,24 +34,6 @@ def fused_qkv(prefix: str = "") -> tuple[dict[str, Tensor], Layout]:
         "norm": (TensorSlice.whole("norm", (4,)),),
     }
     return tensors, layout
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("chunk", [8, 64 << 20])
-def test_fused_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, chunk: int
-) -> None:
-    for way in ("DIRECT", "STAGING"):
-        monkeypatch.setattr(read, way, chunk)
-    tensors, layout = fused_qkv()
-    parameters = {
-        "qkv": torch.nn.Parameter(torch.full((14, 4), torch.nan, dtype=dtype)),
-        "norm": torch.full((4,), torch.nan, dtype=dtype),
-    }
-    load_into(parameters, layout, save(tmp_path, tensors))
-    expected = torch.cat([tensors["q"], tensors["k"], tensors["v"]]).to(dtype)
-    assert torch.equal(parameters["qkv"], expected)
-    assert torch.equal(parameters["norm"], tensors["norm"].to(dtype))
 
 
 def halves(rank: int) -> TensorSlice:

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import tigon
 from tests.models.tiny import CASES, FIRST, reference
+from tests.weights.saved import save
 from tigon.models import MODELS, build
 from tigon.models.pretrained.load import map_weights
-from tigon.weights import Checkpoint, Layout, Repository, RowSpan, TensorSlice, map_parameters
+from tigon.weights import Layout, Repository, RowSpan, TensorSlice, map_parameters
 
 
 def test_what_is_mapped_and_what_is_not(tmp_path: Path) -> None:
@@ -23,7 +24,6 @@ def test_what_is_mapped_and_what_is_not(tmp_path: Path) -> None:
         "d": torch.randn(5).to(torch.bfloat16),
         "e": torch.tensor(2.5),
     }
-    save_file(tensors, tmp_path / "model.safetensors")
     layout: Layout = {
         "in order": (TensorSlice.whole("a", (4, 6)), TensorSlice.whole("b", (3, 6), 4)),
         "another order": (TensorSlice.whole("c", (2, 6)), TensorSlice.whole("b", (3, 6), 2)),
@@ -40,8 +40,9 @@ def test_what_is_mapped_and_what_is_not(tmp_path: Path) -> None:
     }
     parameters["as it is"] = parameters["as it is"].bfloat16()
     parameters["converted"] = parameters["converted"].half()
+    checkpoint = save(tmp_path, tensors)
     before = (tmp_path / "model.safetensors").read_bytes()
-    mapped = map_parameters(parameters, layout, Checkpoint.open(Repository(tmp_path)))
+    mapped = map_parameters(parameters, layout, checkpoint)
     assert mapped.keys() == {"in order", "some rows", "as it is", "scalar"}
     assert torch.equal(mapped["in order"], torch.cat([tensors["a"], tensors["b"]]))
     assert torch.equal(mapped["some rows"], tensors["a"][1:3])

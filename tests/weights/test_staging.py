@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.weights.saved import save
 from tigon.models import from_pretrained
 from tigon.models.pretrained import load as load_module
-from tigon.weights import Checkpoint, Repository, TensorSlice, load, load_into, prepin_staging, read
+from tigon.weights import TensorSlice, load, load_into, prepin_staging, read
 
 here = threading.local()
 
@@ -95,8 +95,7 @@ def test_no_buffer_is_filled_before_it_was_copied(
     monkeypatch.setattr(read, "PINNED", size)
     shapes = {"a": (300, 50), "b": (7,), "c": (), "d": (3,), "e": (40, 33)}
     tensors = {n: torch.randn(shape).to(torch.bfloat16) for n, shape in shapes.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(Repository(tmp_path))
+    checkpoint = save(tmp_path, tensors)
     layout = {n: (TensorSlice.whole(n, shape),) for n, shape in shapes.items()}
     parameters = {n: on_gpu(*shape, dtype=dtype) for n, shape in shapes.items()}
     monkeypatch.setattr(load, "count_rank_cpus", lambda: 3)
@@ -112,8 +111,7 @@ def test_a_failing_read_waits_for_what_is_on_its_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: None
 ) -> None:
     monkeypatch.setattr(read, "PINNED", 4096)
-    save_file({"w": torch.randn(300, 50)}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(Repository(tmp_path))
+    checkpoint = save(tmp_path, {"w": torch.randn(300, 50)})
     os.truncate(tmp_path / "model.safetensors", 30_000)
     closed: list[int] = []
     close = os.close

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.weights.saved import save
 from tigon.weights import (
     Checkpoint,
     DecodedTensor,
     Layout,
-    Repository,
     RowSpan,
     TensorSlice,
     load,
@@ -31,8 +30,7 @@ from tigon.weights.read import Reader, ReadSpan, merge_reads, parallel_for
 
 def test_neighbours_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {f"{i:02}": torch.randn(3, 4) for i in range(20)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(Repository(tmp_path))
+    checkpoint = save(tmp_path, tensors)
     layout = {name: (TensorSlice.whole(name, (3, 4)),) for name in tensors}
     reads: list[int] = []
     preadv = Reader._preadv
@@ -143,8 +141,7 @@ def test_decoded_tensors(dtype: torch.dtype) -> None:
 
 def test_staging_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = torch.randn(3000, 1000)
-    save_file({"w": stored}, tmp_path / "model.safetensors")
-    checkpoint = Checkpoint.open(Repository(tmp_path))
+    checkpoint = save(tmp_path, {"w": stored})
     empty, sizes = torch.empty, []
 
     def counted(*size: Any, **options: Any) -> Tensor:

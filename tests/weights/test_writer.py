@@ -1,12 +1,13 @@
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tests.models.tiny import reference
+from tests.weights.test_checkpoint import random_bits
 from tigon.weights import TensorEntry, write_checkpoint
 from tigon.weights.entries import RowBlock
 from tigon.weights.header import DTYPES
@@ -14,11 +15,6 @@ from tigon.weights.header import DTYPES
 
 def entries(tensors: dict[str, Tensor]) -> list[TensorEntry]:
     return [TensorEntry.of(name, tensor) for name, tensor in tensors.items()]
-
-
-def random_bits(dtype: torch.dtype, *shape: int) -> Tensor:
-    raw = torch.randint(0, 256, (torch.Size(shape).numel() * dtype.itemsize,), dtype=torch.uint8)
-    return (raw % 2).bool().view(shape) if dtype == torch.bool else raw.view(dtype).view(shape)
 
 
 def test_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> None:
@@ -33,25 +29,11 @@ def test_file_is_byte_for_byte_the_librarys(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "reference").read_bytes()
 
 
-def tiny_llama() -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        vocab_size=300,  # one tensor over the limit below
-        dtype="bfloat16",
-    )
-    return LlamaForCausalLM(config).bfloat16()
-
-
 @pytest.mark.parametrize("max_shard_size", ["15KB", "9kb", 4000, "1TB"])
 def test_shards_and_index_are_those_of_transformers(
     tmp_path: Path, max_shard_size: int | str
 ) -> None:
-    model = tiny_llama()
+    model = reference("llama", {}, tmp_path / "source", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "hf", max_shard_size=max_shard_size)
     (tmp_path / "ours").mkdir()
     write_checkpoint(tmp_path / "ours", entries(model.state_dict()), max_shard_size=max_shard_size)

@@ -74,12 +74,8 @@ def describe(path: str, revision: str | None = None) -> Facts:
         facts = describe_repository(repository)
         if "adapter" in facts or facts["loads"].startswith("no: "):
             return facts
-        try:
+        with repository.note_faults(facts):
             facts["loads"] = _format_loads(*build(repository, MODELS, fit=False))
-        except ConnectionError:
-            raise
-        except (OSError, ValueError) as error:
-            facts["loads"] = f"no: {repository.rename_in(error)}"
         return facts
 
 

@@ -8,8 +8,8 @@ import re
 import tempfile
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -92,9 +92,16 @@ class HeadersOnly(Repository):
                 tensors += read_tensors(path).values()
         return tensors
 
-    def rename_in(self, error: Exception) -> str:
-        """Returns the error's text, with the repository's name for the temporary directory."""
-        return str(error).replace(self._folder.name, self.name)
+    @contextmanager
+    def note_faults(self, facts: Facts) -> Iterator[None]:
+        """Says in `facts`, under "loads", what the `with` block finds wrong with the files, by the
+        repository's name, not that of the temporary directory."""
+        try:
+            yield
+        except ConnectionError:
+            raise
+        except (OSError, ValueError) as error:
+            facts["loads"] = f"no: {str(error).replace(self._folder.name, self.name)}"
 
 
 def describe_repository(repository: HeadersOnly) -> Facts:
@@ -105,33 +112,25 @@ def describe_repository(repository: HeadersOnly) -> Facts:
         return _describe_adapter(read_json(file, nan=True), repository)
     source = read_json(config_file(repository), nan=True)
     stored: Mapping[str, StoredTensor] = {}
-    try:
+    loads: Facts = {}
+    with repository.note_faults(loads):
         stored = find_tensors(repository)
-        loads = _format_loads(source, stored)
-    except ConnectionError:
-        raise
-    except (OSError, ValueError) as error:
-        loads = f"no: {repository.rename_in(error)}"
-    files = _file_facts(repository.tensors())
-    return describe_config(source, stored) | files | {"loads": loads}
+        loads["loads"] = _format_loads(source, stored)
+    return describe_config(source, stored) | _file_facts(repository.tensors()) | loads
 
 
 def _describe_adapter(source: Mapping[str, Any], repository: HeadersOnly) -> Facts:
     """Returns the facts in adapter_config.json, whose values may be anything, and its tensors."""
-    loads = "with its base, as in tigon generate and tigon export --merge"
-    try:
+    loads = {"loads": "with its base, as in tigon generate and tigon export --merge"}
+    with repository.note_faults(loads):
         read_tensors(repository.file("adapter_model.safetensors"))
-    except ConnectionError:
-        raise
-    except (OSError, ValueError) as error:
-        loads = f"no: {repository.rename_in(error)}"
     tensors = repository.tensors()
     return {
         "adapter": f"{_plain(source.get('peft_type'))} of {quote(source.get(BASE), 300)}",
         "rank": f"{_plain(source.get('r'))}, alpha {_plain(source.get('lora_alpha'))}",
         "parameters": f"{sum(t.count for t in tensors):,}",
         **_file_facts(tensors),
-        "loads": loads,
+        **loads,
     }
 
 

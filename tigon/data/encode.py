@@ -20,6 +20,7 @@ from tigon.data.examples import (
     Encoder,
     EncodingReport,
     Example,
+    Examples,
     result_or_error,
 )
 from tigon.data.formats import (
@@ -32,7 +33,7 @@ from tigon.data.formats import (
     parse_chat,
     parse_text,
 )
-from tigon.data.sources import Source
+from tigon.data.sources import Block, Source
 from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn, learned_turns
 from tigon.utils.json import escape
 
@@ -177,6 +178,16 @@ class TemplateEncoder(FormatEncoder):
         self.train_on_empty_thinking = train_on_empty_thinking
         self.content = ContentCheck(self.tokenizer)
         self.message_keys = {*self.message_keys, *template_words(tokenizer)}
+
+    def __call__(self, block: Block) -> Examples:
+        self.tokenizer.times = {}
+        return super().__call__(block)
+
+    def times(self) -> Mapping[str, str]:
+        return self.tokenizer.times
+
+    def write_time(self, format: str) -> str:
+        return self.tokenizer.write_time(format)
 
 
 class ChatEncoder(TemplateEncoder):

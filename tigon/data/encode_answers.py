@@ -155,13 +155,13 @@ class LabelledEncoder(AnswerEncoder):
         the answer of the good row before, if there are several."""
         encoded = [result_or_error(self._encode_answers, row, format) for row in rows]
         good = [answers for answers in encoded if not isinstance(answers, ValueError)]
-        previous = dict(zip(map(id, good), [*good[-1:], *good[:-1]], strict=True))
+        previous = good[-1] if good else []  # of the first row the last one
         for answers in encoded:
             if isinstance(answers, ValueError):
                 yield answers
                 continue
             examples = []
-            pairs = zip(answers, previous[id(answers)], strict=True)
+            pairs, previous = zip(answers, previous, strict=True), answers
             for (prompt, ids, label), (mismatched_prompt, mismatched_ids, _) in pairs:
                 examples.append(self.example(ids, prompt, desired=label, matched=True))
                 if len(good) > 1:

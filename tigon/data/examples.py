@@ -212,6 +212,14 @@ class Encoder:
         """Returns a text that changes with whatever changes the examples of a row."""
         raise NotImplementedError
 
+    def times(self) -> Mapping[str, str]:
+        """Returns what the last block has of the present time, by strftime's format; here none."""
+        return {}
+
+    def write_time(self, format: str) -> str:
+        """Writes the present time as `times` has it."""
+        raise NotImplementedError
+
     def row(self, row: Row, format: Format) -> Sequence[Example]:
         """Makes the examples of a row, none if nothing is learned; ValueError if it is bad."""
         raise NotImplementedError

@@ -173,9 +173,8 @@ class Source:
         return sum(file.stat().st_size for file in self.files())
 
     def sample(self, count: int) -> bytes:
-        """Returns digests, one after the other for each file, of about `count` pieces in all at
-        equal distances, at least both ends of each, to compare large sources without reading all of
-        them."""
+        """Samples a large source: a digest for each file of pieces at equal distances, at least its
+        two ends, about `count` in all."""
         files = self.files()
         pieces = max(2, count // max(1, len(files)))
         digests = []
@@ -198,15 +197,10 @@ class JsonFile(Source):
         with open_file(self.name) as file:
             if file.peek(3)[:3] == b"\xef\xbb\xbf":
                 file.read(3)
+            if suffix(self.name) == ".json" and file.peek(1).lstrip()[:1] == b"[":
+                yield from _list_items(file.read(), self.name)
+                return
             line = 1
-            if suffix(self.name) == ".json":
-                blank = b""
-                while (piece := file.peek(1)[:1]) and piece.isspace():
-                    blank += file.read(1)
-                if piece == b"[":
-                    yield from _list_items(blank + file.read(), self.name)
-                    return
-                line += blank.count(b"\n")
             while raw := file.readline(MAX_LINE_BYTES):
                 if len(raw) == MAX_LINE_BYTES and not raw.endswith(b"\n"):
                     while raw and not raw.endswith(b"\n"):
@@ -248,8 +242,8 @@ class CsvFile(Source):
 
     def _check_header(self, header: list[str], delimiter: str) -> None:
         """Raises ValueError for equal names, or a header that another delimiter divides."""
-        is_name = len(header) != 1 or header[0] in self.format.columns.values()
-        if not is_name and (other := re.search(r"[;\t,]", header[0])):
+        is_undivided = len(header) == 1 and header[0] not in self.format.columns.values()
+        if is_undivided and (other := re.search(r"[;\t,]", header[0])):
             raise ValueError(
                 f"{self.name} is divided by {other[0]!r}, not by {delimiter!r}: "
                 "write a .csv file with commas or a .tsv file with tabs"

@@ -213,11 +213,12 @@ class _WindowDataset(IterableDataset[Any]):
             last, entries = False, []
             for reader, count in zip(readers, counts, strict=True):
                 parts: list[Examples] = []
-                while (count := count - reader.take(count, parts)) or self.pattern is None:
-                    if self.pattern is None:
-                        last = reader.ended()
-                        break
-                    reader.restart()
+                if self.pattern is None:  # an epoch is a pass
+                    reader.take(count, parts)
+                    last = reader.ended()
+                else:
+                    while count := count - reader.take(count, parts):
+                        reader.restart()
                 entries.append(parts)
             yield state, last, entries
             if last:

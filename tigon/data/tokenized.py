@@ -30,7 +30,7 @@ from tigon.data.sources import Source
 from tigon.utils.memory import count_cpus
 from tigon.utils.paths import write_text
 
-VERSION = 2  # of the columns; others are made anew
+VERSION = 3  # of the columns; others are made anew
 MAX_WORKERS = 32  # unless a setting says more
 MIN_PARALLEL_BLOCKS = 4  # blocks that are tokenized sooner than processes start
 MEMO_BYTES = 2**20  # of files whose digest is kept
@@ -59,12 +59,12 @@ def tokenize(
     text = f"{VERSION} {digests} {encoder.digest()} {encoder.skip_bad_rows}"
     key = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     names = [source.name for source in sources]
-    if (parts := _load_examples(root / key, key, names)) is not None:
+    if (parts := _load_examples(root / key, key, names, encoder)) is not None:
         with suppress(OSError):  # a cache that is only read
             os.utime(root / key)  # when it was last used
     else:
         with disk_errors(root), FileLock(root / f"{key}.lock"):
-            parts = _load_examples(root / key, key, names)
+            parts = _load_examples(root / key, key, names, encoder)
             if parts is None:
                 shutil.rmtree(root / key, ignore_errors=True)
                 _build_dataset(root / key, sources, encoder, workers)
@@ -211,6 +211,7 @@ def _to_row(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]
         "source": source,
         "highest": examples.highest,
         "report": asdict(examples.report),
+        "times": dict(encoder.times()),
         "shapes": shapes,
         "dtypes": {
             f"{kind}.{name}": np.dtype(dtype).str
@@ -221,8 +222,11 @@ def _to_row(examples: Examples, source: int, encoder: Encoder) -> dict[str, Any]
     return {name: np.ravel(array) for name, array in row.items()} | {"facts": json.dumps(facts)}
 
 
-def _load_examples(path: Path, key: str, names: Sequence[str]) -> list[Examples] | None:
-    """Maps the data set and returns the examples of each block; None if it is absent or damaged."""
+def _load_examples(
+    path: Path, key: str, names: Sequence[str], encoder: Encoder | None = None
+) -> list[Examples] | None:
+    """Maps the data set and returns the examples of each block; None if it is absent, damaged, or
+    has another time in its rows than `encoder` would write."""
     files = sorted(path.glob("generator/*/*/*.arrow"))
     if not files or any("incomplete" in str(file) for file in files):
         return None
@@ -238,7 +242,10 @@ def _load_examples(path: Path, key: str, names: Sequence[str]) -> list[Examples]
             }
             for i, text in enumerate(table["facts"].to_pylist()):
                 arrays = {name: column[i] for name, column in columns.items()}
-                parts.append(_from_row(arrays, json.loads(text), names, f"{key}-{len(parts)}"))
+                facts = json.loads(text)
+                if encoder and any(encoder.write_time(f) != t for f, t in facts["times"].items()):
+                    return None
+                parts.append(_from_row(arrays, facts, names, f"{key}-{len(parts)}"))
     except Exception:  # of many kinds, for a file that is cut off
         return None
     if len(parts) != sum(split.num_examples for split in (expected.splits or {}).values()):

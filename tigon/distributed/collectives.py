@@ -91,28 +91,19 @@ def backward_ranks(ctx: Any) -> Ranks:
 
 
 class _Collective(torch.autograd.Function):
-    """Calls a method of `ranks` by its name, and in backward another one on the gradient."""
+    """Calls a method of `ranks` by its name, and in backward another one on the gradient, which
+    without one is passed on as it is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, method: str, backward: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, method: str, backward: str | None) -> Tensor:
         ctx.ranks, ctx.backward_method = ranks, backward
         return getattr(ranks, method)(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return getattr(backward_ranks(ctx), ctx.backward_method)(grad), None, None, None
-
-
-class _ReduceFromGroup(torch.autograd.Function):
-    """All-reduce of partial sums to a replicated tensor; backward is the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        return ranks.sum(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
+        if ctx.backward_method is not None:
+            grad = getattr(backward_ranks(ctx), ctx.backward_method)(grad)
+        return grad, None, None, None
 
 
 class _ScaleReplicatedGrad(torch.autograd.Function):
@@ -177,7 +168,7 @@ def scale_replicated_grad(x: Tensor, ranks: Ranks) -> Tensor:
 
 def reduce_from_group(x: Tensor, ranks: Ranks) -> Tensor:
     """Returns the sum over ranks; backward passes the gradient on as it is."""
-    return _ReduceFromGroup.apply(x, ranks)
+    return _Collective.apply(x, ranks, "sum", None)
 
 
 def all_reduce(x: Tensor, ranks: Ranks) -> Tensor:

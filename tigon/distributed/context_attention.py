@@ -171,15 +171,11 @@ def _copy(out: Tensor, x: Tensor) -> None:
     """Copies in units of 16 bytes if possible: a strided copy on a GPU moves one at a time."""
     wide = torch.complex128
     count = wide.itemsize // x.itemsize
-    if all(_is_aligned(count, t) for t in (out, x)):
+    starts = [(t.storage_offset(), t.shape[-1], *t.stride()[:-1]) for t in (out, x)]
+    is_aligned = not any(start % count for start in (*starts[0], *starts[1]))
+    if is_aligned and out.stride(-1) == x.stride(-1) == 1:
         out, x = out.view(wide), x.view(wide)
     out.copy_(x)
-
-
-def _is_aligned(count: int, x: Tensor) -> bool:
-    """Whether every `count` elements are adjacent and begin at a multiple of their size."""
-    starts = (x.storage_offset(), x.shape[-1], *x.stride()[:-1])
-    return x.stride(-1) == 1 and not any(start % count for start in starts)
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,9 @@ class TigonLM(TemplateLM):
         """Returns the tokens whose keys and values take a share of the GPU's memory, or `least`."""
         if self._device.type != "cuda":
             return least
-        return max(least, int(share * total_memory(self._device) / cached_bytes(self.model)))
+        make, dtype = self.model.model.make_states, self.model.compute_dtype or self.model.dtype
+        token_bytes = StaticCache(make, StateSpec(1, 1024, dtype, "meta")).nbytes / 1024
+        return max(least, int(share * total_memory(self._device) / token_bytes))
 
     def _on_all_ranks(self, answer: Any, count: int) -> list[Any]:
         """Returns the `count` results that the ranks have by place, in order."""
@@ -373,12 +375,6 @@ class TigonLM(TemplateLM):
             text = self.tokenizer.decode(row, skip_special_tokens=True)
             answers[prompt.place] = postprocess_generated_text(text, until, None)
         return answers
-
-
-def cached_bytes(model: CausalLM) -> float:
-    """Returns the bytes that a cache holds of each token of a row of 1,024."""
-    make, dtype = model.model.make_states, model.compute_dtype or model.dtype
-    return StaticCache(make, StateSpec(1, 1024, dtype, "meta")).nbytes / 1024
 
 
 def _load(

@@ -89,25 +89,25 @@ class LatentAttention(SoftmaxAttention):
         attends to the tokens of all ranks.
         """
         dropout_args, sizes = ctx.dropout_args, self.sizes
-        queries, latent, turned = self.compress(x, *dropout_args)
+        queries, latent, k_rope = self.compress(x, *dropout_args)
         project = self.q_proj if sizes.q_lora_rank is None else self.q_b_proj
         q = project(queries, *dropout_args).unflatten(-1, (self.heads, self.head_dim))
-        plain, rotated = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), -1)
+        q_nope, q_rope = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), -1)
         cos, sin, query_scale = rotation
-        rotated, turned = rope(rotated, turned.unsqueeze(2), cos, sin, interleaved=self.interleaved)
-        q = torch.cat((plain, rotated), -1)
+        q_rope, k_rope = rope(q_rope, k_rope.unsqueeze(2), cos, sin, interleaved=self.interleaved)
+        q = torch.cat((q_nope, q_rope), -1)
         if query_scale is not None:
             q = q * query_scale.to(q.dtype)  # not wider under autocast
         if state is not None:
-            latents = torch.cat((latent.unsqueeze(2), turned), -1)  # [B, T, 1, L + R]
+            latents = torch.cat((latent.unsqueeze(2), k_rope), -1)  # [B, T, 1, L + R]
             if _is_step(ctx):
                 return self.o_proj(self._attend_to_latents(q, latents, state, ctx), *dropout_args)
             latents, _ = state.store(latents, latents, ctx, None)
-            latent, turned = latents.split((sizes.kv_lora_rank, sizes.qk_rope_head_dim), -1)
+            latent, k_rope = latents.split((sizes.kv_lora_rank, sizes.qk_rope_head_dim), -1)
             latent = latent.squeeze(2)
         kv = self.kv_b_proj(latent, *dropout_args).unflatten(-1, (self.heads, -1))
-        plain, v = kv.split((sizes.qk_nope_head_dim, sizes.v_head_dim), -1)
-        k = torch.cat((plain, turned.expand(-1, -1, self.heads, -1)), -1)
+        k_nope, v = kv.split((sizes.qk_nope_head_dim, sizes.v_head_dim), -1)
+        k = torch.cat((k_nope, k_rope.expand(-1, -1, self.heads, -1)), -1)
         return self.o_proj(self._attend(q, k, v, ctx).flatten(2), *dropout_args)
 
     def compress(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, ...]:
@@ -116,9 +116,9 @@ class LatentAttention(SoftmaxAttention):
         queries = x
         if self.sizes.q_lora_rank is not None:
             queries = self.q_a_layernorm(self.q_a_proj(x, *dropout_args))
-        both = self.kv_a_proj_with_mqa(x, *dropout_args)
-        latent, rotated = both.split((self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim), -1)
-        return queries, self.kv_a_layernorm(latent), rotated
+        kv = self.kv_a_proj_with_mqa(x, *dropout_args)
+        latent, k_rope = kv.split((self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim), -1)
+        return queries, self.kv_a_layernorm(latent), k_rope
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, ctx: BlockInputs) -> Tensor:
         """Returns attention [B, T, H, V] of q to k [B, S, H, N + R] and v [B, S, H, V]."""
@@ -146,8 +146,8 @@ class LatentAttention(SoftmaxAttention):
         keys, values = weight.unflatten(0, (self.heads, -1)).split(
             (sizes.qk_nope_head_dim, sizes.v_head_dim), 1
         )
-        plain, rotated = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), -1)
-        q = torch.cat((torch.einsum("bthn,hnl->bthl", plain, keys), rotated), -1)
+        q_nope, q_rope = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), -1)
+        q = torch.cat((torch.einsum("bthn,hnl->bthl", q_nope, keys), q_rope), -1)
         seen = state.store(latents, latents, ctx, None)
         out = state.read(q, seen, ctx, scale=self.scale)[..., : sizes.kv_lora_rank]
         return torch.einsum("bthl,hvl->bthv", out, values).flatten(2)

@@ -102,7 +102,9 @@ class TransformerBlock(nn.Module):
         options.setdefault("bias", getattr(c, "attention_bias", False))
         options.setdefault("out_bias", getattr(c, "attention_out_bias", options["bias"]))
         options.setdefault("qk_norm_eps", c.rms_norm_eps if self.qk_norm else None)
-        options.setdefault("scale", attention_scale(c))
+        scalar = getattr(c, "query_pre_attn_scalar", None)
+        multiplier = getattr(c, "attention_multiplier", None)
+        options.setdefault("scale", multiplier if scalar is None else scalar**-0.5)
         options.setdefault("softcap", getattr(c, "attn_logit_softcapping", None))
         options |= {"offset": self.norm_offset, "cast": self.norm_cast}
         sizes = c.hidden_size, c.num_attention_heads, kv_heads, head_dim
@@ -130,12 +132,6 @@ class TransformerBlock(nn.Module):
 def gated_mlp(c: ModelConfig, act: Activation | None = None, *, bias: bool = False) -> GatedMLP:
     """Makes a gated MLP with the config's sizes, and its activation unless `act` is given."""
     return GatedMLP(c.hidden_size, c.intermediate_size, act or c.mlp_activation, bias=bias)
-
-
-def attention_scale(c: Any) -> float | None:
-    """What the config multiplies attention's scores by; None: head_dim ** -0.5."""
-    scalar = getattr(c, "query_pre_attn_scalar", None)
-    return getattr(c, "attention_multiplier", None) if scalar is None else scalar**-0.5
 
 
 def layer_window(c: Any, layer: int) -> int | None:

@@ -115,8 +115,8 @@ class AltUp(nn.Module):
         """Adds to each predicted stream [S, B, T, C] a share of the difference of `activated`
         [B, T, C] from the active one."""
         modalities, layer = self._modalities(activated, *dropout_args), self.correction_coefs
-        own = isinstance(layer, Linear)  # others may have put an adapter into its place
-        plain = own and layer.quantized is None and not layer.has_adapter
+        is_native = isinstance(layer, Linear)  # PEFT may have put an adapter into its place
+        plain = is_native and layer.quantized is None and not layer.has_adapter
         if self.training and self.clip is not None and plain:
             coefs = nn.functional.linear(modalities, layer.weight.clamp(-self.clip, self.clip))
         else:
@@ -223,8 +223,8 @@ class Gemma3nDecoder(PerLayerDecoder):
     def begin(self, x: Tensor, *dropout_args: Tensor) -> tuple[Tensor, Sequence[Tensor] | None]:
         """The streams [S, B, T, C], and each block's input."""
         x, inputs = super().begin(x, *dropout_args)
-        others = [_rescale(layer(x, *dropout_args), x) for layer in self.altup_projections]
-        return torch.stack([x, *others]), inputs
+        streams = [_rescale(layer(x, *dropout_args), x) for layer in self.altup_projections]
+        return torch.stack([x, *streams]), inputs
 
     def end(self, x: Tensor, residual: Tensor | None, *dropout_args: Tensor) -> Tensor:
         """The norm of the streams' mean [B, T, C]."""

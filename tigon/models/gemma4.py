@@ -41,9 +41,9 @@ class SharedKVConfig(TwoRopesConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         first = self.num_hidden_layers - self.num_kv_shared_layers
-        own = {self.layer_type(layer) for layer in range(first)}
+        kinds = {self.layer_type(layer) for layer in range(first)}
         for layer in range(max(first, 0), self.num_hidden_layers):
-            if self.layer_type(layer) not in own:
+            if self.layer_type(layer) not in kinds:
                 raise ConfigError(
                     f"num_kv_shared_layers={self.num_kv_shared_layers}: no layer before has "
                     f"{self.layer_type(layer)!r}, which layer {layer} reads keys and values of"
@@ -141,9 +141,9 @@ class Gemma4UnifiedConfig(GemmaConfig, SharedKVConfig):
         return (self.per_layer_config or {}).get(str(layer)) or {}
 
     def attention_sizes(self, layer: int) -> tuple[int, int]:
-        own = {"head_dim": self.head_dim, "num_key_value_heads": self.num_key_value_heads}
-        own |= self._layer_config(layer)
-        return own["head_dim"], own["num_key_value_heads"]
+        changes = self._layer_config(layer)
+        kv_heads = changes.get("num_key_value_heads", self.num_key_value_heads)
+        return changes.get("head_dim", self.head_dim), kv_heads
 
     def slides(self, layer: int) -> bool:
         """As in the base; the last layer never does."""

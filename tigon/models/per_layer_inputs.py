@@ -82,10 +82,10 @@ class PerLayerDecoder(Decoder):
         """The first embedding [B, T, C], and each block's input [B, T, P]."""
         if not self.needs_ids:
             return super().begin(x)
-        x, own = x.split((self.dim, x.shape[-1] - self.dim), -1)
+        x, layer_embeds = x.split((self.dim, x.shape[-1] - self.dim), -1)
         x, _ = super().begin(x.contiguous())  # what is saved of it does not keep the rest
         projected = self.per_layer_model_projection(x, *dropout_args)
         projected = multiply(projected, self.dim**-0.5, rounded=self.rounded_scales)
         projected = self.per_layer_projection_norm(projected.unflatten(-1, self.layer_dims))
-        inputs = projected + own.unflatten(-1, self.layer_dims)
+        inputs = projected + layer_embeds.unflatten(-1, self.layer_dims)
         return x, multiply(inputs, 2**-0.5, rounded=self.rounded_scales).unbind(-2)

@@ -13,7 +13,7 @@ from tigon.tokenizer import Tokenizer
 FinishReason = Literal["stop", "length"]
 
 
-class Scored(NamedTuple):
+class ScoredToken(NamedTuple):
     """A token with its log-probability."""
 
     token: int
@@ -29,7 +29,7 @@ class Piece:
     """What has been written since the last one was taken."""
 
     text: str = ""
-    scored: list[Scored] = field(default_factory=list)
+    scored: list[ScoredToken] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str = ""  # why the answer ends here
 
@@ -121,7 +121,7 @@ class Answer:
         self._filter = StopFilter([s for s, token in special.items() if token is None])
         self._stream = tokenizer.decode_stream(skip_special_tokens=True)
         self._decoded = self._shown = 0  # characters, with those held back and without
-        self._scored: list[Scored] = []  # held back with their text
+        self._scored: list[ScoredToken] = []  # held back with their text
         self._lock, self._piece, self.ended = threading.Lock(), Piece(), False
 
     @property
@@ -193,10 +193,10 @@ class Answer:
         if self._streams or self.ended:
             self._notify()
 
-    def _score(self, token: int, output: Sequence[float], offset: int) -> Scored:
+    def _score(self, token: int, output: Sequence[float], offset: int) -> ScoredToken:
         """Returns a token's log-probability and those of the likeliest ones from a step's row."""
         assert self._texts is not None
         half = len(output) // 2 + 1
         likeliest = zip(output[2 : 2 + self._top], output[half : half + self._top], strict=True)
         top = [(self._texts(int(other)), logprob) for other, logprob in likeliest]
-        return Scored(token, self._texts(token), output[1], top, offset, self._decoded)
+        return ScoredToken(token, self._texts(token), output[1], top, offset, self._decoded)

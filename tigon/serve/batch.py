@@ -56,7 +56,7 @@ def fit_capacity(model: CausalLM, rows: int) -> int:
     return sizes[fitting - 1]
 
 
-class Reading:
+class PromptReading:
     """Prompts on their way into the rows from `start` on: several in one pass, or one in parts."""
 
     def __init__(self, cache: StaticCache, start: int, prompts: Sequence[Sequence[int]]):
@@ -117,19 +117,22 @@ class DecodeBatch:
         for total in WARM_READINGS:
             part = min(max(total // 2, 1), most)
             for lengths in [min(total, most)], [part] * min(rows, total // part):
-                Reading(self._cache, 0, [[0] * tokens for tokens in lengths]).read(self.model)
+                PromptReading(self._cache, 0, [[0] * tokens for tokens in lengths]).read(self.model)
                 self._cache.reset(0, len(lengths))
         for needs in {SamplingNeeds(), work}:
             for _ in range(3):
                 for end in {1 << i for i in range(rows.bit_length())} | {rows}:
                     self._run(end, needs, False)
 
-    def begin(self, start: int, prompts: Sequence[Sequence[int]]) -> Reading:
+    def begin(self, start: int, prompts: Sequence[Sequence[int]]) -> PromptReading:
         """Empties the rows from `start` on for these prompts, of one token or more."""
-        return Reading(self._cache, start, prompts)
+        return PromptReading(self._cache, start, prompts)
 
     def read(
-        self, reading: Reading, settings: Sequence[tuple[GenerationSettings, int]], logprobs: bool
+        self,
+        reading: PromptReading,
+        settings: Sequence[tuple[GenerationSettings, int]],
+        logprobs: bool,
     ) -> Tensor | None:
         """Reads the next part of the prompts.
 

@@ -18,7 +18,7 @@ from tigon.generation.loop import HostCopies
 from tigon.generation.settings import GenerationSettings
 from tigon.models import CausalLM
 from tigon.serve.answer import Answer
-from tigon.serve.batch import PREFILL, DecodeBatch, Reading, fit_capacity
+from tigon.serve.batch import PREFILL, DecodeBatch, PromptReading, fit_capacity
 from tigon.utils.json import escape
 
 GPU_LAG = 1  # steps that the host may be behind the device: a new prompt waits for them
@@ -63,7 +63,7 @@ class Engine:
         self.counts, self._default = Counts(), default
         self._batch = DecodeBatch(model, max_rows, self.capacity)
         self._rows: list[Answer | None] = [None] * max_rows
-        self._reading: tuple[Reading, list[Answer]] | None = None
+        self._reading: tuple[PromptReading, list[Answer]] | None = None
         self._waiting: deque[Answer] = deque()
         self._changed = threading.Condition()
         self._closing = ""  # why no more answers are written
@@ -186,7 +186,7 @@ class Engine:
             self.counts.prompt_tokens += sum(len(answer.prompt) for answer in answers)
             self._send(output, list(enumerate(answers, reading.start)))
 
-    def _begin(self) -> tuple[Reading, list[Answer]] | None:
+    def _begin(self) -> tuple[PromptReading, list[Answer]] | None:
         """Takes prompts for free neighbor rows: of at most PREFILL tokens, or a longer one."""
         with self._changed:
             while self._waiting and self._waiting[0].cancelled:

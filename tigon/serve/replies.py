@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tigon.serve.answer import Answer, Piece, Scored
+from tigon.serve.answer import Answer, Piece, ScoredToken
 from tigon.serve.protocol import ChatRequest, Request, RequestError
 
 STATUS_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -111,7 +111,7 @@ class Reply:
         }
 
 
-def _chat_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
+def _chat_logprobs(scored: Sequence[ScoredToken]) -> dict[str, Any]:
     """Returns the log-probabilities of a chat's tokens."""
 
     def entry(text: str, logprob: float) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _chat_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _text_logprobs(scored: Sequence[Scored]) -> dict[str, Any]:
+def _text_logprobs(scored: Sequence[ScoredToken]) -> dict[str, Any]:
     """Returns the log-probabilities of a text's tokens."""
     return {
         "tokens": [token.text for token in scored],

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
-from tigon.tokenizer.chat_template import Message, Rendered, check_messages
+from tigon.tokenizer.chat_template import Message, RenderedChat, check_messages
 from tigon.tokenizer.turns import Conversation, skip_empty_thinking
 
 TrainOn = Literal["assistant", "all_turns", "last", "all"]
@@ -170,7 +170,7 @@ def _weigh_turns(
 
 
 def _turn_spans(
-    conversation: Conversation, i: int, row: Rendered, stop: int, weight: float
+    conversation: Conversation, i: int, row: RenderedChat, stop: int, weight: float
 ) -> list[Span]:
     """Returns what is learned of the turn messages[i], which ends at `stop` in a row: its
     {% generation %} blocks, or all of it if the template has none."""
@@ -179,7 +179,7 @@ def _turn_spans(
     return [Span(*bounds, weight) for bounds in ranges]
 
 
-def _blocks(rendered: Rendered, start: int, stop: int) -> list[tuple[int, int]]:
+def _blocks(rendered: RenderedChat, start: int, stop: int) -> list[tuple[int, int]]:
     """Returns the bounds of the {% generation %} blocks that overlap a range."""
     for at, text in rendered.generations:
         if not rendered.text.startswith(text, at):

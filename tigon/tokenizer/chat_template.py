@@ -43,7 +43,7 @@ class Null(str):
     """Empty text that stands for `content: null`. None itself is removed from messages."""
 
 
-class Rendered(NamedTuple):
+class RenderedChat(NamedTuple):
     """The text that a chat template writes for a conversation."""
 
     text: str
@@ -60,13 +60,13 @@ def render(
     continue_final_message: bool = False,
     strftime_now: Callable[[str], str] | None = None,
     **variables: Any,
-) -> Rendered:
+) -> RenderedChat:
     """Renders a conversation by a chat template.
 
     `strftime_now` formats the time for the template's function of this name, by default now.
     Raises ValueError with the template's message if the template refuses the conversation.
     """
-    clock = strftime_now or (lambda format: now().strftime(format))
+    clock = strftime_now or format_time
     try:
         chat = [_template_message(message) for message in messages]
         if continue_final_message:
@@ -91,6 +91,11 @@ def render(
 def now() -> datetime:
     """Returns the time that `strftime_now` formats by default; tests replace it."""
     return datetime.now()
+
+
+def format_time(format: str, time: datetime | None = None) -> str:
+    """Returns a time, by default now, in a format of strftime."""
+    return (time or now()).strftime(format)
 
 
 class _Generation(Extension):
@@ -167,7 +172,7 @@ def _compile(template: str) -> jinja2.Template:
         raise _template_error(error) from error
 
 
-def _generate(template: jinja2.Template, variables: dict[str, Any]) -> Rendered:
+def _generate(template: jinja2.Template, variables: dict[str, Any]) -> RenderedChat:
     """Render a compiled template, and note where its {% generation %} blocks begin; ValueError for
     what the template raises, or if its text is too long."""
     pieces: list[str] = []
@@ -186,7 +191,7 @@ def _generate(template: jinja2.Template, variables: dict[str, Any]) -> Rendered:
         _generation_callback.reset(token)
     text = "".join(pieces)
     check_unicode(text)
-    return Rendered(text, generations)
+    return RenderedChat(text, generations)
 
 
 def _template_error(error: Exception) -> ValueError:
@@ -349,10 +354,9 @@ def template_times(
     It is asked in short chats, so that a template whose `variables` pin the time asks for none.
     """
     times: dict[str, str] = {}
-    time = time or now()
 
     def note(format: str) -> str:
-        times[format] = time.strftime(format)
+        times[format] = format_time(format, time)
         return times[format]
 
     for messages, tools in product(_PROBE_CHATS, _PROBE_TOOLS):

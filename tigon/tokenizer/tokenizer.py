@@ -22,6 +22,7 @@ from tigon.tokenizer.chat_template import (
     check_unicode,
     check_variables,
     choose_template,
+    format_time,
     render,
     template_times,
 )
@@ -70,6 +71,7 @@ class Tokenizer:
         self.chat_template = chat_template  # or several, by name
         self.chat_template_kwargs: dict[str, Any] = {}  # defaults for all chats
         self.strftime_now: datetime | None = None  # the time that templates write; None: now
+        self.times: dict[str, str] = {}  # what they have written of it, by format
         self.model_max_length = model_max_length
         self._files = TokenizerFiles(files or {})
         path = (files or {}).get("tokenizer.json")
@@ -444,7 +446,12 @@ class Tokenizer:
         if reserved := (RESERVED - {"documents"}) & variables.keys():
             raise TypeError(f"not supported with a chat template: {', '.join(sorted(reserved))}")
         variables = self.special_tokens | self.chat_template_kwargs | variables
-        return variables | {"strftime_now": self.strftime_now and self.strftime_now.strftime}
+        return variables | {"strftime_now": self.write_time}
+
+    def write_time(self, format: str) -> str:
+        """Writes the time as templates do, and notes it in `times`."""
+        self.times[format] = format_time(format, self.strftime_now)
+        return self.times[format]
 
     def _templates(self) -> list[str]:
         templates = self.chat_template or {}

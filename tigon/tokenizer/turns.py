@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from tigon.tokenizer.chat_template import Message, Rendered, render
+from tigon.tokenizer.chat_template import Message, RenderedChat, render
 
 # What chat templates write around reasoning
 THINKING = (
@@ -44,7 +44,7 @@ def skip_empty_thinking(text: str, start: int) -> int:
 class Turn(NamedTuple):
     """A turn of the assistant."""
 
-    rendered: Rendered  # the conversation up to the turn
+    rendered: RenderedChat  # the conversation up to the turn
     start: int  # where the turn begins in it: the length of its prompt
 
 
@@ -67,7 +67,7 @@ class Conversation:
         self._prefixes = {len(messages) - 1: self.full}
         self._turns: dict[int, Turn] = {}
 
-    def render(self, messages: Sequence[Message], **options: Any) -> Rendered:
+    def render(self, messages: Sequence[Message], **options: Any) -> RenderedChat:
         return render(self.template, messages, **options, **self.variables)
 
     def turn(self, i: int) -> Turn:
@@ -129,13 +129,13 @@ class Conversation:
                 "{% endif %}"
             )
 
-    def _prefix(self, i: int) -> Rendered:
+    def _prefix(self, i: int) -> RenderedChat:
         """Renders the conversation up to messages[i]."""
         if i not in self._prefixes:
             self._prefixes[i] = self._render_prefix(i, self.messages[: i + 1])
         return self._prefixes[i]
 
-    def _align(self, i: int, prompt: str, turn: Rendered) -> Turn:
+    def _align(self, i: int, prompt: str, turn: RenderedChat) -> Turn:
         """Locates a turn whose text does not begin with its prompt, since reasoning or earlier
         messages are written differently; ValueError if neither explains it."""
         common = common_prefix_length(turn.text, prompt)
@@ -165,7 +165,7 @@ class Conversation:
             f"{advice}"
         )
 
-    def _move_after_prompt(self, i: int, prompt: str, turn: Rendered) -> Rendered | None:
+    def _move_after_prompt(self, i: int, prompt: str, turn: RenderedChat) -> RenderedChat | None:
         """Puts a turn that changes earlier messages behind its prompt; None if it cannot."""
         if i == 0:
             return None
@@ -180,9 +180,9 @@ class Conversation:
             for at, text in turn.generations
             if at + len(text) > start
         ]
-        return Rendered(prompt + turn.text[start:], blocks)
+        return RenderedChat(prompt + turn.text[start:], blocks)
 
-    def _render_prefix(self, i: int, messages: Sequence[Message], **options: Any) -> Rendered:
+    def _render_prefix(self, i: int, messages: Sequence[Message], **options: Any) -> RenderedChat:
         """Renders messages up to messages[i]; its error says that the turn there cannot be told."""
         try:
             return self.render(messages, **options)

@@ -101,8 +101,7 @@ class Fp8Tensor(DecodedTensor):
     def _read(self, reader: Reader, info: TensorInfo, first: int, count: int) -> Tensor:
         """Reads `count` rows of a stored tensor from row `first` on, in the dtype of the file."""
         out = torch.empty(count, *info.shape[1:], dtype=info.dtype, device="cpu")
-        row_bytes = out[0].nbytes if count else 0
-        reader.read(info.path, info.offset + first * row_bytes, info.dtype, out)
+        read_rows(reader, info, out, first)
         return out
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
@@ -132,7 +133,5 @@ def losses(trainer: Any) -> list[float]:
 
 def exported(model: Any, directory: Path) -> dict[str, Tensor]:
     """The tensors of the model's checkpoint."""
-    from safetensors.torch import load_file
-
     model.save_pretrained(directory)
     return load_file(directory / "model.safetensors")

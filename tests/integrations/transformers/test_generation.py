@@ -263,23 +263,6 @@ def test_reset(family: str) -> None:
         assert torch.equal(ours(ids, cache=cache).logits, expected)
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_prefixes_keep_their_gradients() -> None:
-    """As PEFT's prefix tuning gives them."""
-    theirs, ours = pair("llama")
-    ids, grads = padded((6,), 200)[0], []
-    config = theirs.config
-    sizes = 1, config.num_key_value_heads, 3, config.head_dim
-    for model in (theirs, ours):
-        torch.manual_seed(1)
-        prefix = [torch.randn(*sizes, requires_grad=True) for _ in range(2 * 3)]
-        cache = DynamicCache(list(zip(prefix[::2], prefix[1::2], strict=True)))
-        out = model(ids, attention_mask=torch.ones(1, 9), past_key_values=cache, labels=ids)
-        out.loss.backward()
-        grads.append([out.loss.detach(), *(x.grad for x in prefix)])
-    torch.testing.assert_close(grads[1], grads[0], atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_caches_that_are_none_of_ours() -> None:
     theirs, ours = pair("llama")

@@ -126,6 +126,8 @@ def test_checkpointing() -> None:
     assert not model.is_activation_checkpointing and not model.native.activation_offload
     model.gradient_checkpointing_enable({"use_reentrant": True})
     assert model.native.activation_checkpointing == 1
+    with pytest.raises(ValueError, match=r"activation_checkpointing_kwargs=\{'context_fn"):
+        model.activation_checkpointing_enable({"context_fn": None})
 
 
 USES: dict[str, Callable[[Any], Any]] = {
@@ -167,12 +169,6 @@ def test_other_models() -> None:
     native.add_adapter(tigon.LoraConfig(rank=2))
     with pytest.raises(ValueError, match="adapters"):
         as_transformers(native)
-
-
-def test_checkpointing_options() -> None:
-    _, model = pair("llama")
-    with pytest.raises(ValueError, match=r"activation_checkpointing_kwargs=\{'context_fn"):
-        model.activation_checkpointing_enable({"context_fn": None})
 
 
 def test_liger() -> None:

@@ -56,7 +56,7 @@ def logged(
     return trainer.state.log_history
 
 
-def assert_same_logs(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+def assert_same_logs(theirs: list[dict[str, float]], ours: list[dict[str, float]]) -> None:
     """The same keys at each step, losses within 1e-4 and other values within 2e-3."""
     assert len(ours) == len(theirs) > 3
     for mine, other in zip(ours, theirs, strict=True):
@@ -66,6 +66,18 @@ def assert_same_logs(ours: list[dict[str, float]], theirs: list[dict[str, float]
                 continue
             most = 1e-4 if key in LOSSES else 2e-3
             assert math.isclose(mine[key], value, rel_tol=0, abs_tol=most), key
+
+
+def compare(
+    kind: str, models: Any, directory: Path, rows: Any, references: Any = None, **settings: Any
+) -> list[dict[str, float]]:
+    """Trains transformers' model and Tigon's; what is logged of both."""
+    logs = []
+    for i, model in enumerate(models):
+        given = {} if references is None else {"ref_model": references[i]}
+        logs.append(logged(kind, model, directory / str(i), rows, **settings, **given))
+    assert_same_logs(*logs)
+    return logs[1]
 
 
 SFT: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
@@ -88,39 +100,26 @@ SFT: dict[str, tuple[str, Callable[[], Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("variant", SFT)
 def test_sft(variant: str, tmp_path: Path) -> None:
     model_type, rows, settings = SFT[variant]
-    logs = []
-    for model, name in zip(pair(model_type), ("theirs", "ours"), strict=True):
+    models = pair(model_type)
+    for model in models:
         model.config.output_router_logits = model_type == "qwen3_moe"
-        logs.append(logged("SFT", model, tmp_path / name, rows(), **settings))
-    theirs, ours = logs
+    ours = compare("SFT", models, tmp_path, rows(), **settings)
     assert ("aux_loss" in ours[0]) == (model_type == "qwen3_moe")
-    assert_same_logs(ours, theirs)
 
 
 @pytest.mark.parametrize(
     "settings", [{}, {"padding_free": True}, {"precompute_ref_log_probs": True}], ids=str
 )
 def test_dpo(settings: dict[str, Any], tmp_path: Path) -> None:
-    logs = []
-    for i in range(2):
-        model, reference = pair("llama")[i], pair("llama")[i]
-        given = {} if "precompute_ref_log_probs" in settings else {"ref_model": reference}
-        rows = preference_rows()
-        logs.append(logged("DPO", model, tmp_path / str(i), rows, **settings, **given))
-    theirs, ours = logs
+    references = None if "precompute_ref_log_probs" in settings else pair("llama")
+    ours = compare("DPO", pair("llama"), tmp_path, preference_rows(), references, **settings)
     assert any(abs(row.get("rewards/margins", 0)) > 0.1 for row in ours)
-    assert_same_logs(ours, theirs)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_reward(model_type: str, tmp_path: Path) -> None:
-    logs = []
-    for i in range(2):
-        model = score_pair(model_type)[i]
-        logs.append(logged("Reward", model, tmp_path / str(i), preference_rows()))
-    theirs, ours = logs
+    ours = compare("Reward", score_pair(model_type), tmp_path, preference_rows())
     assert any(abs(row.get("margin", 0)) > 0.05 for row in ours)
-    assert_same_logs(ours, theirs)
 
 
 def reward(completions: list[str], **others: Any) -> list[float]:
@@ -146,13 +145,8 @@ SAMPLING: dict[str, Any] = {
     ],
 )
 def test_sampled_answers(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
-    logs = []
-    for i in range(2):
-        model, directory = pair("llama")[i], tmp_path / str(i)
-        logs.append(logged(kind, model, directory, prompt_rows(), **SAMPLING, **settings))
-    theirs, ours = logs
+    ours = compare(kind, pair("llama"), tmp_path, prompt_rows(), **SAMPLING, **settings)
     assert any(row.get("reward_std", 0) > 0.1 for row in ours)
-    assert_same_logs(ours, theirs)
 
 
 def test_kto(tmp_path: Path) -> None:
@@ -160,10 +154,4 @@ def test_kto(tmp_path: Path) -> None:
         {"prompt": row["prompt"], "completion": row["chosen"], "label": i % 2 == 0}
         for i, row in enumerate(preference_rows())
     ]
-    logs = []
-    for i in range(2):
-        model, reference = pair("llama")[i], pair("llama")[i]
-        settings = {"ref_model": reference, "per_device_train_batch_size": 4}
-        logs.append(logged("KTO", model, tmp_path / str(i), rows, **settings))
-    theirs, ours = logs
-    assert_same_logs(ours, theirs)
+    compare("KTO", pair("llama"), tmp_path, rows, pair("llama"), per_device_train_batch_size=4)

@@ -50,15 +50,15 @@ def chat_rows(count: int = 12) -> list[dict[str, Any]]:
     return [{"messages": [_message("user", q), _message("assistant", a)]} for q, a in pairs]
 
 
-def preference_rows(count: int = 12) -> list[dict[str, Any]]:
+def preference_rows() -> list[dict[str, Any]]:
     """Preferences: `prompt`, and answers `chosen` and `rejected`."""
-    texts = [_texts(count, 2, 6, seed) for seed in (3, 4, 5)]
+    texts = [_texts(12, 2, 6, seed) for seed in (3, 4, 5)]
     return [
         {"prompt": p, "chosen": f" {c}", "rejected": f" {r}"}
         for p, c, r in zip(*texts, strict=True)
     ]
 
 
-def prompt_rows(count: int = 12) -> list[dict[str, Any]]:
+def prompt_rows() -> list[dict[str, Any]]:
     """Prompts alone, for trainers that sample the answers."""
-    return [{"prompt": text} for text in _texts(count, 2, 5, 6)]
+    return [{"prompt": text} for text in _texts(12, 2, 5, 6)]

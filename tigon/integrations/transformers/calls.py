@@ -93,7 +93,7 @@ def find_bounds(seq_idx: Tensor) -> Tensor:
     return torch.cat([first, first.new_tensor([seq_idx.numel()])]).int()
 
 
-class Captured:
+class CapturedStates:
     """What hooks have seen of a pass: the stream before each block, and the logits of routers."""
 
     def __init__(self) -> None:
@@ -112,9 +112,9 @@ class Captured:
 @contextmanager
 def capture(
     native: LanguageModel, batch: Batch, hidden_states: bool, router_logits: bool
-) -> Iterator[Captured]:
+) -> Iterator[CapturedStates]:
     """Captures what is asked for, in passes of the body of a `with`, at the batch's positions."""
-    captured, handles = Captured(), list[RemovableHandle]()
+    captured, handles = CapturedStates(), list[RemovableHandle]()
 
     def keep_input(block: nn.Module, args: tuple[Any, ...]) -> None:
         captured.streams.append(add_branch(*args[:2]))

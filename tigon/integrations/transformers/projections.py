@@ -210,7 +210,7 @@ def _take_rows(fused: FusedLinear, first: int, size: int, order: RowOrder | None
 # Names
 
 
-class Renamed(dict[str, Any]):
+class AliasedDict(dict[str, Any]):
     """Modules or parameters of a module, of which native names stand for some.
 
     `places`: native name -> the dict that has it, and its name there. What is set or deleted
@@ -247,8 +247,8 @@ class Renamed(dict[str, Any]):
 
 def _rename(owner: nn.Module, kind: str, name: str, target: nn.Module, other: str) -> None:
     """Moves what `owner` has in its dict `kind` to that of another module, or to another name."""
-    if not isinstance(owner.__dict__[kind], Renamed):
-        owner.__dict__[kind] = Renamed(owner.__dict__[kind])
+    if not isinstance(owner.__dict__[kind], AliasedDict):
+        owner.__dict__[kind] = AliasedDict(owner.__dict__[kind])
     children = owner.__dict__[kind]
     child = children.pop(name)
     places = target.__dict__[kind]  # the owner's new one, if it is the owner
@@ -267,7 +267,7 @@ def _move(model: nn.Module, path: str, module: nn.Module, names: CheckpointNames
         place, _, other = names.stored_name(f"{path}.{name}").rpartition(".")
         if place == names.stored_name(parent_path):
             _rename(module, "_buffers", name, parent, other)
-    if not module._modules and isinstance(module._modules, Renamed):
+    if not module._modules and isinstance(module._modules, AliasedDict):
         _hide(parent, leaf)
         return
     tensors = [*module._parameters, *module_buffers(module)]

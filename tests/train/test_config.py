@@ -327,6 +327,8 @@ def test_settings_that_need_another_name_it(condition, needed, reason):
     given = [text for text in given if text.partition("=")[0] not in setting_names(needed)]
     unfulfilled = UNFULFILLED.get(needed)
     message = refusal([*given, unfulfilled] if unfulfilled else given)
-    assert " needs " in message and message.endswith(reason) and "\n" not in message
+    verb = "need" if " & " in condition else "needs"
+    assert f" {verb} " in message and message.endswith(reason) and "\n" not in message
+    assert "not none" not in message  # which is no value that a user has given
     assert all(name in message for name in setting_names(condition, needed))
     assert message != refusal([*given, *arguments(needed)])

@@ -122,8 +122,10 @@ def test_an_id_that_is_none_is_made_again(monkeypatch, tmp_path):
 
 
 def test_names_and_packages_are_checked(workspace, monkeypatch):
-    with pytest.raises(SystemExit, match="log_to='comet' is not one of tensorboard, wandb"):
-        main(workspace.settings("x", log_to="comet"))
+    for names in ("comet", "tensorboard,wandb"):
+        message = f"log_to='{names}' is not one of tensorboard, wandb or a list of them$"
+        with pytest.raises(SystemExit, match=message):
+            main(workspace.settings("x", log_to=names))
     monkeypatch.setattr(logging, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"log_to=wandb needs .*pip install 'tigon\[wandb\]'"):
         main(workspace.settings("x", log_to="wandb"))

@@ -165,10 +165,12 @@ def check_settings(config: Any) -> None:
             raise ValueError(f"{terms}{show_condition(config, second)}: {advice}")
     for condition, needed, reason in REQUIRES:
         if holds(config, condition) and not any(holds(config, n) for n in needed.split(" or ")):
-            text = f"{show_condition(config, condition)} needs {needed.replace('|', ' or ')}"
+            verb = "need" if " & " in condition else "needs"
+            text = f"{show_condition(config, condition)} {verb} {needed.replace('|', ' or ')}"
             match = TERM.fullmatch(needed)
-            if match is not None and match[2] == "=":
-                text += f", not {show_value(setting_value(config, match[1])[0])}"
+            value = setting_value(config, match[1])[0] if match and match[2] == "=" else None
+            if value is not None:  # None: the task chooses it
+                text += f", not {show_value(value)}"
             raise ValueError(f"{text}: {reason}" if reason else text)
 
 

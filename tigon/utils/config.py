@@ -230,7 +230,8 @@ def describe_type(hint: Any, plural: bool = False) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(str, args))}" if len(args) > 1 else str(args[0])
     if origin in (list, tuple):
-        items = f"a list of {describe_type(args[0], plural=True)}"
+        choice = origin is tuple and get_origin(args[0]) is Literal  # named in front of the list
+        items = f"a list of {'them' if choice else describe_type(args[0], plural=True)}"
         return items if origin is list else f"{describe_type(args[0])} or {items}"
     words = TYPE_WORDS.get(origin or hint, ("a group of settings", "groups of settings"))
     return words[plural]

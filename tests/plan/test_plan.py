@@ -362,6 +362,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([*few, "--batch-tokens", "100"], "is no multiple of 64: give 64 or 128"),
         ([*few, "--settings", "sharding=full"], "sharding=full: a plan tries its values itself"),
         ([*few, "--settings", "batch_size=64"], "batch_size=64: give --batch-tokens N instead"),
+        ([*few, "--settings", "lr=1", "--settings", "seq_len=8"], "lr=1: a plan does not use it"),
         ([*few, "--settings", "task=sft"], "task=sft: a plan does not use it; leave it out"),
         ([*few, "--settings", "tensor=2"], "(for `tigon train` it is parallel.tensor=2)"),
         ([*few, "--settings", "parallel.tensor=2"], "a plan tries every layout itself; leave it"),

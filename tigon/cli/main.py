@@ -269,6 +269,7 @@ PLAN = {
         "key=value",
         "settings of tigon train, such as param_dtype=bfloat16 optimizer=adamw_8bit; one that a "
         "plan does not use is an error (default: tigon train's defaults)",
+        action="extend",
         nargs="+",
         default=[],
     ),

@@ -277,12 +277,14 @@ UNFULFILLED = {
     "dtype=auto|bfloat16": "dtype=float32",
     "lr>0": "lr=0",
     "lora.merge=true": "lora.merge=false",
+    "model": "model=",
 }
 # What a row also needs, so that no other row refuses it first
 CONTEXT = {
     "adamw_lr>0": ["optimizer=muon"],
     "lora.quantize=keep": ["tokenizer=t", "model="],
     "init": ["model="],
+    "revision": ["init=c.json", "tokenizer=t"],
     "optimizer_in_backward": ["max_grad_norm=0"],
     "patience": ["eval_every=5", "eval_data=e.jsonl"],
     "push_to_hub & lora": ["lora={}"],

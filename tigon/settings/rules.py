@@ -50,6 +50,7 @@ CONFLICTS = (
 REQUIRES = (
     # condition, what it needs, why
     ("init", "tokenizer", "a directory or hub repository"),
+    ("revision", "model", "it is that of a hub repository"),
     ("keep_best", "eval_data or eval_fraction", "the best has the lowest eval loss"),
     ("hf_best", "eval_data or eval_fraction", "the best has the lowest eval loss"),
     ("sample_prompts", "eval_data or eval_fraction", "samples are part of an evaluation"),

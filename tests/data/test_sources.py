@@ -191,7 +191,7 @@ def test_digests_say_what_is_read_and_how(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "line", "message"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"text": \n', 2, "not valid JSON"),
+        ("a.jsonl", '{"text": "x"}\n{"text": \n', 2, "not valid JSON: Expecting value, at char"),
         ("a.jsonl", '{"text": "\xff"}\n'.encode("latin-1"), 1, "not valid JSON"),
         ("a.jsonl", "[1]\n", 1, "needs a JSON object, not a list"),
         ("a.jsonl", "[" * 100_000, 1, "not valid JSON"),

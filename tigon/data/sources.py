@@ -373,9 +373,11 @@ def parse_json(raw: bytes) -> Row | ValueError:
         row = json.loads(raw, object_pairs_hook=object_from_pairs)
     except DuplicateKeyError as error:
         return ValueError(f"has the key {quote(error.key)} twice in one object: remove one")
-    except ValueError as error:  # bad JSON and bad UTF-8 alike
+    except json.JSONDecodeError as error:  # whose line is that of the row alone
         split = "; each line must be a whole object" if raw.strip() in (b"{", b"[") else ""
-        return ValueError(f"not valid JSON: {error}{split}")
+        return ValueError(f"not valid JSON: {error.msg}, at character {error.pos + 1}{split}")
+    except ValueError as error:  # bad UTF-8
+        return ValueError(f"not valid JSON: {error}")
     except RecursionError:
         return ValueError("not valid JSON: nested too deeply")
     if isinstance(row, list):

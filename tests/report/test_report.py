@@ -282,3 +282,14 @@ def test_whole_or_not_at_all(run: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert tigon.report.write_or_explain(run) == "no report: OSError: [Errno 28] full"
     assert (run / "report.html").read_text() == before
     assert [path.name for path in run.iterdir() if "report" in path.name] == ["report.html"]
+
+
+def test_a_folder_that_is_only_read(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message names the page, not its temporary name."""
+    refused = PermissionError(13, "Permission denied", str(run / ".report.html.0123"))
+    monkeypatch.setattr(Path, "open", lambda *_, **__: (_ for _ in ()).throw(refused))
+    page = run / "none.html"
+    with pytest.raises(PermissionError) as caught:
+        tigon.report.write([run], page)
+    text = f"{page.resolve()} cannot be written: Permission denied; name another file (--out)"
+    assert str(caught.value) == text

@@ -35,7 +35,12 @@ def write(
         raise FileNotFoundError(f"no directory {path.parent} for {path.name}")
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory: name a file, such as {path / name}")
-    write_text(path, render_page(results))
+    page = render_page(results)
+    try:
+        write_text(path, page)
+    except PermissionError as error:
+        text = f"{path} cannot be written: {error.strerror}; name another file (--out)"
+        raise PermissionError(text) from None
     return path
 
 

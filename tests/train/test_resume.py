@@ -70,6 +70,19 @@ def test_finished_runs_stay_and_can_be_extended(workspace, capsys):
     assert (workspace.root / "longer/hf/model.safetensors").exists()
 
 
+def test_another_model_is_refused(workspace, tmp_path):
+    """Of another type or size; the same one may have moved."""
+    settings = workspace.settings("of a model", schedule="constant", steps=1)
+    main(settings)
+    for name, sizes in (("experts", EXPERTS), ("deep", {"num_hidden_layers": 3})):
+        write_model(other := tmp_path / name, **sizes)
+        with pytest.raises(SystemExit, match=f", and {other} is a "):
+            main([*settings, "resume=auto", "steps=2", f"model={other}"])
+    shutil.copytree(workspace.model, moved := tmp_path / "moved")
+    main([*settings, "resume=auto", "steps=2", f"model={moved}"])
+    assert workspace.metrics("of a model", "step") == [1, 2]
+
+
 def test_recomputation_may_change(workspace, capsys):
     write_model(experts := workspace.root / "experts", **EXPERTS)
     given = {"model": experts, "schedule": "constant"}

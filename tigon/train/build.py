@@ -35,6 +35,7 @@ from tigon.train.model import (
     build_model,
     check_context,
     check_fp8,
+    check_resumed_model,
     check_sizes,
     compute_dtype,
     read_model_config,
@@ -153,6 +154,8 @@ def read_inputs(
         tokenizer = load_tokenizer(config, source)
         tokenizer.strftime_now = time
         check_context(config, source)
+        if source is not None:
+            check_resumed_model(config, source)
         task.digests.update(checkpoint.read_metadata(source).get("digests", {}))
         task.check_frozen_models(tokenizer, source)
         if (reason := set_share_prompts(task, source)) is not None:

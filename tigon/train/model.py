@@ -389,6 +389,25 @@ def check_context(config: Config, source: Path | None = None) -> None:
     check_longest(config, context, "the model")
 
 
+def check_resumed_model(config: Config, source: Path) -> None:
+    """Raises ValueError if the settings name a model of another type or size than the checkpoint's,
+    whose weights are what is trained on. The same model may have another path, and its files may
+    be gone."""
+    saved = checkpoint.read_metadata(source)["config"]
+    if all(saved.get(name) == getattr(config, name) for name in ("model", "init")):
+        return
+    sizes = [
+        (c.model_type, f"{c.num_hidden_layers} layers", f"hidden_size {c.hidden_size}")
+        for c in (read_model_config(config, source), read_model_config(config))
+    ]
+    if sizes[0] != sizes[1]:
+        was, now = map(", ".join, sizes)
+        raise ValueError(
+            f"{source} is of a {was}, and {config.model or config.init} is a {now}: choose another "
+            "run_dir, or give the model that it has"
+        )
+
+
 def check_longest(config: Config, context: int, model_name: str) -> None:
     """Raises ValueError if the settings allow sequences of more than `context` tokens."""
     name = "seq_len" if config.max_length is None else "max_length"

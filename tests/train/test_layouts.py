@@ -175,7 +175,7 @@ KINDS: dict[str, dict[str, Any]] = {
 LOOSE = {  # tolerances of what is logged, and of weights
     # DPO's gradient is a small difference of two sums: on some CPUs 1.3e-5 is rounding
     **dict.fromkeys(("dpo", "dpo zero", "dpo stream"), (3 * TOLERANCE, 3 * TOLERANCE)),
-    # Gradients of keys' biases are zero but for rounding, by which AdamW moves them: 1.1e-5 on a CPU
+    # Keys' biases have gradients of zero but for rounding: 1.1e-5 of AdamW's steps on a CPU
     "qwen2_moe": (TOLERANCE, 2 * TOLERANCE),
     # What is rounded the other way moves its weight a little
     "moe 8bit": (TOLERANCE, 1e-4),

@@ -91,6 +91,15 @@ def test_rows_that_do_not_fill_a_step_are_noted(workspace, tmp_path, capsys):
     assert "so an epoch" not in capsys.readouterr().out
 
 
+def test_the_default_lr_of_an_adapter_is_noted(workspace, tmp_path, capsys):
+    def said(**given):
+        main(["--dry-run", *workspace.settings("x", run_dir=tmp_path / "run", **given)])
+        return capsys.readouterr().out
+
+    assert "note: lr=1e-05 is for all weights" in said(**{"lora.rank": 2}, lr=1e-5)
+    assert "for all weights" not in said(**{"lora.rank": 2}, lr=1e-4) + said(lr=1e-5)
+
+
 def test_settings_without_effect_are_noted(workspace, tmp_path):
     def notes(device="cpu", **settings):
         given = {"steps": 6, "eval_data": "[]", **settings}

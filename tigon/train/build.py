@@ -307,6 +307,8 @@ def describe_run(
             f"note: batch_size={config.batch_size} is more than the {format_count(rows, 'row')} of "
             "the data, so an epoch is one step: a smaller batch_size or seq_len gives more"
         )
+    if config.lora and config.task in ("sft", "pretrain") and config.lr == Config.lr:
+        yield f"note: lr={config.lr:g} is for all weights: adapters learn faster with about lr=2e-4"
     if inputs.source is None and (vocabulary := read_vocabulary(config)) is not None:
         yield from vocabulary.describe(read_model_config(config).vocab_size)
     if inputs.choice is not None:

@@ -340,6 +340,8 @@ def plot(record: Record, path: Any = harness.ROOT / PICTURE) -> None:
             if aim is not None:
                 axes.plot([aim, aim], [place + at - 0.19, place + at + 0.19], "k-", linewidth=1.2)
     axes.set_xscale("log")
+    axes.set_xticks([0.5, 1, 2, 3], ["0.5", "1", "2", "3"])
+    axes.minorticks_off()
     axes.set_xlim(left=LEFT)
     axes.axvline(1.0, color="black", linewidth=0.8, linestyle="--", zorder=0)
     names = []

@@ -111,6 +111,12 @@ def test_modules_that_commands_do_not_import(code, modules, directory, tmp_path)
         ("train CONFIG model=MODEL data=none.jsonl", "no data file matches 'none.jsonl'"),
         ("train CONFIG eval_data=none.jsonl", "eval_data: no data file matches 'none.jsonl'; give"),
         ("train CONFIG lora.targets=[]", "targets is empty"),
+        ("train CONFIG task=kto beta=0", "beta=0 of task=kto must be above 0"),
+        ("train CONFIG task=distill beta=2", "beta=2 of task=distill is not in [0, 1]"),
+        (
+            "train CONFIG log_to=[tensorboard,wandb,tensorboard]",
+            "log_to has tensorboard more than once: name it once",
+        ),
         ("train CONFIG task=stf", "no task is called task='stf'; did you mean 'sft'?"),
         ("train CONFIG format=alpaca", "format='alpaca' is not one of messages, "),
         ("train CONFIG chat_template_kwargs.messages=x", "chat_template_kwargs must be an object"),

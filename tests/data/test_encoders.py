@@ -1,6 +1,7 @@
 """Rows to examples: which tokens are learned, with what weight, and what is reported."""
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from tigon.tokenizer import Tokenizer
 HI, HO = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}
 SO, BYE = {"role": "user", "content": "so"}, {"role": "assistant", "content": "bye"}
 CHAT = [HI, HO, SO, BYE]
+CRITIC = CHATML + "{# critic #}"
 
 
 def said(tokenizer: Tokenizer, examples: Examples) -> list[tuple[str, float]]:
@@ -145,6 +147,22 @@ def test_keys_that_nothing_reads_are_named(encode, row, keys):
     columns = {"messages": "chat"} if "chat" in row else {}
     report = encode(ChatEncoder, row, columns=columns).report
     assert report.ignored_keys == keys
+
+
+def test_misspelled_roles_are_named(encode):
+    def rows(*roles):
+        return [{"messages": [*CHAT, {"role": role, "content": "x"}]} for role in roles]
+
+    usual = rows("user", "tool", "developer", "human", "function")
+    assert encode(ChatEncoder, *usual).report.unknown_roles == {}
+    assert encode(ChatEncoder, *rows("critic"), template=CRITIC).report.unknown_roles == {}
+    blocks = encode(ChatEncoder, *usual, *rows("asistant", "critic")).report
+    blocks += encode(ChatEncoder, *rows("critic", "asistant")).report
+    first, second = blocks.lines()
+    assert re.fullmatch(
+        r".*a\.jsonl:6 has a message of the role 'asistant', .*did you mean 'assistant'\?", first
+    )
+    assert re.fullmatch(r".*a\.jsonl:7 has .* 'critic', .*: the usual ones are system, .*", second)
 
 
 def test_turns_that_the_template_rewrites_are_examples_of_their_own(tokenizer, encode, monkeypatch):

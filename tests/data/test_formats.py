@@ -177,6 +177,8 @@ def test_names_of_columns_are_those_of_the_task():
 def test_settings_that_name_nothing():
     with pytest.raises(ValueError, match="format='alpaca' is not one of messages, sharegpt"):
         Format("alpaca")
+    with pytest.raises(ValueError, match="columns: write messages: dialog, the name in your"):
+        Format(columns={"dialog": "messages"})
     with pytest.raises(ValueError, match="columns: 'mesages' is no key of a row that is read"):
         Format(None, {"mesages": "x"})
 

@@ -14,20 +14,23 @@ from tigon.plan import Constants
 from tigon.plan.gpu import CONSTANTS
 
 MEMORY_WITHIN = 0.03
-# A rank gets more tokens than its share of them
-MEMORY_OFF = {"Qwen3-30B-A3B, 8 layers, 1 x 8192, expert 4": 0.045}
-# Sums over four ranks and products of a quarter take longer; launches are waited for, in 68 of 169
-# ms and in 9 of 170, and the plan counts what the GPU does
+# A rank gets more tokens than its share of them; the others have CUDA graphs, of which the
+# estimate counts what they reserve, and the measurement what they use
+MEMORY_OFF = {
+    "Qwen3-30B-A3B, 8 layers, 1 x 8192, expert 4": 0.045,
+    "Llama-3.2-1B 1 x 1024, cost curves": 0.07,
+    "Gemma3-1B 2 x 8192": 0.15,
+}
+# Sums over four ranks and products of a quarter take longer, as do the passes of Qwen3.5; in 16 of
+# 119 ms launches are waited for, and the plan counts what the GPU does
 TIME_OFF = {
     "Llama-3.1-8B 1 x 8192, tensor 4": 0.19,
-    "Qwen3.5-0.8B 1 x 8192": 0.43,
+    "Qwen3.5-0.8B 1 x 8192": 0.20,
     "Qwen3.5-35B-A3B, 8 layers, 1 x 8192": 0.11,
 }
 TIME_WITHIN = {True: 0.05, False: 0.08}  # where something was fitted to it, and where nothing was
 # With shared experts the host waits: two runs of one step on two H200 took 153 and 180 ms
 SHARED_EXPERTS_WITHIN = 0.12
-# The estimate counts what graphs reserve, also while it holds nothing
-GRAPHS_WITHIN = 0.07
 
 
 def as_documented(name: str, block: str) -> None:
@@ -52,8 +55,7 @@ def test_predictions_match_measurements() -> None:
         shared = one.case.layout.expert > 1 and not one.case.fitted
         bar = SHARED_EXPERTS_WITHIN if shared else TIME_WITHIN[one.case.fitted]
         assert abs(one.time_error) < TIME_OFF.get(one.case.name, bar), one.case.name
-        graphs = "cuda_graphs=true" in one.case.settings
-        within = GRAPHS_WITHIN if graphs else MEMORY_OFF.get(one.case.name, MEMORY_WITHIN)
+        within = MEMORY_OFF.get(one.case.name, MEMORY_WITHIN)
         assert abs(one.memory_error) < within, one.case.name
 
 

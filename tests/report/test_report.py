@@ -247,6 +247,7 @@ def test_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     for words, message in (
         ([str(tmp_path / "none")], "no run directory"),
         ([str(empty)], "holds no run: it has neither config.yaml nor metrics.jsonl"),
+        ([str(run.parent)], f"metrics.jsonl; name those in it, such as {run}\n"),
         ([str(run), "--out", str(tmp_path / "none/page.html")], "no directory"),
         ([str(run), "--out", str(tmp_path)], "is a directory: name a file"),
     ):

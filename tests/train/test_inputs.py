@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.support.small import LLAMA, write_model
+from tigon.train import build, load, main
 from tigon.train import data as train_data
-from tigon.train import load, main
 from tigon.train.notes import find_unused_settings
 from tigon.train.optim import learning_rate
 
@@ -87,8 +87,26 @@ def test_rows_that_do_not_fill_a_step_are_noted(workspace, tmp_path, capsys):
     said = capsys.readouterr().out
     rows = re.search(r"^data: .* tokens, (\d+) rows", said, re.M)[1]
     assert f"note: batch_size=1024 is more than the {rows} rows of the data, so an epoch" in said
+    assert "takes minutes on a CPU" not in said
     main(["--dry-run", *workspace.settings("x", run_dir=tmp_path / "run", batch_size=rows)])
     assert "so an epoch" not in capsys.readouterr().out
+
+
+def test_long_steps_of_a_cpu_are_noted(workspace, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(build, "SLOW_STEP", 0)
+    main(["--dry-run", *workspace.settings("x", run_dir=tmp_path / "run", batch_size=8)])
+    assert re.search(
+        "note: a step of up to [0-9,]+ tokens takes minutes on a CPU", capsys.readouterr().out
+    )
+
+
+def test_the_default_lr_of_an_adapter_is_noted(workspace, tmp_path, capsys):
+    def said(**given):
+        main(["--dry-run", *workspace.settings("x", run_dir=tmp_path / "run", **given)])
+        return capsys.readouterr().out
+
+    assert "note: lr=1e-05 is for all weights" in said(**{"lora.rank": 2}, lr=1e-5)
+    assert "for all weights" not in said(**{"lora.rank": 2}, lr=1e-4) + said(lr=1e-5)
 
 
 def test_settings_without_effect_are_noted(workspace, tmp_path):

@@ -138,8 +138,8 @@ def test_experts_stay_on_the_rank_that_has_them():
         (turn,) = plan(matrices, blocks, rank)
         here = 4 * 32 * 64
         assert turn.sizes_out == [16 * 64 + (here if to == rank else 0) for to in range(4)]
-        assert sum(turn.sizes_in) == sum(m.rows * m.cols for m in turn.own)
-        assert len([c for c in turn.out if c.parameter == 0]) == 1  # four matrices, one piece
+        assert sum(turn.sizes_in) == sum(m.rows * m.cols for m in turn.matrices)
+        assert len([c for c in turn.copies if c.parameter == 0]) == 1  # four matrices, one piece
 
 
 def divided(values: list[torch.Tensor], ranks: int) -> tuple[list[list[MatrixBlock]], list[list]]:
@@ -178,25 +178,25 @@ def test_rounds_exchange_every_block(ranks, size):
     seen = []
     for turns in zip(*plans, strict=True):
         messages = [
-            torch.cat([torch.empty(0), *muon._slices(turn.out, parts[r])]).split(turn.sizes_out)
+            torch.cat([torch.empty(0), *muon._slices(turn.copies, parts[r])]).split(turn.sizes_out)
             for r, turn in enumerate(turns)
         ]
         back = []
         for rank, turn in enumerate(turns):
             got = torch.cat([message[rank] for message in messages])
             assert [len(message[rank]) for message in messages] == turn.sizes_in
-            whole = torch.full((sum(m.rows * m.cols for m in turn.own),), math.nan)
+            whole = torch.full((sum(m.rows * m.cols for m in turn.matrices),), math.nan)
             muon._copy(turn.moves, got, whole)
             changed = torch.full_like(got, math.nan)
             muon._copy(turn.moves, changed, whole + 1, back=True)
             back.append(changed.split(turn.sizes_in))
-            for m in turn.own:
+            for m in turn.matrices:
                 part, whole = whole.split([m.rows * m.cols, len(whole) - m.rows * m.cols])
                 seen += [i for i, v in enumerate(values) if torch.equal(part, v.flatten())]
         for rank, turn in enumerate(turns):
             mine = torch.cat([elements[rank] for elements in back])
-            pieces = mine.split([copy.length for copy in turn.out])
-            for ours, new in zip(muon._slices(turn.out, found[rank]), pieces, strict=True):
+            pieces = mine.split([copy.length for copy in turn.copies])
+            for ours, new in zip(muon._slices(turn.copies, found[rank]), pieces, strict=True):
                 ours.copy_(new)
     assert sorted(seen) == [0, 1, 2, 3]  # each once
     for of_rank, before in zip(found, parts, strict=True):

@@ -22,7 +22,7 @@ from tigon.models.pretrained.load import parse_gguf_path
 from tigon.parallel import MeshSizes, from_pretrained, keep_rank_zero
 from tigon.settings.config import Parallel
 from tigon.tokenizer import Tokenizer
-from tigon.train.distributed import World, end_soon, start
+from tigon.train.distributed import World, describe_failure, end_soon, start
 from tigon.train.export import (
     check_shareable,
     find_checkpoint,
@@ -239,9 +239,7 @@ def _run_rank(args: Namespace, command: Command, world: World) -> int:
         raise
     except Exception as error:
         same = isinstance(error, ValueError)  # on all ranks: the first of them says it
-        step = f" in step {world.progress.step}" if world.progress.step else ""
-        text = f"rank {world.rank} failed{step}: {type(error).__name__}: {error}"
-        record_error(str(error) if same else text)
+        record_error(str(error) if same else describe_failure(world, error))
         end_soon(1)
         if same and (launcher_repeats_errors() or not world.main):
             return 1

@@ -30,9 +30,11 @@ from tigon.data.formats import (
     Row,
     WeightedChat,
     WeightedText,
+    get_role,
     parse_chat,
     parse_text,
 )
+from tigon.data.messages import ROLE_ALIASES, ROLES
 from tigon.data.sources import Block, Source
 from tigon.tokenizer import REASONING, Span, Tokenizer, TrainOn, learned_turns
 from tigon.utils.json import escape
@@ -104,12 +106,17 @@ class FormatEncoder(Encoder):
             ignored.add(tools)
         if format.kind == "sharegpt":
             readable = readable - {"role", "content"} | {"from", "value"}
-        for key in JSON_MESSAGE_KEYS:
-            messages = format.get(row, key) if format.column(key) in read_keys else None
-            for message in messages if isinstance(messages, list) else ():
-                if isinstance(message, dict):
-                    ignored |= {f"{format.column(key)}.{k}" for k in message.keys() - readable}
+        for column, message in _messages(row, format):
+            ignored |= {f"{column}.{key}" for key in message.keys() - readable}
         return ignored
+
+    def unknown_roles(self, row: Row, format: Format) -> set[str]:
+        """Collects roles that are neither usual nor a word of the chat template."""
+        if not self.uses_chat_template or format.kind == "sharegpt":  # whose speakers are checked
+            return set()
+        roles = {get_role(message) for _, message in _messages(row, format)}
+        names = {role for role in roles if isinstance(role, str)}
+        return names - {*ROLES, *ROLE_ALIASES, *self.message_keys}
 
     def options(self) -> dict[str, Any]:
         """Returns the settings, besides the tokenizer, that change the examples; for the digest."""
@@ -121,6 +128,17 @@ class FormatEncoder(Encoder):
         parts = type(self).__name__, ENCODER_VERSION, tokenizers.__version__, self.options()
         tokenizer = self.tokenizer.digest(chats=self.uses_chat_template)
         return hashlib.sha256(f"{tokenizer} {parts}".encode()).hexdigest()
+
+
+def _messages(row: Row, format: Format) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the messages of a row that are read, each with the row's key of its list."""
+    read_keys = format.read_keys()
+    for key in JSON_MESSAGE_KEYS:
+        column = format.column(key)
+        messages = format.get(row, key) if column in read_keys else None
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                yield column, message
 
 
 class TextEncoder(FormatEncoder):

@@ -14,7 +14,9 @@ from numpy.typing import DTypeLike
 
 from tigon.data.content_check import EmptyAnswer
 from tigon.data.formats import Format, Row
+from tigon.data.messages import ROLES
 from tigon.data.sources import MAX_ROW_CHARS, Block, Source, measure
+from tigon.utils.config import find_misspelled
 from tigon.utils.json import escape
 
 SUPERVISED_COLUMN = {"supervised": np.bool_}  # the column of the tokens that are to be learned
@@ -50,13 +52,17 @@ class EncodingReport:
     unlearned: int = 0  # rows left out, because the weights of all that they say are 0
     errors: tuple[str, ...] = ()  # of the first rows that were skipped
     ignored_keys: tuple[str, ...] = ()  # keys of rows and of messages that nothing reads
+    unknown_roles: dict[str, str] = field(default_factory=dict)  # role -> the first row with it
     empty: int = 0  # rows among those skipped whose answer is empty
     rewritten: int = 0  # turns not learned: the chat template writes them differently in the row
     extra: int = 0  # examples besides one for each row, for turns that would be rewritten
     missing_openers: tuple[str, ...] = ()  # in which prompts end, and which conversations lack
 
     def __add__(self, other: "EncodingReport") -> "EncodingReport":
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        roles = self.unknown_roles | other.unknown_roles | self.unknown_roles
+        names = [f.name for f in fields(self) if f.name != "unknown_roles"]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        sums["unknown_roles"] = dict(list(roles.items())[:MAX_ERRORS])
         sums["errors"] = sums["errors"][:MAX_ERRORS]
         for name, limit in (("ignored_keys", MAX_IGNORED_KEYS), ("missing_openers", MAX_ERRORS)):
             sums[name] = tuple(sorted(set(sums[name])))[:limit]
@@ -85,6 +91,11 @@ class EncodingReport:
             f"keys of its rows that nothing reads: {', '.join(self.ignored_keys)}": (
                 self.ignored_keys
             ),
+            **{
+                f"{place} has a message of the role {role!r}, which the chat template does not "
+                f"name: {_explain_role(role)}": True
+                for role, place in self.unknown_roles.items()
+            },
         }
         return [line for line, applies in lines.items() if applies]
 
@@ -98,6 +109,13 @@ class EncodingReport:
                 f"{format_count(self.rows, 'row')}"
             )
         return f"has no good row of {self.rows}: {self.errors[0]}"
+
+
+def _explain_role(role: str) -> str:
+    """Returns the advice on a role that is none of ROLES."""
+    if meant := find_misspelled(role, ROLES):
+        return f"did you mean {meant!r}?"
+    return f"the usual ones are {', '.join(ROLES)}"
 
 
 @dataclass(frozen=True)
@@ -237,6 +255,10 @@ class Encoder:
         """Collects the keys of a row that are not read; here none."""
         return set()
 
+    def unknown_roles(self, row: Row, format: Format) -> set[str]:
+        """Collects the roles of a row's messages that are probably misspelled; here none."""
+        return set()
+
     def __call__(self, block: Block) -> Examples:
         """Encodes a block, whose name is the examples' only file.
 
@@ -248,6 +270,7 @@ class Encoder:
         encoded = self.batch([row for _, row in lines if isinstance(row, dict)], block.format)
         groups: list[Group] = []
         ignored: set[str] = set()
+        roles: dict[str, str] = {}
         report = EncodingReport(len(lines))
         for line, row in lines:
             examples: Sequence[Example] | ValueError
@@ -255,6 +278,8 @@ class Encoder:
                 examples = row
             else:
                 ignored |= self.ignored(row, block.format)
+                for role in sorted(self.unknown_roles(row, block.format)):
+                    roles.setdefault(escape(role, 100), f"{block.name}:{line}")
                 examples = next(encoded)
             if isinstance(examples, ValueError):
                 message = f"{block.name}:{line}: {escape(examples)}"
@@ -266,7 +291,8 @@ class Encoder:
                 groups += [(line, group) for group in self.group_examples(examples)]
             else:
                 report += EncodingReport(unlearned=1)
-        report += EncodingReport(ignored_keys=tuple(escape(key, 100) for key in ignored))
+        keys = tuple(escape(key, 100) for key in ignored)
+        report += EncodingReport(ignored_keys=keys, unknown_roles=roles)
         report += self.pass_report
         return collect(block.name, groups, report, self.per_token, self.per_example)
 

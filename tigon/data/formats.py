@@ -81,6 +81,8 @@ class Format:
         check_format(self.kind)
         for key, column in self.columns.items():
             if key not in ROW_KEYS:
+                if column in ROW_KEYS:
+                    raise ValueError(f"columns: write {column}: {key}, the name in your rows last")
                 keys = ", ".join(ROW_KEYS)
                 raise ValueError(f"columns: {key!r} is no key of a row that is read: {keys}")
             if not isinstance(column, str):

@@ -11,6 +11,7 @@ from typing import Any
 
 from tigon.utils.json import object_from_pairs
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # Roles of older data sets, as chat templates name them
 ROLE_ALIASES = {"function": "tool", "human": "user", "gpt": "assistant"}
 TEXT_PARTS = ("text", "input_text", "output_text")  # types of content parts in OpenAI's APIs

@@ -10,6 +10,7 @@ batches are counted in tokens.
 import os
 import warnings
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 # Before the name "tigon" is registered: with any entry in its registry lm-eval lists no others
@@ -29,6 +30,7 @@ from lm_eval.models.utils import (
     postprocess_generated_text,
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from tigon.eval.likelihood import gathers_weights, log_likelihoods
@@ -356,11 +358,9 @@ class TigonLM(TemplateLM):
         # What fills short answers is skipped, or comes after a text that ends them
         fill = (self.tokenizer.pad_token_id, self.eot_token_id, 0)
         options["pad_token_id"] = next(token for token in fill if token is not None)
-        width = max(len(prompt.ids) for prompt in prompts)
-        ids = torch.tensor([[0] * (width - len(p.ids)) + p.ids for p in prompts], device="cpu")
-        mask = torch.tensor(
-            [[0] * (width - len(p.ids)) + [1] * len(p.ids) for p in prompts], device="cpu"
-        )
+        rows = [torch.tensor(prompt.ids, device="cpu") for prompt in prompts]
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        ids, mask = pad(rows), pad([torch.ones_like(row) for row in rows])
         sequences = self.model.generate(
             ids.to(self.model.device),
             attention_mask=mask.to(self.model.device),
@@ -371,7 +371,7 @@ class TigonLM(TemplateLM):
             **options,
         )
         answers = {}
-        for prompt, row in zip(prompts, sequences[:, width:].tolist(), strict=True):
+        for prompt, row in zip(prompts, sequences[:, ids.shape[1] :].tolist(), strict=True):
             text = self.tokenizer.decode(row, skip_special_tokens=True)
             answers[prompt.place] = postprocess_generated_text(text, until, None)
         return answers

@@ -278,8 +278,8 @@ class ModelConfig:
         text = self.to_dict()
         if not self.wrapper_type:
             return text
-        same = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings")
-        outer = {key: text.pop(key) if key == same[0] else text[key] for key in same}
+        same = ("dtype", "torch_dtype", "tie_word_embeddings")
+        outer = {"architectures": text.pop("architectures"), **{key: text[key] for key in same}}
         outer |= {"model_type": self.wrapper_type, "text_config": text}
         return {k: v for k, v in self.source.wrapper.items() if not k.startswith("_")} | outer
 

@@ -3,7 +3,7 @@
 # B batch, T tokens, n kept tokens
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -57,14 +57,7 @@ class LossTerms:
         self.returns_criteria = criteria is not None
         if criteria is None:
             criteria = () if targets.labels is None else (CrossEntropy(),)
-        elif not isinstance(criteria, Sequence):
-            raise TypeError(f"criteria={criteria!r} is not a sequence: give a tuple of criteria")
-        for c in criteria:
-            if not isinstance(c, LossTerm):
-                raise TypeError(f"criteria has {c!r}: give CrossEntropy, LogProbs or KL objects")
-        if targets.options and not any(isinstance(c, CrossEntropy) for c in criteria):
-            unused = ", ".join(targets.options)
-            raise ValueError(f"{unused} without a cross-entropy: give labels, or CrossEntropy()")
+        _check_criteria(criteria, targets.options)
         self.config, self.targets = config, targets  # those that the loss counts
         self._has_labels = targets.labels is not None
         if targets.labels is None and any(isinstance(c, KL) for c in criteria):
@@ -175,6 +168,18 @@ class LossTerms:
             out.aux_loss = aux_loss if shard is None else aux_loss / shard.ranks.size
             if out.loss is not None and (share := self.targets.share) is not None:
                 out.loss = out.loss + coef * share * out.aux_loss
+
+
+def _check_criteria(criteria: Any, options: Mapping[str, Any]) -> None:
+    """Raises TypeError unless these are criteria, and ValueError if none of them uses `options`."""
+    if not isinstance(criteria, Sequence):
+        raise TypeError(f"criteria={criteria!r} is not a sequence: give a tuple of criteria")
+    for c in criteria:
+        if not isinstance(c, LossTerm):
+            raise TypeError(f"criteria has {c!r}: give CrossEntropy, LogProbs or KL objects")
+    if options and not any(isinstance(c, CrossEntropy) for c in criteria):
+        unused = ", ".join(options)
+        raise ValueError(f"{unused} without a cross-entropy: give labels, or CrossEntropy()")
 
 
 def _placeholder_labels(targets: Targets) -> Tensor:

@@ -101,7 +101,9 @@ def read(path: Path) -> RunFiles:
     if not path.is_dir():
         raise FileNotFoundError(f"no run directory {path}")
     if not any((path / name).exists() for name in ("config.yaml", "metrics.jsonl")):
-        raise ValueError(f"{path} holds no run: it has neither config.yaml nor metrics.jsonl")
+        inside = min((str(file.parent) for file in path.glob("*/config.yaml")), default="")
+        hint = f"; name those in it, such as {inside}" if inside else ""
+        raise ValueError(f"{path} holds no run: it has neither config.yaml nor metrics.jsonl{hint}")
     run = RunFiles(path, path.resolve().name or str(path), running=_is_locked(path / ".lock"))
     _read_config(run)
     _read_metrics(run)

@@ -148,6 +148,18 @@ FAULTS: tuple[tuple[Callable[[Any], Any], str], ...] = (
         "a value above 0",
     ),
     (
+        lambda c: c.beta == 0 and c.task in ("dpo", "ipo", "apo", "cpo", "simpo", "orpo", "kto"),
+        "beta={c.beta:g} of task={c.task} must be above 0",
+    ),
+    (
+        lambda c: c.task == "distill" and (c.beta or 0) > 1,
+        "beta={c.beta:g} of task=distill is not in [0, 1]",
+    ),
+    (
+        lambda c: next((name for name in c.log_to if c.log_to.count(name) > 1), None),
+        "log_to has {0} more than once: name it once",
+    ),
+    (
         lambda c: c.push_to_hub.lower() in ("true", "false"),  # as in TRL; it could be a name
         "push_to_hub={c.push_to_hub} is no repository: give its name (owner/name), or leave it out "
         "to push nothing",

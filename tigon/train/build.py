@@ -60,6 +60,7 @@ from tigon.weights import Repository, WriterGroup
 from tigon.weights.entries import check_shared
 from tigon.weights.files import read_lock
 
+SLOW_STEP = 5e11  # parameters x tokens, about a minute on a core
 OTHER_FILES = "has other {} than rank 0: give all hosts the same files"
 
 
@@ -307,6 +308,14 @@ def describe_run(
             f"note: batch_size={config.batch_size} is more than the {format_count(rows, 'row')} of "
             "the data, so an epoch is one step: a smaller batch_size or seq_len gives more"
         )
+    tokens = config.batch_size * config.seq_len
+    if device.type == "cpu" and size * tokens > SLOW_STEP:
+        yield (
+            f"note: a step of up to {tokens:,} tokens takes minutes on a CPU: a smaller batch_size "
+            "or seq_len gives shorter ones"
+        )
+    if config.lora and config.task in ("sft", "pretrain") and config.lr == Config.lr:
+        yield f"note: lr={config.lr:g} is for all weights: adapters learn faster with about lr=2e-4"
     if inputs.source is None and (vocabulary := read_vocabulary(config)) is not None:
         yield from vocabulary.describe(read_model_config(config).vocab_size)
     if inputs.choice is not None:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -293,9 +294,7 @@ def prediction_rows(context: PassContext) -> list[dict[str, Any]]:
     rows = []
     end = 0
     for (start, stop), origin in zip(micro_batch.spans.tolist(), micro_batch.origins, strict=True):
-        begin = end
-        while end < len(target_positions) and target_positions[end] < stop:
-            end += 1
+        begin, end = end, bisect_left(target_positions, stop, end)
         positions = target_positions[begin:end]
         if positions:
             row = {

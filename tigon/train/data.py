@@ -45,13 +45,7 @@ def build_loader(
     name = "eval_data" if held_out else "data"
     entries = as_entries(config, items)
     check_names(name, entries)
-    weights = None
-    if any(entry.weight is not None for entry in entries):
-        weights = [1.0 if entry.weight is None else entry.weight for entry in entries]
-    if held_out and config.eval_fraction:
-        weights = None  # those of training; each held-out row counts the same
-    if held_out and weights:
-        raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
+    weights = read_weights(config, entries, held_out=held_out)
     encoder = build_encoder(task, tokenizer)
     if not held_out and encoder.uses_chat_template and (times := tokenizer.template_times()):
         world.log_rank0(
@@ -90,6 +84,18 @@ def build_loader(
     for line in lines:
         world.log_rank0(f"{name}: {line}")
     return loader
+
+
+def read_weights(config: Config, entries: Sequence[Entry], *, held_out: bool) -> list[float] | None:
+    """Returns the weight of each entry, None if all count the same as held-out rows always do;
+    ValueError for weights in eval_data."""
+    if held_out and config.eval_fraction:  # entries of `data`, whose weights are for training
+        return None
+    if all(entry.weight is None for entry in entries):
+        return None
+    if held_out:
+        raise ValueError("eval_data has weights, but all of it counts the same: leave them out")
+    return [1.0 if entry.weight is None else entry.weight for entry in entries]
 
 
 def build_encoder(task: Task, tokenizer: Tokenizer) -> Encoder:

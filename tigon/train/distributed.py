@@ -299,6 +299,12 @@ def format_rank_errors(errors: Sequence[str]) -> str:
     )
 
 
+def describe_failure(world: World, error: BaseException) -> str:
+    """Returns a text that says which rank failed, in which step, and with what error."""
+    step = f" in step {world.progress.step}" if world.progress.step else ""
+    return f"rank {world.rank} failed{step}: {type(error).__name__}: {error}"
+
+
 def end_soon(code: int) -> None:
     """Ends this process and its children after LINGER s: leaving a dead group may never end."""
 

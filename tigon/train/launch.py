@@ -29,6 +29,7 @@ from tigon.train.build import prepare
 from tigon.train.distributed import (
     InputError,
     World,
+    describe_failure,
     end_soon,
     pick_device,
     prepare_flight_recorder,
@@ -146,8 +147,7 @@ def _run_rank(config: Config, world: World, plan: int | None) -> int:
         text, says = f"rank {world.rank}: {error}", True
         if not isinstance(error, USER_ERRORS):
             traceback.print_exc()
-            where = f"failed in step {world.progress.step}" if world.progress.step else "failed"
-            text = f"rank {world.rank} {where}: {type(error).__name__}: {error}"
+            text = describe_failure(world, error)
     record_error(text)
     if says and not launcher_repeats_errors():
         print(f"tigon.train: {one_line(text)}", file=sys.stderr, flush=True)

@@ -54,9 +54,9 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     allocated, for `checkpoint.load`; with lora only those of the adapter are left to it.
     """
     dtype, weights = weights_dtype(config, world.device), None
-    resumes = source is not None and config.lora is None
-    if source is not None and resumes:
-        model = model_from_checkpoint_config(source, dtype)
+    whole = None if config.lora is not None else source  # with all weights, not an adapter's alone
+    if whole is not None:
+        model = model_from_checkpoint_config(whole, dtype)
     else:
         model, weights = _build_base(config, dtype)
     if config.lora is not None:
@@ -64,7 +64,7 @@ def build_model(config: Config, world: World, source: Path | None = None) -> Cau
     parallelize(model, config, world)
     with prefix_errors(escape(config.init or config.model)):
         materialize(model, world.device)
-    if not resumes:
+    if whole is None:
         _load_or_init_weights(model, config, weights, dtype)
     if config.lora is not None:  # equally on any number of ranks
         init_adapter(model, generator=torch.Generator().manual_seed(config.seed))

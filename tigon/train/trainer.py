@@ -391,10 +391,15 @@ def is_complete(run: TrainingRun) -> bool:
 def export_pending(run: TrainingRun) -> bool:
     """Returns whether an export of hf_every after `run.start` is due and missing."""
     config, step = run.config, run.start
-    due = is_due(config.hf_every, step) and not step_export_path(config, step).exists()
-    latest = checkpoint.latest(Path(config.run_dir, "checkpoints"))
-    due = due and step > 0 and latest is not None and checkpoint.step_of(latest) == step
-    return run.world.any(due and run.world.main)  # as the first rank sees it
+    latest = checkpoint.latest(run.saver.directory)
+    pending = (
+        step > 0
+        and is_due(config.hf_every, step)
+        and not step_export_path(config, step).exists()
+        and latest is not None
+        and checkpoint.step_of(latest) == step
+    )
+    return run.world.any(run.world.main and pending)  # as the first rank sees it
 
 
 def finish(run: TrainingRun, step: int, log: RunLog) -> None:

@@ -4,12 +4,11 @@
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from tigon.integrations.transformers.stream import add_branch, find_block, is_hooked, is_wrapped
 from tigon.layers.router import Router, Routing
@@ -114,7 +113,7 @@ def capture(
     native: LanguageModel, batch: Batch, hidden_states: bool, router_logits: bool
 ) -> Iterator[CapturedStates]:
     """Captures what is asked for, in passes of the body of a `with`, at the batch's positions."""
-    captured, handles = CapturedStates(), list[RemovableHandle]()
+    captured = CapturedStates()
 
     def keep_input(block: nn.Module, args: tuple[Any, ...]) -> None:
         captured.streams.append(add_branch(*args[:2]))
@@ -128,15 +127,14 @@ def capture(
 
     if hidden_states or router_logits:
         batch.drops_padding = False
-    if hidden_states:
-        blocks = [find_block(layer) for layer in native.model.layers]
-        handles.append(blocks[0].register_forward_pre_hook(keep_input))
-        handles += [block.register_forward_hook(keep_output) for block in blocks[:-1]]
-    if router_logits:
-        routers = (m for m in native.model.modules() if isinstance(m, Router))
-        handles += [r.register_forward_hook(keep_logits) for r in routers]
-    try:
+    with ExitStack() as hooks:  # which removes them
+        if hidden_states:
+            blocks = [find_block(layer) for layer in native.model.layers]
+            hooks.enter_context(blocks[0].register_forward_pre_hook(keep_input))
+            for block in blocks[:-1]:
+                hooks.enter_context(block.register_forward_hook(keep_output))
+        if router_logits:
+            for module in native.model.modules():
+                if isinstance(module, Router):
+                    hooks.enter_context(module.register_forward_hook(keep_logits))
         yield captured
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -288,12 +288,14 @@ def parse_lora_config(
             f"have {projections}"
         )
     _check_complete(values, stems, known, in_file)
-    adapted = {stem: module for stem, module in known.items() if stem in stems}
-    names = [in_file(module.name) for module in known.values()]
-    ranks_in_file = match_patterns(values, "rank_pattern", int, names)
-    alphas_in_file = match_patterns(values, "alpha_pattern", int | float, names)
-    ranks = {m.name: ranks_in_file.get(in_file(m.name), rank) for m in adapted.values()}
-    alphas = {m.name: alphas_in_file.get(in_file(m.name), alpha) for m in adapted.values()}
+    names = {module.name: in_file(module.name) for module in known.values()}
+
+    def overrides(key: str, kind: Any, default: float) -> dict[str, Any]:
+        numbers = match_patterns(values, key, kind, [*names.values()])
+        adapted = (module.name for stem, module in known.items() if stem in stems)
+        chosen = {name: numbers.get(names[name], default) for name in adapted}
+        return {name: number for name, number in chosen.items() if number != default}
+
     base = parse_base(values)
     return LoraConfig(
         rank=rank,
@@ -302,12 +304,20 @@ def parse_lora_config(
         dropout=values.get("lora_dropout", 0.0),
         rslora=bool(values.get("use_rslora")),
         dora=bool(values.get("use_dora")),
-        rank_pattern={name: n for name, n in ranks.items() if n != rank},
-        alpha_pattern={name: n for name, n in alphas.items() if n != alpha},
+        rank_pattern=overrides("rank_pattern", int, rank),
+        alpha_pattern=overrides("alpha_pattern", int | float, alpha),
         modules_to_save=_saved_names(values, tensors, model),
         base=base.name,
         revision=base.revision or "",
     )
+
+
+def _read_names(values: Mapping[str, Any], key: str) -> list[str]:
+    """Returns the names that a key of PEFT's config lists; ValueError for what is no list."""
+    names = values.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{key}={quote(names)} is not a list of names")
+    return names
 
 
 def _saved_names(
@@ -315,9 +325,7 @@ def _saved_names(
 ) -> tuple[str, ...]:
     """Returns the modules_to_save of PEFT's config by the names that adapters here have for them;
     raises ValueError for what is no list of names."""
-    saved = values.get("modules_to_save") or []
-    if not isinstance(saved, list) or not all(isinstance(name, str) for name in saved):
-        raise ValueError(f"modules_to_save={quote(saved)} is not a list of names")
+    saved = _read_names(values, "modules_to_save")
     savable, family = savable_modules(model), model.checkpoint_names
     # PEFT lists both names that the head of a sequence classifier may have
     saved_names = dict.fromkeys(name.rpartition(".")[2] for name in saved)
@@ -338,9 +346,7 @@ def _module_stems(
     Experts are among them only where target_parameters of `values`, adapter_config.json's content,
     lists them; raises ValueError if it lists anything else.
     """
-    parameters = values.get("target_parameters") or []
-    if not isinstance(parameters, list) or not all(isinstance(t, str) for t in parameters):
-        raise ValueError(f"target_parameters={quote(parameters)} is not a list of names")
+    parameters = _read_names(values, "target_parameters")
     modules = find_target_modules(model)
     suffixes = {end for m in modules if m.experts for end in name_suffixes(in_file(m.name))}
     for target in parameters:

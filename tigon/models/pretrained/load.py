@@ -381,27 +381,30 @@ def load_weights(
 
 def _resolve_tied_weights(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
     """Returns the config, untied with a warning if the checkpoint's embedding and head differ."""
-    tensors = checkpoint.tensors
-    embedding, head = embedding_and_head(tensors)
-    if not config.tie_word_embeddings or not {head, embedding} <= tensors.keys():
+    ends = embedding_and_head(checkpoint.tensors)
+    has_both = checkpoint.tensors.keys() >= {*ends}
+    if not config.tie_word_embeddings or not has_both or _are_equal(checkpoint, *ends):
         return config
-    info = tensors[head]
-    rows = info.shape[0] if info.shape == tensors[embedding].shape else 0
-    for row, count in row_chunks(rows, info.nbytes // max(1, rows)):
-        a, b = torch.empty((2, count, *info.shape[1:]), dtype=info.dtype, device="cpu")
-        checkpoint.read_into(head, a, row=row)
-        checkpoint.read_into(embedding, b, row=row)
-        if not torch.equal(a, b):
-            break
-    else:
-        if rows:
-            return config
     warnings.warn(
         f"{checkpoint.name}: tie_word_embeddings is true, but lm_head and embed_tokens differ; "
         "they stay apart",
         stacklevel=4,
     )
     return replace(config, tie_word_embeddings=False)
+
+
+def _are_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    """Returns whether two tensors have the same shape and values; reads a few rows at a time."""
+    info = checkpoint.tensors[first]
+    if info.shape != checkpoint.tensors[second].shape:
+        return False
+    for row, count in row_chunks(info.shape[0], info.nbytes // max(1, info.shape[0])):
+        a, b = torch.empty((2, count, *info.shape[1:]), dtype=info.dtype, device="cpu")
+        checkpoint.read_into(first, a, row=row)
+        checkpoint.read_into(second, b, row=row)
+        if not torch.equal(a, b):
+            return False
+    return True
 
 
 def _check_device(device: torch.device | str) -> None:

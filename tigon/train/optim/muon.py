@@ -97,8 +97,8 @@ class Move(NamedTuple):
 class Round:
     """Lists what one rank sends, receives and orthogonalizes in a round."""
 
-    own: list[Matrix] = field(default_factory=list)  # sorted by shape
-    out: list[BlockCopy] = field(default_factory=list)  # sent, in the order of the message
+    matrices: list[Matrix] = field(default_factory=list)  # to compute, sorted by shape
+    copies: list[BlockCopy] = field(default_factory=list)  # sent, in the order of the message
     sizes_out: list[int] = field(default_factory=list)  # elements to each rank
     sizes_in: list[int] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)  # from the message to the matrices
@@ -193,15 +193,15 @@ def _plan_round(
     rank: int,
 ) -> Round:
     """Returns which blocks this rank sends and receives, and its matrices to compute."""
-    result = Round(own=[matrices[i] for i in assigned[rank]])
+    result = Round(matrices=[matrices[i] for i in assigned[rank]])
     for indices in assigned:
         size = 0
         for b in (b for i in indices for b in blocks[rank].get(i, ())):
             copy = BlockCopy(b.parameter, b.offset, b.rows * b.cols, matrices[b.matrix])
-            if result.out and result.out[-1].meets(copy):
-                before = result.out.pop()
+            if result.copies and result.copies[-1].meets(copy):
+                before = result.copies.pop()
                 copy = before._replace(length=before.length + copy.length)
-            result.out.append(copy)
+            result.copies.append(copy)
             size += b.rows * b.cols
         result.sizes_out.append(size)
     source = 0
@@ -299,10 +299,10 @@ class Muon(Optimizer):
             self.planned, self.rounds = known, self._plan(parameters, exchange)
 
         def send(turn: Round) -> Receive:
-            momenta = _slices(turn.out, buffers)
+            momenta = _slices(turn.copies, buffers)
             if not self.nesterov or not momenta:
                 return exchange.gather(turn, momenta)
-            ahead = torch._foreach_lerp(_slices(turn.out, gradients), momenta, self.momentum)
+            ahead = torch._foreach_lerp(_slices(turn.copies, gradients), momenta, self.momentum)
             return exchange.gather(turn, list(ahead))
 
         message = send(self.rounds[0])
@@ -312,15 +312,15 @@ class Muon(Optimizer):
                 message = send(after)
             self._orthogonalize(turn, matrices)
             updates = exchange.scatter(turn, matrices)
-            rates = [-groups[c.parameter]["lr"] * self.adjust(*c.shape) for c in turn.out]
-            pairs = zip(_slices(turn.out, weights), updates, strict=True)
+            rates = [-groups[c.parameter]["lr"] * self.adjust(*c.shape) for c in turn.copies]
+            pairs = zip(_slices(turn.copies, weights), updates, strict=True)
             for rate, each in _group_by(rates, pairs):
                 torch._foreach_add_([w for w, _ in each], [u for _, u in each], alpha=rate)
 
     def _orthogonalize(self, turn: Round, matrices: Tensor) -> None:
         """Orthogonalizes this rank's matrices of the round in place, a batch for each shape."""
         begin = 0
-        for (rows, cols), same in groupby(turn.own, key=lambda m: (m.rows, m.cols)):
+        for (rows, cols), same in groupby(turn.matrices, key=lambda m: (m.rows, m.cols)):
             count = sum(1 for _ in same)
             batch = matrices.narrow(0, begin, count * rows * cols).view(count, rows, cols)
             batch.copy_(orthogonalize(batch, self.ns_steps))
@@ -386,7 +386,7 @@ class _RankExchange:
         matrices; returns what waits for the blocks of this rank's matrices."""
         message = self._empty(turn.sizes_out)
         if updates:
-            torch._foreach_copy_(message.split([c.length for c in turn.out]), updates)
+            torch._foreach_copy_(message.split([c.length for c in turn.copies]), updates)
         return self._send(message, turn.sizes_out, turn.sizes_in)
 
     def assemble(self, turn: Round, message: Receive) -> Tensor:
@@ -405,7 +405,7 @@ class _RankExchange:
             elements = self._empty(turn.sizes_in)
             _copy(turn.moves, elements, matrices, back=True)
         back = self._send(elements, turn.sizes_in, turn.sizes_out)()
-        return back.split([c.length for c in turn.out])
+        return back.split([c.length for c in turn.copies])
 
     def _send(self, message: Tensor, sizes: list[int], sizes_back: list[int]) -> Receive:
         """Begins to send the message and returns what waits for that of the other ranks; without a

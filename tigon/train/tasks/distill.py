@@ -50,8 +50,6 @@ class Distill(CrossEntropyTask):
         super().__init__(config, world)
         self.beta = 0.0 if config.beta is None else config.beta
         self.weight = config.cross_entropy_weight
-        if not self.beta <= 1:
-            raise ValueError(f"beta={config.beta} of task=distill is not in [0, 1]")
         self.scale = (1 - self.weight) * config.temperature**2
         self.teacher: CausalLM | None = None
 

@@ -44,14 +44,12 @@ class AnswerTask(Task):
     refuses = ("loss_reduction", "train_on")
     unit = "answer"
     refers: bool = False
-    default_beta: ClassVar[float] = 0.1  # where it is 0, beta may be 0
+    default_beta: ClassVar[float] = 0.1
     losses: ClassVar[Sequence[str]] = ()  # the values of loss_type; the first is the default
 
     def __init__(self, config: Config, world: World):
         super().__init__(config, world)
         self.beta = self.default_beta if config.beta is None else config.beta
-        if self.default_beta and not self.beta > 0:
-            raise ValueError(f"beta={self.beta} of task={config.task} must be above 0")
         self.loss_type: str = config.loss_type or next(iter(self.losses), "")
         if self.losses and self.loss_type not in self.losses:
             raise ValueError(

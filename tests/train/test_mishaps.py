@@ -13,7 +13,7 @@ from tests.train.checkpoints import full_disk
 from tests.train.ranks import Ranks
 from tigon.settings.config import Config
 from tigon.train import callbacks, checkpoint, main, trainer
-from tigon.train.checkpoint import files
+from tigon.train.checkpoint import files, saver
 from tigon.train.checkpoint.files import KeepPolicy
 from tigon.train.logging import RunLog, read_metrics
 
@@ -33,6 +33,18 @@ def test_a_disk_that_is_full_at_the_start(tmp_path, monkeypatch, world):
     with pytest.raises(OSError, match=said):
         RunLog(Config(model="m", data=("d",), run_dir=str(tmp_path)), world, 0, 1)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["of the run before"]
+
+
+def test_a_disk_without_room_for_the_last_checkpoint(workspace, monkeypatch, capsys):
+    """What was trained is exported all the same."""
+    monkeypatch.setattr(saver, "write_blocks", full_disk)
+    with pytest.raises(SystemExit, match=r"step-00000002 was not written: .* full"):
+        main(workspace.settings("full", steps=2, export="true"))
+    assert (workspace.root / "full/hf/model.safetensors").exists()
+    assert "has the export, but no last checkpoint" in capsys.readouterr().out
+    monkeypatch.undo()
+    main(workspace.settings("full", steps=2, export="true", resume="auto"))
+    assert workspace.checkpoint("full", 2).exists()
 
 
 def test_a_rollback_does_not_read_a_damaged_checkpoint(workspace, poisoned, monkeypatch, capsys):

@@ -130,7 +130,13 @@ def train_steps(run: TrainingRun, log: RunLog) -> int:
             stop = should_stop(run)
         ends = step == run.steps or state.is_out_of_patience(config.patience)
         if (saves or stop or ends) and (not stop or deadline.allows_save(step)):
-            save(run, step, log, metadata, last=stop or ends)
+            try:
+                save(run, step, log, metadata, last=stop or ends)
+            except checkpoint.SaveError:  # on all ranks
+                if ends and not stop and config.export:
+                    export_last(run)
+                    world.log_rank0(f"{config.run_dir} has the export, but no last checkpoint")
+                raise
         if exports and not stop:
             export(run, step_export_path(config, step), copy=True)
         if stop or ends:
@@ -402,6 +408,18 @@ def export_pending(run: TrainingRun) -> bool:
     return run.world.any(run.world.main and pending)  # as the first rank sees it
 
 
+def export_last(run: TrainingRun) -> None:
+    """Exports the trained weights: the model or its adapter, the merged model, the averages."""
+    config, directory = run.config, Path(run.config.run_dir)
+    export(run, directory / export_name(config))
+    if config.lora is not None and config.lora.merge:
+        run.model.graphs = None  # captured with the adapter, which is merged now
+        run.model.merge_adapter()
+        export(run, directory / "hf")
+    if run.ema is not None:
+        export(run, directory / "hf-ema", run.ema.values)
+
+
 def finish(run: TrainingRun, step: int, log: RunLog) -> None:
     """Makes the last evaluation, the exports, the report and the push, where they are missing.
 
@@ -420,13 +438,7 @@ def finish(run: TrainingRun, step: int, log: RunLog) -> None:
     directory = Path(config.run_dir)
     exports = config.export and world.any(read_exported_step(config) != step)
     if exports:
-        export(run, directory / export_name(config))
-        if config.lora is not None and config.lora.merge:
-            run.model.graphs = None  # captured with the adapter, which is merged now
-            run.model.merge_adapter()
-            export(run, directory / "hf")
-        if run.ema is not None:
-            export(run, directory / "hf-ema", run.ema.values)
+        export_last(run)
         if world.main:
             write_exported_step(directory, step)
     if world.main:

@@ -190,7 +190,7 @@ def test_calls_that_are_refused(small: Path, tmp_path: Path) -> None:
     model.model.norm.weight.data[3] = 1e6
     model.save_gguf(tmp_path / "a.gguf", dtype="float16", replace=True)  # vectors are fp32
     before = (tmp_path / "a.gguf").read_bytes()
-    for bad, kind in ((1e6, "F16"), (torch.nan, "Q8_0"), (torch.inf, "BF16")):
+    for bad, kind in ((1e6, "F16"), (torch.nan, "Q8_0"), (1e7, "Q8_0"), (torch.inf, "BF16")):
         model.lm_head.weight.data[5, 7] = bad
         dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "q8_0")
         with pytest.raises(ValueError, match=rf"output.weight has values that .* in {kind}"):

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import tigon
 from tests.models.tiny import edit_config, reference
+from tigon.models.pretrained import convert
+from tigon.weights import Repository, load
 
 Break = Callable[[Path], Any]
 SHARD = "model-00003-of-00006.safetensors"
@@ -256,3 +258,27 @@ def test_failed_exports_leave_nothing(sound: Path, model: Any, tmp_path: Path) -
     assert load_file(tmp_path / "empty" / "model.safetensors").keys() == set(
         load_file(sound / "single" / "model.safetensors")
     )
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of two steps of a run would be mixed."""
+    source, message = tmp_path / "source", "was replaced while it was read: load it again"
+    model.save_pretrained(source, max_shard_size="200KB")
+
+    def after_replacement(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> None:
+            model.save_pretrained(source, max_shard_size="200KB", replace=True)
+            function(*args, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(load, "fill_shards", after_replacement(load.fill_shards))
+        with pytest.raises(OSError, match=message):
+            tigon.from_pretrained(source)
+    monkeypatch.setattr(convert, "write_model", after_replacement(convert.write_model))
+    with pytest.raises(OSError, match=message):
+        convert.convert_pretrained(Repository(source), tmp_path / "target", tigon.models.MODELS)
+    assert os.listdir(tmp_path) == ["source"]

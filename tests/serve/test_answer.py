@@ -85,3 +85,20 @@ def test_tokens_are_scored_as_far_as_the_text_goes(tokenizer: Tokenizer, stop: s
     for piece in pieces:  # a token comes with its text, not before
         length += len(piece.text)
         assert all(token.end <= length for token in piece.scored)
+
+
+@pytest.mark.parametrize("last", ["", "🙂 ends"])
+def test_bytes_of_a_stop_string_are_not_scored(tokenizer: Tokenizer, last: str) -> None:
+    texts = TokenTexts(tokenizer)
+    before = len(tokenizer.encode("aé"))
+    pieces = write(tokenizer, f"aé漢{last}", stop=("漢",), texts=texts)
+    scored = [token for piece in pieces for token in piece.scored]
+    assert (scored[-1].end, len(scored)) == (2, before)
+    # Without the stop string the bytes come with the character that they make
+    pieces = write(tokenizer, "aé漢", texts=texts)
+    assert [(piece.text, len(piece.scored)) for piece in pieces if piece.text] == [
+        ("a", 1), ("é", before - 1), ("漢", len(tokenizer.encode("漢")))
+    ]  # fmt: skip
+    # An answer that ends inside of a character has all of its tokens
+    pieces = write(tokenizer, "aé漢", most=before + 1, texts=texts)
+    assert sum(len(piece.scored) for piece in pieces) == before + 1

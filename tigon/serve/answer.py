@@ -144,7 +144,8 @@ class Answer:
             self._write(self._finish_text(), "stop")
         else:
             text = self._stream.step(token) or ""
-            before, self._decoded = self._decoded, self._decoded + len(text)
+            before = self._decoded
+            self._count_characters(text)
             if self._texts is not None:
                 self._scored.append(self._score(token, output, before))
             shown = self._filter.feed(text)
@@ -175,15 +176,26 @@ class Answer:
     def _finish_text(self) -> str:
         """Returns the end of the text: a character that was cut off, and what was held back."""
         rest = self._stream.finish()
-        self._decoded += len(rest)
+        self._count_characters(rest)
         shown = self._filter.feed(rest)
         return shown if self._filter.found else shown + self._filter.finish()
+
+    def _count_characters(self, text: str) -> None:
+        """Adds to the decoded text; held back tokens without a text are a part of its first
+        character, which may belong to a stop string."""
+        if text:
+            start = self._decoded
+            self._scored = [
+                s._replace(end=start + 1) if s.offset == start else s for s in self._scored
+            ]
+        self._decoded += len(text)
 
     def _write(self, text: str, finish_reason: FinishReason | None) -> None:
         """Adds text to what the reader can take, with the scores of the tokens that end in it."""
         self._shown += len(text)
+        last = finish_reason is not None
         # A token that ends in a character's beginning has no text yet
-        count = sum(s.end <= self._shown for s in self._scored)
+        count = sum(s.end <= self._shown and (last or s.end > s.offset) for s in self._scored)
         with self._lock:
             self._piece.text += text
             self._piece.scored += self._scored[:count]

@@ -170,6 +170,23 @@ class Checkpoint:
     def __init__(self, name: str, tensors: Mapping[str, TensorInfo | DecodedTensor]) -> None:
         self.name = name
         self.tensors = tensors
+        self._stamps = self._file_stamps()
+
+    def check_unchanged(self) -> None:
+        """Raises OSError if a file is another one than when the headers were read: what was read
+        since may be a part of each. Call it when all is read."""
+        if self._file_stamps() != self._stamps:
+            raise OSError(
+                f"{escape(self.name)} was replaced while it was read: load it again, or wait until "
+                "the program that writes it has ended"
+            )
+
+    def _file_stamps(self) -> dict[Path, tuple[int, int]]:
+        """Returns the size and the time of each file that is there. Some network file systems
+        change a file's inode number."""
+        paths = {info.path for info in self.tensors.values()}
+        stats = {path: path.stat() for path in paths if path.is_file()}
+        return {path: (stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()}
 
     def sampled_digest(self) -> str:
         """A digest of the names, shapes and dtypes of all tensors, and of a few values of each.

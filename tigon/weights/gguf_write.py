@@ -20,6 +20,7 @@ from tigon.weights.write import WORKERS
 F32, F16, Q8_0, BF16 = 0, 1, 8, 30  # ggml's numbers of the types that are written
 TORCH_TYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 BLOCK, BLOCK_BYTES = 32, 34  # of Q8_0: values, and bytes with their scale
+LARGEST_Q8_0 = 127 * torch.finfo(torch.float16).max  # 127 of the largest scale
 
 
 class GGUFEntry(NamedTuple):
@@ -135,7 +136,8 @@ def _encode(entry: GGUFEntry, values: Tensor) -> np.ndarray:
         values = values.to(TORCH_TYPES[entry.kind])
     gguf = import_gguf()
     types = gguf.GGMLQuantizationType
-    if not values.isfinite().all():
+    most = LARGEST_Q8_0 if entry.kind == Q8_0 else torch.finfo(values.dtype).max
+    if not (values.abs() <= most).all():  # nor is NaN
         raise ValueError(
             f"tensor {entry.name} has values that are NaN, or infinite in {types(entry.kind).name}:"
             " if the model's are finite, choose another type, such as bfloat16"

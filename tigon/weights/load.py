@@ -260,6 +260,7 @@ def load_into(
     with replicas.sync_errors():
         shards = {name: local[name] for name in replicas.local_names}
         fill_shards(shards, matched, staging_bytes=staging_bytes)
+        checkpoint.check_unchanged()
     replicas.broadcast({name: shard.memory for name, shard in local.items()})
 
 

@@ -144,7 +144,9 @@ def write_checkpoint(
 
 
 def _parse_size(size: int | str) -> int:
-    """Returns the bytes of a size such as "2GB"."""
+    """Returns the bytes of a size such as "2GB", or of digits, as a command line has them."""
+    if isinstance(size, str) and re.fullmatch("[0-9]{1,18}", size):
+        size = int(size)
     match = SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     count = int(float(match[1]) * 1000 ** (1 + "KMGT".index(match[2].upper()))) if match else size
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:

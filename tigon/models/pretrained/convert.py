@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal, TypeVar, Unpack
 
 import torch
@@ -88,6 +89,11 @@ def write_converted(
         kind = model.dtype if gguf == "auto" else gguf
         write_gguf_model(model, target, tensors, tokenizer=tokenizer, dtype=kind)
         return
-    describe = description_writer(model, model.dtype, tokenizer)
+    write_others = description_writer(model, model.dtype, tokenizer)
+
+    def describe(root: Path) -> None:
+        checkpoint.check_unchanged()  # all rows are read, and nothing has the target's name yet
+        write_others(root)
+
     size = options.get("max_shard_size", "5GB")
     write_model(target, tensors, describe, ranks=WriterGroup(), max_shard_size=size)

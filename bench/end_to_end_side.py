@@ -83,6 +83,8 @@ class Timed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.clock.enter(self.phase)
+        if self.phase == COMPILE:
+            self.clock.note_compilation(*args)
         try:
             return self.function(*args, **kwargs)
         finally:
@@ -104,6 +106,7 @@ class Clock:
     def __init__(self, began: float) -> None:
         self.phases, self.last = [START], began
         self.seconds, self.ends, self.said = Counter[str](), list[float](), began
+        self.compiled: list[tuple[int, str]] = []  # steps before, and what of, once there are some
 
     def turn(self) -> None:
         """Gives the time since the last turn to the phase that it was in."""
@@ -128,6 +131,12 @@ class Clock:
         if self.phases == [START]:  # what is between the others is not the start
             self.phases = [OTHER]
         self.say()
+
+    def note_compilation(self, source: Any = None, *_: Any) -> None:
+        """Notes a kernel that is compiled after the first step, which holds up its own."""
+        if self.ends:
+            names = (getattr(source, name, None) for name in ("name", "__name__"))
+            self.compiled.append((len(self.ends), next(filter(None, names), type(source).__name__)))
 
     def watch(self, path: str, phase: str) -> None:
         """Puts the clock around a function, `module:name` or `module:Class.name`."""
@@ -284,6 +293,7 @@ def figures(clock: Clock, request: Request) -> Record:
         "first_step": clock.ends[0] - request.began,
         "gaps": [round(gap, 5) for gap in gaps],
         "steps": len(clock.ends),
+        "compiled": clock.compiled,
     }
     if torch.cuda.is_available():
         found["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB

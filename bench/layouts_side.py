@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from bench.compare_side import laps
 from bench.harness import Record, installed
 from bench.train_cases import draw, is_drawn, peer_names
-from bench.train_peer import CHUNKS, Options, adamw, peer_model, wider_chunks
+from bench.train_peer import CHUNKS, Options, adamw, head_chunks, peer_model
 from tigon.kernels.attention import backends
 from tigon.settings.config import Config
 from tigon.train import load, start
@@ -102,7 +102,7 @@ def peer(config: Config, world: World, count: int, side: str, attention: str) ->
     optimizer, losses = adamw(model.train()), []
     ring = side == CONTEXT_PEER
     tokens = batches[0].numel() // (world.size if ring else 1)
-    chunks = wider_chunks(shape["model_type"], shape, tokens) if liger else 0
+    chunks = head_chunks(shape["model_type"], shape, tokens) if liger else 0
     more = {CHUNKS: chunks} if chunks else {}
     learn = context_pass(model, world, more) if ring else whole_pass(model, more)
 

@@ -65,7 +65,7 @@ def options_of(case: Case, device: str) -> list[Options]:
     ]
 
 
-def wider_chunks(kind: str, shape: Record, tokens: int) -> int:
+def head_chunks(kind: str, shape: Record, tokens: int) -> int:
     """What to ask Liger's head for where its own chunks of so many tokens are short, else 0; `kind`
     is what Liger calls the family."""
     pieces = shape["vocab_size"] / shape["hidden_size"]
@@ -73,8 +73,9 @@ def wider_chunks(kind: str, shape: Record, tokens: int) -> int:
     return WIDER if 2 ** math.ceil(math.log2(rows)) < LEAST_CHUNK else 0
 
 
-def wider_chunks_of(case: Case) -> int:
-    return wider_chunks(*MODELS[case.model][1:], case.rows * case.tokens)
+def case_head_chunks(case: Case) -> int:
+    """What to ask Liger's head for with the tokens of a case."""
+    return head_chunks(*MODELS[case.model][1:], case.rows * case.tokens)
 
 
 def rows_of(case: Case, attention: str) -> str:

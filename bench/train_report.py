@@ -8,7 +8,7 @@ from bench import harness
 from bench.harness import Record, figure, heading, judge, markdown, verdict
 from bench.train_cases import CASES, GRAPHS, IN_BACKWARD, PADDED, PEER, RECOMPUTED, Case
 from bench.train_limit import ADAMW, PASSES, PRODUCTS
-from bench.train_peer import CHUNKS, WIDER, options_of, wider_chunks_of
+from bench.train_peer import CHUNKS, WIDER, case_head_chunks, options_of
 from tigon.data.examples import format_count
 
 PICTURE, DOCUMENT = "docs/train_step.svg", "docs/performance.md"
@@ -105,7 +105,7 @@ def lacks(case: Record) -> list[str]:
         offered = options_of(target, "cuda")
         first = [options.name for options in offered if options.experts == offered[0].experts]
         found += [name for name in first if name not in tried]
-    if wider_chunks_of(target) and not any(CHUNKS in name for name in tried):
+    if case_head_chunks(target) and not any(CHUNKS in name for name in tried):
         found.append(f"{CHUNKS}={WIDER} of Liger's head")
     if GRAPHS[0] in target.settings and not any("compiled" in name for name in tried):
         found.append("torch.compile")

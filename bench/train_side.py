@@ -28,7 +28,7 @@ from bench.peers import imported
 from bench.processes import say
 from bench.timing import GIB, allocated, deadline, peaks, reset_peaks
 from bench.train_cases import CASES, GRAPHS, PEER, Batch, Case, ours, settings, shape_of, updates_of
-from bench.train_peer import CHUNKS, Options, options_of, peer, wider_chunks_of
+from bench.train_peer import CHUNKS, Options, case_head_chunks, options_of, peer
 from tigon.kernels.attention import backends
 from tigon.train.optim import InBackward
 
@@ -201,7 +201,7 @@ def fastest(sides: Sides) -> Options | None:
         others = [options for options in every if options.experts == kind]
         for options in [replace(best, experts=kind)] if best else others:
             attempt(options)
-    if found and (chunks := wider_chunks_of(sides.case)):
+    if found and (chunks := case_head_chunks(sides.case)):
         attempt(replace(min(found, key=found.__getitem__), chunks=chunks))
     if found and GRAPHS[0] in sides.case.settings:
         attempt(replace(min(found, key=found.__getitem__), compiled=True))

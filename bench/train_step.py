@@ -25,7 +25,7 @@ from bench import train_report
 from bench.harness import ROOT, Bench, Job, Record, progress
 from bench.processes import spawn
 from bench.train_cases import CASES, GRAPHS, TINY_TOKENS, Case
-from bench.train_peer import CHUNKS, options_of, wider_chunks_of
+from bench.train_peer import CHUNKS, case_head_chunks, options_of
 from bench.train_side import Request
 
 SIDE = ROOT / "bench/train_side.py"
@@ -75,7 +75,7 @@ def settled(known: Record | None, case: Case, job: Job) -> Record:
     names = [options.name for options in options_of(case, "cuda")]
     tried = {name: row for name, row in found["tried"].items() if plain(name) in names}
     whole = {*names[: len(names) // (1 + case.experts)]} <= tried.keys()
-    if wider_chunks_of(case):
+    if case_head_chunks(case):
         whole &= any(CHUNKS in name for name in tried)
     if GRAPHS[0] in case.settings:
         whole &= any(name.endswith(COMPILED) for name in tried)

@@ -3,7 +3,7 @@
 import itertools
 import sys
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -85,6 +85,23 @@ def test_each_second_belongs_to_the_innermost_phase(monkeypatch: Patch) -> None:
     assert Trainer().train() == "loaded"  # enters at 1, loads from 2 to 3, leaves at 4
     clock.turn()
     assert clock.seconds == {"start": 1.0, "model": 1.0, "steps": 2.0, "other": 1.0}
+
+
+def test_kernels_that_hold_up_a_step_are_named(monkeypatch: Patch) -> None:
+    module = ModuleType("a_compiler")
+    module.compile = lambda source: source  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "a_compiler", module)
+    clock = end_to_end_side.Clock(0.0)
+    clock.watch("a_compiler:compile", end_to_end_side.COMPILE)
+    triton, cute = SimpleNamespace(name="rope_kernel"), itertools.repeat
+    assert module.compile(triton) is triton
+    assert not clock.compiled  # the first step waits for its kernels anyway
+    clock.step()
+    module.compile(triton)
+    clock.step()
+    module.compile(cute)
+    module.compile(cute(0))
+    assert clock.compiled == [(1, "rope_kernel"), (2, "repeat"), (2, "repeat")]
 
 
 def test_wrong_token_is_noticed() -> None:

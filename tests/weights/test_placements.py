@@ -187,7 +187,7 @@ def failing(directory: Path) -> str:
         os.truncate(directory / "model.safetensors", 8)
     try:
         load_into({"vector": parameter}, LAYOUT, checkpoint, ignored=checkpoint.tensors.keys())
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
@@ -257,7 +257,8 @@ def test_what_stops_one_rank_stops_all(ranks: list[dict[str, Any]], kind: str) -
 
 
 def test_a_failure_of_one_rank_is_one_of_all(ranks: list[dict[str, Any]]) -> None:
+    """The others hear of it, or see themselves that the file is another one."""
     assert "was shortened while read" in ranks[0]["failing"]
-    said = "RankError: rank 0 stopped with " + ranks[0]["failing"]
-    handed_on = "RankError: rank 1 stopped with " + said
-    assert [rank["failing"] for rank in ranks[1:]] == [said, said, handed_on]
+    for rank in ranks[1:]:
+        said = rank["failing"]
+        assert said.startswith("RankError: rank ") or "was replaced while it was read" in said

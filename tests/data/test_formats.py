@@ -109,7 +109,7 @@ def test_prompts_and_texts():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "x"}, r"keys of one of the formats messages: .*its keys are 'question'; col"),
+        ({"question": "x"}, r"^its keys are 'question', which fit no format; columns= .* The form"),
         ({}, "its keys are none"),
         ({"messages": HI, "instruction": "a", "output": "b"}, "format=messages or format=instruct"),
         ({"messages": "hi"}, "'messages' must be a list of messages, not str, which is not the JS"),

@@ -151,7 +151,7 @@ class Format:
         else:
             key = REQUIRED_KEYS[accepted[0]][0]
             hint = f"columns= gives keys of other names, as in columns={{{key}: NAME}}"
-        return f"needs the keys of one of the formats {expected}; its keys are {names}; {hint}"
+        return f"its keys are {names}, which fit no format; {hint}. The formats are {expected}"
 
     def _fits(self, row: Row, kind: str) -> bool:
         """Whether the row has a kind's required keys; a key `from` tells sharegpt from messages."""

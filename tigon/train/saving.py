@@ -73,9 +73,10 @@ class Deadline:
         needed, over = world.all_reduce_max(seconds).tolist()
         if needed + over <= 0:
             return True
+        takes = f"it would take about {needed:.0f} s, and " if needed else ""  # none was saved yet
         world.log_rank0(
-            f"no checkpoint of step {step}: it would take about {needed:.0f} s, and "
-            f"{max(0.0, -over):.0f} s are left of stop_seconds={self.seconds:g}"
+            f"no checkpoint of step {step}: {takes}{max(0.0, -over):.0f} s are left of "
+            f"stop_seconds={self.seconds:g}"
         )
         return False
 

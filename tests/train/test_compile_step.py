@@ -30,7 +30,8 @@ LORA = {"lora.rank": 2, "lora.dropout": 0.2}
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["all weights", "adapter"])
 def test_a_step_on_fake_tensors_draws_nothing(workspace, monkeypatch, changes):
-    config = load(None, workspace.settings("fake", **PLAIN, **changes))
+    given = workspace.settings("fake", eval_data=workspace.held_out, **PLAIN, **changes)
+    config = load(None, given)
     norms: list[Any] = []
     clip = module.clip
     monkeypatch.setattr(precompile, "note_launches", lambda *_: nullcontext())
@@ -46,22 +47,25 @@ def test_a_step_on_fake_tensors_draws_nothing(workspace, monkeypatch, changes):
 
     monkeypatch.setattr(module, "clip", clip_by_definition)
     sequences: list[Any] = []
+    modes: list[Any] = []
     with start("cpu") as world:
         model, task = meta_model(config, torch.float32), TASKS["sft"](config, world)
-        find_loss = task.loss
+        forward = task._forward
 
-        def loss(model: Any, inputs: Any, sums: Any) -> Any:
+        def note_mode(model: Any, inputs: Any, *given: Any) -> Any:
             sequences.append(inputs.batch.mask.sequences())
-            return find_loss(model, inputs, sums)
+            modes.append((inputs.training, model.training, torch.is_grad_enabled()))
+            return forward(model, inputs, *given)
 
-        monkeypatch.setattr(task, "loss", loss)
+        monkeypatch.setattr(task, "_forward", note_mode)
         step = partial(compute_gradients, model, task, world.device)
         before = torch.get_rng_state(), random.getstate()
         with precompile.compile_kernels(step):
             pass
     assert [norm.shape for norm in norms] == [()]
     learned = {p for p in model.parameters() if p.requires_grad}
-    assert {slot.weight for slot in updated} == learned  # it came to its end
+    assert {slot.weight for slot in updated} == learned
+    assert modes == [(True,) * 3, (False,) * 3]  # a step, then an evaluation
     assert not sequences[0].even(2 * config.seq_len)  # which would be rows to attention
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
 

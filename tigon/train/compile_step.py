@@ -1,4 +1,5 @@
-"""Compiles the kernels of a run's first step while its model is loaded, on one GPU.
+"""Compiles the kernels of a run's first step, and of its evaluations, while its model is loaded, on
+one GPU.
 
 They are found by a pass of fake tensors over made-up tokens. A file beside Triton's kernels says
 that it was done for a model, settings and versions.
@@ -26,6 +27,7 @@ from tigon.models import CausalLM
 from tigon.models.decoder import recomputed_blocks
 from tigon.settings.config import micro_batch_rows
 from tigon.train.choices import StepChoice
+from tigon.train.distributed import eval_mode
 from tigon.train.memory import dummy_batch
 from tigon.train.model import compute_dtype, meta_model, set_fp8, weights_dtype
 from tigon.train.optim import build_optimizer
@@ -78,7 +80,8 @@ def _done_file(model: CausalLM, task: Task, choice: StepChoice | None) -> Path:
     chosen = None if choice is None else choice.describe()
     versions = [_version(name) for name in LIBRARIES]
     gpu = torch.cuda.get_device_name(task.world.device)
-    facts = model.config.to_dict(), settings, chosen, __version__, *versions, gpu
+    evaluates = bool(task.config.held_out)
+    facts = model.config.to_dict(), settings, evaluates, chosen, __version__, *versions, gpu
     key = hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
     return Path(triton.knobs.cache.dir, f"tigon-{key}")
 
@@ -110,12 +113,17 @@ def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None
         parts=torch.zeros(len(spans), dtype=torch.int64, device="cpu"),
         host_spans=spans,
     )
-    inputs = task.resolve(model, batch.to(device))
+    batch = batch.to(device)
+    inputs = task.resolve(model, batch)
     task.loss(model, inputs, task.sums(model, inputs)).loss.backward()
     optimizer = build_optimizer(model, config)
     _, scale = clip(model, optimizer, config.max_grad_norm)
     if isinstance(optimizer, LowPrecisionOptimizer):
         optimizer.launch_first_update(scale)
+    if config.held_out:  # without gradients kernels save less: they are other ones
+        with eval_mode(model), torch.no_grad():
+            inputs = task.resolve(model, batch, training=False)
+            task.evaluate(model, inputs, task.sums(model, inputs))
 
 
 def keep_distinct_blocks(model: CausalLM) -> None:

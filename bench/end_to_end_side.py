@@ -32,7 +32,7 @@ CLOCKS = {
         "tigon.train.build:load_tokenizer": DATA,
         "tigon.train.build:build_loader": DATA,
         "multiprocess.process:BaseProcess.join": DATA,
-        "tigon.train.compile_step:compute_gradients": STEPS,
+        "tigon.train.compile_step:run_step": STEPS,
         "tigon.train.build:build_model": MODEL,
         "tigon.train.build:build_optimizer": MODEL,
         "tigon.train.trainer:train_steps": STEPS,

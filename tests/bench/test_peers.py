@@ -58,8 +58,8 @@ def test_peers_have_what_tigon_has(monkeypatch: Patch) -> None:
         chosen[name] = getattr(train_side.fastest(sides), "name", None)
     assert [*chosen.values()] == ["sdpa, chunk_mem_const=32, compiled", "sdpa", "flex_attention"]
     tokens = 8192, 4096  # of a rank, and of one of two that share a row
-    wider = [train_peer.head_chunks("llama", train_cases.LLAMA_8B, n) for n in tokens]
-    assert wider == [0, 32]
+    chunks = [train_peer.head_chunks("llama", train_cases.LLAMA_8B, n) for n in tokens]
+    assert chunks == [0, 32]
     static = {"name": generate_cases.STATIC, "ms": [5.0, 6.0, 7.0]}
     eager = {"name": generate_cases.THEIRS, "ms": [20.0, 21.0, 22.0]}
     ours = {"name": OURS, "ms": [3.0, 3.0, 3.0]}

@@ -17,7 +17,7 @@ from tigon.kernels import precompile
 from tigon.models import MODELS
 from tigon.settings.load import load
 from tigon.train import compile_step as module
-from tigon.train.compile_step import compile_step, compute_gradients, keep_distinct_blocks
+from tigon.train.compile_step import compile_step, keep_distinct_blocks, run_step
 from tigon.train.distributed import start
 from tigon.train.model import meta_model
 from tigon.train.optim import adamw
@@ -58,7 +58,7 @@ def test_a_step_on_fake_tensors_draws_nothing(workspace, monkeypatch, changes):
             return forward(model, inputs, *given)
 
         monkeypatch.setattr(task, "_forward", note_mode)
-        step = partial(compute_gradients, model, task, world.device)
+        step = partial(run_step, model, task, world.device)
         before = torch.get_rng_state(), random.getstate()
         with precompile.compile_kernels(step):
             pass

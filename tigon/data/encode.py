@@ -116,7 +116,7 @@ class FormatEncoder(Encoder):
             return set()
         roles = {get_role(message) for _, message in _messages(row, format)}
         names = {role for role in roles if isinstance(role, str)}
-        return names - {*ROLES, *ROLE_ALIASES, *self.message_keys}
+        return names.difference(ROLES, ROLE_ALIASES, self.message_keys)
 
     def options(self) -> dict[str, Any]:
         """Returns the settings, besides the tokenizer, that change the examples; for the digest."""

@@ -59,7 +59,8 @@ class EncodingReport:
     missing_openers: tuple[str, ...] = ()  # in which prompts end, and which conversations lack
 
     def __add__(self, other: "EncodingReport") -> "EncodingReport":
-        roles = self.unknown_roles | other.unknown_roles | self.unknown_roles
+        # In the order in which they came, each with its first row
+        roles = {**self.unknown_roles, **other.unknown_roles, **self.unknown_roles}
         names = [f.name for f in fields(self) if f.name != "unknown_roles"]
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         sums["unknown_roles"] = dict(list(roles.items())[:MAX_ERRORS])

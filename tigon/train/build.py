@@ -60,7 +60,7 @@ from tigon.weights import Repository, WriterGroup
 from tigon.weights.entries import check_shared
 from tigon.weights.files import read_lock
 
-SLOW_STEP = 5e11  # parameters x tokens, about a minute on a core
+SLOW_STEP = 5e11  # parameters x tokens, for each thread: about a minute
 OTHER_FILES = "has other {} than rank 0: give all hosts the same files"
 
 
@@ -309,7 +309,7 @@ def describe_run(
             "the data, so an epoch is one step: a smaller batch_size or seq_len gives more"
         )
     tokens = config.batch_size * config.seq_len
-    if device.type == "cpu" and size * tokens > SLOW_STEP:
+    if device.type == "cpu" and size * tokens > SLOW_STEP * torch.get_num_threads():
         yield (
             f"note: a step of up to {tokens:,} tokens takes minutes on a CPU: a smaller batch_size "
             "or seq_len gives shorter ones"

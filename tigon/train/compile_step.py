@@ -43,7 +43,7 @@ NO_EFFECT = ("run_dir", "data", "eval_data", "model", "lr", "seed", "steps", "ep
 
 @contextmanager
 def compile_step(task: Task, source: Path | None, choice: StepChoice | None) -> Iterator[None]:
-    """Compiles kernels of a training step, while the `with` block runs, and then waits for them.
+    """Compiles kernels of a step and an evaluation while the `with` block runs, then waits.
 
     Does nothing on a CPU or several ranks, and for tasks with columns or pairs of their own.
     """
@@ -61,7 +61,7 @@ def compile_step(task: Task, source: Path | None, choice: StepChoice | None) -> 
     set_fp8(model, config)
     if choice is not None:
         choice.apply(model)
-    with compile_kernels(partial(compute_gradients, model, task, device)) as compilation:
+    with compile_kernels(partial(run_step, model, task, device)) as compilation:
         yield
     if compilation.complete:
         with suppress(OSError):
@@ -93,9 +93,9 @@ def _version(name: str) -> str | None:
         return None
 
 
-def compute_gradients(model: CausalLM, task: Task, device: torch.device) -> None:
-    """Computes gradients and their norm, of a model on meta that it moves to the device, for rows
-    of two sequences of made-up tokens."""
+def run_step(model: CausalLM, task: Task, device: torch.device) -> None:
+    """Makes a step, and an evaluation if the run has held-out data, of rows of two sequences of
+    made-up tokens, with a model on meta that it moves to the device."""
     keep_distinct_blocks(model)
     allocate(model, device)
     config = task.config
